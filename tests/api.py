@@ -57,6 +57,7 @@ INNER = {
     "isotype.doctor.kernels.target": "check_target",
     "isotype.doctor.run.evidence": "collect_evidence",
     "isotype.doctor.run.hook": "run_hook=",
+    "isotype.doctor.run.not_finite.recorder": "NotFiniteError Recorder",
     "isotype.doctor.run.rules": "decide_cause",
     "isotype.doctor.trace": "trace",
     "isotype.doctor.trace.origin": "Origin",

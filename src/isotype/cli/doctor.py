@@ -425,6 +425,16 @@ def run(
             ),
         ),
     ] = False,
+    checks_nan: Annotated[
+        bool,
+        typer.Option(
+            "--nan",
+            help=(
+                "Stop at the first step whose loss, gradient or update is not finite, and name the"
+                " first operator whose result is not (each step is slower)."
+            ),
+        ),
+    ] = False,
 ) -> None:
     """Run a program unchanged. If a dtype error ends the program, print the cause, place and fix of
     the error under the traceback, from the values that are alive at the failure.
@@ -434,6 +444,8 @@ def run(
         isotype doctor run train.py --lr 1e-4
 
         isotype doctor run --json fault.json -m my_package.train
+
+        isotype doctor run --nan train.py
 
         torchrun --nproc-per-node 2 -m isotype.doctor run train.py
 
@@ -448,6 +460,8 @@ def run(
         options.append(f"--json={json_file}")
     if forward_lines:
         options.append("--forward-lines")
+    if checks_nan:
+        options.append("--nan")
     raise typer.Exit(main([*options, program, *context.args]))
 
 

@@ -260,14 +260,22 @@ class Site(NamedTuple):
         return f"{short_path(self.file)}:{self.line} in {self.function}"
 
 
-def innermost_site() -> Site | None:
-    """Returns the innermost running line that is not in code of PyTorch, Python or an observer."""
-    frames = (
-        frame
-        for frame in running_frames()
-        if _code_owner(frame.f_code.co_filename) not in (_TORCH, OPTIMIZER, _OBSERVER, _PYTHON)
-    )
-    return next((Site(frame.f_code, frame.f_lineno) for frame in frames), None)
+def innermost_site(outer: CodeType | None = None) -> Site | None:
+    """Returns the innermost running line that is not in code of PyTorch, Python or an observer;
+    None if there is none inside the function `outer`.
+    """
+    for frame in running_frames():
+        if frame.f_code is outer:
+            return None
+        owner = _code_owner(frame.f_code.co_filename)
+        if owner not in (_TORCH, OPTIMIZER, _OBSERVER, _PYTHON):
+            return Site(frame.f_code, frame.f_lineno)
+    return None
+
+
+def is_tool_file(file: str) -> bool:
+    """Whether a file belongs to PyTorch, to Python or to an observer."""
+    return _code_owner(file) in (_TORCH, OPTIMIZER, _OBSERVER, _PYTHON)
 
 
 def call_sites(depth: int = 1) -> list[Site]:

@@ -12,6 +12,8 @@ import threading
 from types import TracebackType
 from typing import Any
 
+from ...finding import Finding
+
 _HOOK_ATTRIBUTE = "_is_isotype_hook"
 
 
@@ -64,6 +66,18 @@ def install_in_notebook(shell: Any) -> None:
     shell.set_custom_exc((Exception,), show_explained)
 
 
+def _explain(error: BaseException) -> tuple[Finding, dict[str, Any]] | None:
+    """The finding about an exception, and the facts for JSON; None if it is not about dtypes."""
+    finding = getattr(error, "finding", None)
+    if isinstance(finding, Finding):
+        return finding, {}  # of a step that is not finite
+    from .evidence import collect_evidence
+    from .rules import decide_cause
+
+    evidence = collect_evidence(error)
+    return None if evidence is None else (decide_cause(evidence), evidence.to_dict())
+
+
 def explain_to_stderr(error: BaseException, *, json_file: str | None = None) -> None:
     """Prints the explanation of an exception, and writes its facts to a file. It prints nothing for
     an exception that is not about dtypes. An error in the explanation itself is printed in one
@@ -74,15 +88,12 @@ def explain_to_stderr(error: BaseException, *, json_file: str | None = None) -> 
     with contextlib.suppress(OSError, ValueError):  # a closed stream
         sys.stdout.flush()
     try:
-        from .evidence import collect_evidence
-        from .rules import decide_cause
-
-        evidence = collect_evidence(error)
-        if evidence is None:
+        explanation = _explain(error)
+        if explanation is None:
             return
-        finding = decide_cause(evidence)
+        finding, evidence = explanation
         text = finding.render()
-        facts = {"finding": finding.to_dict(), "evidence": evidence.to_dict()}
+        facts = {"finding": finding.to_dict(), "evidence": evidence}
     except Exception as fault:
         if os.environ.get("ISOTYPE_TRACEBACK"):
             raise

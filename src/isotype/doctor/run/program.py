@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-USAGE = "isotype doctor run [--json FILE] [--forward-lines] SCRIPT.py|-m MODULE [ARGS]"
+USAGE = "isotype doctor run [--json FILE] [--forward-lines] [--nan] SCRIPT.py|-m MODULE [ARGS]"
 
 
 class ProgramError(Exception):
@@ -34,6 +34,7 @@ class Request:
     arguments      the arguments of the program
     json_file      the file for the facts in JSON; None to write none
     forward_lines  whether autograd records the line of each forward operator
+    checks_nan     whether to stop at the first step that is not finite
     """
 
     target: str
@@ -41,17 +42,20 @@ class Request:
     arguments: list[str]
     json_file: str | None = None
     forward_lines: bool = False
+    checks_nan: bool = False
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Request:
         """Parses the options of this command, which come before the program. Raises ProgramError."""
         remaining = list(words)
         json_file = None
-        forward_lines = False
+        forward_lines = checks_nan = False
         while remaining and remaining[0].startswith("-") and remaining[0] != "-m":
             option, _, value = remaining.pop(0).partition("=")
             if option == "--forward-lines":
                 forward_lines = True
+            elif option == "--nan":
+                checks_nan = True
             elif option == "--json":
                 if not value and not remaining:
                     raise ProgramError("--json needs a file")
@@ -63,7 +67,8 @@ class Request:
             remaining.pop(0)
         if not remaining:
             raise ProgramError("no program was given")
-        return cls(remaining[0], is_module, remaining[1:], json_file, forward_lines)
+        arguments = remaining[1:]
+        return cls(remaining[0], is_module, arguments, json_file, forward_lines, checks_nan)
 
 
 def main(words: Sequence[str]) -> int:
@@ -84,6 +89,8 @@ def main(words: Sequence[str]) -> int:
     sys.argv = [name or request.target, *request.arguments]
     if request.forward_lines:
         _record_forward_lines()
+    if request.checks_nan:
+        _check_every_step()
     install_thread_hook(request.json_file)
     try:
         exec(code, module.__dict__)
@@ -91,6 +98,8 @@ def main(words: Sequence[str]) -> int:
         raise
     except BaseException as error:
         traceback = _skip_outer_frames(error.__traceback__, code)
+        if request.checks_nan:
+            _skip_recorder_frames(traceback)
         error.__traceback__ = traceback
         sys.excepthook(type(error), error, traceback)
         if isinstance(error, KeyboardInterrupt):
@@ -173,6 +182,30 @@ def _skip_outer_frames(traceback: TracebackType | None, code: CodeType) -> Trace
     while link is not None and link.tb_frame.f_code is not code:
         link = link.tb_next
     return link or traceback
+
+
+def _skip_recorder_frames(traceback: TracebackType | None) -> None:
+    """Ends a traceback at the last frame before those of the recorder."""
+    folder = os.path.join(os.path.dirname(__file__), "not_finite")
+    link = traceback
+    while link is not None and link.tb_next is not None:
+        if link.tb_next.tb_frame.f_code.co_filename.startswith(folder):
+            rest = link.tb_next
+            while rest.tb_next is not None:
+                rest = rest.tb_next
+            if rest.tb_frame.f_code.co_filename.startswith(folder):
+                link.tb_next = None
+        link = link.tb_next
+
+
+def _check_every_step() -> None:
+    """Imports torch, and checks the loss, the gradients and the update of each step. Compiled
+    regions run eagerly, since an operator inside of them cannot be observed.
+    """
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    from .not_finite.recorder import Recorder
+
+    Recorder().install()
 
 
 def _record_forward_lines() -> None:

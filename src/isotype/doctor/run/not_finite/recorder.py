@@ -1,0 +1,292 @@
+"""Records what a step computes from, and checks its loss, gradients and update.
+
+A call of an outermost module is recorded as one entry, with its arguments. Functions that are
+called outside of modules, such as a loss, are recorded one by one. The entries are dropped after
+each backward, so that no graph lives longer than before.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+
+from ....finding import Finding
+from ....observe.origin import innermost_site
+from .report import explain_gradients, explain_step, explain_update
+from .step import Entry, Step, all_finite, collect_tensors
+
+_MAX_ENTRIES = 512  # of one step; a program without backward must not collect entries
+_MAX_VALUES = 65536  # of a result that takes no part in autograd; it is kept until backward
+_MAX_SKIPPED_STEPS = 25  # a loss scaler halves its scale of 65536 to 1 in 16 steps
+
+
+class NotFiniteError(ArithmeticError):
+    """Raised in the program at the step that is not finite, with the finding about it."""
+
+    def __init__(self, message: str, finding: Finding) -> None:
+        super().__init__(message)
+        self.finding = finding
+
+
+class Recorder(TorchFunctionMode):
+    """Records and checks the steps of the program.
+
+    number     the number of finished updates, plus one
+    suspect    the last backward that gave gradients which are not finite
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: deque[Entry] = deque(maxlen=_MAX_ENTRIES)
+        self.number = 1
+        self.suspect: Step | None = None
+        self.scaler: torch.amp.GradScaler | None = None
+        self.skipped_steps = 0
+        self.updates = 0
+        self.depth = 0
+        self.thread = get_ident()
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._is_popped = False
+        self._restorers: list[Any] = []
+
+    # start and stop
+
+    def install(self) -> None:
+        """Starts recording in this thread."""
+        self._patch(nn.Module, "__call__", self._wrap_module_call)
+        self._patch(torch.autograd, "backward", self._wrap_backward)
+        self._patch(torch.amp.GradScaler, "scale", self._wrap_scale)
+        self._patch(torch.amp.GradScaler, "step", self._wrap_scaler_step)
+        self._wrap_apply()
+        self._restorers += [
+            register_optimizer_step_pre_hook(self._check_gradients).remove,
+            register_optimizer_step_post_hook(self._check_update).remove,
+        ]
+        _push_mode(self)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.uninstall)
+
+    def uninstall(self) -> None:
+        """Removes every hook. Further calls have no effect."""
+        self.depth += 1  # where the mode cannot be removed, it records nothing any more
+        for restore in self._restorers:
+            restore()
+        self._restorers.clear()
+        self.entries.clear()
+        self.suspect = None
+        self._pop()
+
+    def _patch(self, owner: Any, name: str, wrap: Any) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, wrap(original))
+        self._restorers.append(lambda: setattr(owner, name, original))
+
+    def _pop(self) -> bool:
+        """Takes this mode off the stack if it is the innermost mode."""
+        count = torch._C._len_torch_function_stack()
+        if not count or torch._C._get_function_stack_at(count - 1) is not self:
+            return False
+        _pop_mode()
+        return True
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is recorded here: in a module, in backward, and in other threads."""
+        return self.depth > 0 or get_ident() != self.thread
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        self.depth += 1
+        was_popped = self._pop()
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            if was_popped:
+                _push_mode(self)
+
+    # recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused or not torch.is_grad_enabled() or func.__name__ == "__get__":
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._record(func, args, kwargs, result)
+        return result
+
+    def _record(
+        self, function: Any, args: Any, kwargs: Any, result: Any, state: Any = None
+    ) -> None:
+        outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
+        takes_part = any(tensor.grad_fn is not None for tensor in outputs)
+        is_small = sum(tensor.numel() for tensor in outputs) <= _MAX_VALUES
+        if outputs and (takes_part or is_small):
+            autocast = _autocast_dtypes()
+            entry = Entry(function, args, kwargs, outputs, autocast, innermost_site(), state)
+            self.entries.append(entry)
+
+    def _wrap_module_call(self, original: Any) -> Any:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.is_paused:
+                return original(module, *args, **kwargs)
+            state = _random_state()
+            with self.pause():
+                result = original(module, *args, **kwargs)
+            if torch.is_grad_enabled():
+                self.models.add(module)
+                self._record(module, args, kwargs, result, state)
+            return result
+
+        return call
+
+    def _wrap_apply(self) -> None:
+        """Records calls of autograd functions, which pass no function mode."""
+        original = torch.autograd.Function.__dict__["apply"]
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            function = original.__get__(None, cls)
+            if self.is_paused:
+                return function(*args, **kwargs)
+            with self.pause():
+                result = function(*args, **kwargs)
+            if torch.is_grad_enabled():
+                self._record(function, args, kwargs, result)
+            return result
+
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        self._restorers.append(lambda: setattr(torch.autograd.Function, "apply", original))
+
+    # checks
+
+    def _wrap_backward(self, original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.is_paused:
+                return original(tensors, *args, **kwargs)
+            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            step = self._make_step(losses, args[0] if args else kwargs.get("grad_tensors"))
+            if not all_finite(losses):
+                self._stop(step, "the loss is not finite")
+            with self.pause():
+                result = original(tensors, *args, **kwargs)
+            if not all_finite(_gradients_of(step.entries)):
+                self.suspect = step
+            if not kwargs.get("retain_graph"):
+                self.entries.clear()
+            return result
+
+        return backward
+
+    def _make_step(self, losses: list[Tensor], gradients: Any) -> Step:
+        if gradients is None or isinstance(gradients, Tensor):
+            gradients = [gradients]
+        scale = None if self.scaler is None else self.scaler.get_scale()
+        return Step(list(self.entries), losses, list(gradients), self.number, scale)
+
+    def _wrap_scale(self, original: Any) -> Any:
+        def scale(scaler: Any, outputs: Any) -> Any:
+            if scaler.is_enabled():
+                self.scaler = scaler
+            return original(scaler, outputs)
+
+        return scale
+
+    def _wrap_scaler_step(self, original: Any) -> Any:
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            updates = self.updates
+            self.scaler = None
+            result = original(scaler, optimizer, *args, **kwargs)
+            if self.updates != updates or not scaler.is_enabled():
+                self.skipped_steps = 0
+                return result
+            self.skipped_steps += 1
+            suspect = self.suspect
+            is_stuck = scaler.get_scale() <= 1 or self.skipped_steps > _MAX_SKIPPED_STEPS
+            if suspect is not None and is_stuck:
+                self._stop(suspect, f"the loss scaler has skipped {self.skipped_steps} steps")
+            self.suspect = None
+            return result
+
+        return step
+
+    def _check_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.is_paused:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.suspect is None or all_finite(p.grad for p in parameters if p.grad is not None):
+            self._is_popped = self._pop() or self._is_popped  # an update calls many functions
+            return
+        with self._stopped():
+            finding = explain_gradients(parameters, self.suspect, self.scaler, list(self.models))
+        raise NotFiniteError(f"step {self.number}: a gradient is not finite", finding)
+
+    def _check_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.is_paused:
+            return
+        if self._is_popped:
+            self._is_popped = False
+            _push_mode(self)
+        self.updates += 1
+        self.suspect = None
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not all_finite(parameters):
+            with self._stopped():
+                finding = explain_update(optimizer, self.number, list(self.models))
+            raise NotFiniteError(f"step {self.number}: the update is not finite", finding)
+        self.number += 1
+
+    def _stop(self, step: Step, what: str) -> None:
+        with self._stopped():
+            finding = explain_step(step)
+        raise NotFiniteError(f"step {step.number}: {what}", finding)
+
+    @contextmanager
+    def _stopped(self) -> Iterator[None]:
+        """Ends the recording: only the first step that is not finite is explained."""
+        suspect = self.suspect
+        self.uninstall()
+        self.suspect = suspect
+        yield
+
+
+def _gradients_of(entries: Sequence[Entry]) -> Iterator[Tensor]:
+    """The gradients of the modules and leaf tensors of the entries, each once."""
+    leaves: dict[int, Tensor] = {}
+    for entry in entries:
+        if entry.is_module:
+            leaves.update((id(p), p) for p in entry.function.parameters())
+        else:
+            tensors = collect_tensors((entry.args, entry.kwargs))
+            leaves.update((id(t), t) for t in tensors if t.requires_grad and t.is_leaf)
+    for leaf in leaves.values():
+        if leaf.grad is not None:
+            yield leaf.grad
+
+
+def _autocast_dtypes() -> dict[str, torch.dtype]:
+    return {
+        device: torch.get_autocast_dtype(device)
+        for device in ("cpu", "cuda", "mps")
+        if torch.is_autocast_enabled(device)
+    }
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state

@@ -1,0 +1,493 @@
+"""Runs a recorded step again, operator by operator, and follows numbers that are not finite back to
+the operator that made the first of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ....dtypes import format_dtype
+from ....observe.operators import Operator
+from ....observe.origin import Site, innermost_site, is_tool_file, running_frames
+from ....observe.tape import make_tape
+from .shadows import Shadows
+from .step import Entry, Step, collect_tensors
+
+# operators that write a constant, such as the -inf of a mask
+_CONSTANT_WRITERS = frozenset(
+    ("masked_fill", "fill", "full", "full_like", "where", "tril", "triu", "zero", "index_fill")
+    + ("new_full", "scalar_tensor", "constant_pad_nd", "lift_fresh", "scatter", "index_put")
+)
+_OPTIMIZER_FOLDER = f"{os.sep}torch{os.sep}optim{os.sep}"
+_SITE_KEY = "isotype_site"  # in the metadata of a node of autograd's graph
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The smallest and largest finite value of a tensor, and what else it contains."""
+
+    low: float
+    high: float
+    has_nan: bool = False
+    has_infinity: bool = False
+    zeros: int = 0
+    count: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Range:
+        values = tensor.detach()
+        if not values.numel():
+            return cls(0.0, 0.0)
+        values = values.float() if values.dtype != torch.float64 else values
+        finite = values.isfinite()
+        zeros = int((values == 0).sum())
+        if bool(finite.all()):
+            low, high = (float(value) for value in torch.aminmax(values))
+            return cls(low, high, zeros=zeros, count=values.numel())
+        has_nan = bool(values.isnan().any())
+        has_infinity = bool(values.isinf().any())
+        kept = values[finite]
+        low, high = 0.0, 0.0
+        if kept.numel():
+            low, high = (float(value) for value in torch.aminmax(kept))
+        return cls(low, high, has_nan, has_infinity, zeros, values.numel())
+
+    @property
+    def is_finite(self) -> bool:
+        return not (self.has_nan or self.has_infinity)
+
+    @property
+    def magnitude(self) -> float:
+        return max(abs(self.low), abs(self.high))
+
+    def __str__(self) -> str:
+        parts = []
+        if self.count:
+            parts.append(f"{self.low:.4g} to {self.high:.4g}")
+        if self.zeros and self.zeros < self.count and self.low >= 0:
+            parts.append(f"{self.zeros} of {self.count} are 0")
+        if self.has_infinity:
+            parts.append("inf")
+        if self.has_nan:
+            parts.append("NaN")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input of an operator: its name in the operator's schema, its values in the run, and those
+    of its shadow in fp32.
+    """
+
+    label: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    run: Range
+    exact: Range
+    path: str
+    origin: Event | None = None
+    lost: Event | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """An operator whose result is not finite, or in which values became 0.
+
+    parts      whether the result is finite in fp32
+    makes_nan  whether the result has NaN and no input has
+    site       the line of the program; in backward the line of the forward operator
+    """
+
+    op: Operator
+    inputs: list[Input]
+    dtype: torch.dtype
+    result: Range
+    exact: Range
+    parts: bool
+    makes_nan: bool
+    is_backward: bool
+    site: Site | None
+    module: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_constant(self) -> bool:
+        return self.op.base_name in _CONSTANT_WRITERS and not self.parts
+
+    @property
+    def has_finite_inputs(self) -> bool:
+        return all(item.run.is_finite for item in self.inputs)
+
+    @property
+    def is_origin(self) -> bool:
+        """Whether the operator, and none before it, is at fault."""
+        if self.is_constant:
+            return False
+        return self.parts or self.makes_nan or self.has_finite_inputs
+
+    def root(self) -> Event:
+        """The first operator of the chain that led here."""
+        for item in self.inputs:
+            link = item.origin
+            if link is not None and link is not self and not link.is_constant:
+                return link.root()
+        return self
+
+
+class Watch:
+    """Calls operators with their shadows, and collects the events."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.shadows = Shadows()
+        self.events: list[Event] = []
+        self.modules: list[str] = []
+        self._names = names
+        self._origins = WeakTensorKeyDictionary()
+        self._lost = WeakTensorKeyDictionary()
+        self.in_backward = False
+        self.entry_site: Site | None = None
+        self.find_site: Callable[[], Site | None] = innermost_site
+
+    def run(self, op: Operator, args: tuple, kwargs: dict) -> Any:
+        operands = (
+            []
+            if op.foreign_name and not hasattr(op.func, "_schema")
+            else list(op.operands(args, kwargs))
+        )
+        needs_inputs = any(op.is_written)
+        inputs = self._read_inputs(operands) if needs_inputs else None
+        finish = self.shadows.prepare(op, args, kwargs)
+        result = op.func(*args, **kwargs)
+        if finish is not None:
+            finish(result)
+        for tensor in collect_tensors(result):
+            if tensor.is_floating_point() and tensor.numel():
+                self._check(op, tensor, operands, inputs, args, kwargs)
+        return result
+
+    def _read_inputs(self, operands: Sequence[tuple[str, Tensor]]) -> list[Input]:
+        return [
+            Input(
+                label,
+                tensor.dtype,
+                tuple(tensor.shape),
+                Range.of(tensor),
+                Range.of(self.shadows.get(tensor)),
+                self._names.get(id(tensor), ""),
+                self._origins.get(tensor),
+                self._lost.get(tensor),
+            )
+            for label, tensor in operands
+        ]
+
+    def _check(
+        self,
+        op: Operator,
+        tensor: Tensor,
+        operands: Sequence[tuple[str, Tensor]],
+        inputs: list[Input] | None,
+        args: tuple,
+        kwargs: dict,
+    ) -> None:
+        shadow = self.shadows.get(tensor)
+        is_finite = bool(tensor.isfinite().all())
+        if is_finite:
+            self._follow_zeros(op, tensor, shadow, operands, inputs, args)
+            return
+        if inputs is None:
+            inputs = self._read_inputs(operands)
+        if op.is_view or op.base_name in ("detach", "clone", "alias"):
+            origin = next((item.origin for item in inputs if item.origin is not None), None)
+            if origin is not None:
+                self._origins[tensor] = origin
+            return
+        parts = shadow.shape == tensor.shape and bool(
+            (shadow.isfinite() & ~tensor.isfinite()).any()
+        )
+        event = self._make_event(op, tensor, shadow, inputs, args, parts=parts)
+        if event.is_origin or not any(item.origin for item in inputs):
+            self.events.append(event)
+            self._origins[tensor] = event
+            return
+        bad = [item for item in inputs if item.origin is not None]
+        worst = next((item for item in bad if item.run.has_nan), bad[0])
+        self._origins[tensor] = worst.origin
+
+    def _follow_zeros(
+        self,
+        op: Operator,
+        tensor: Tensor,
+        shadow: Tensor,
+        operands: Sequence[tuple[str, Tensor]],
+        inputs: list[Input] | None,
+        args: tuple,
+    ) -> None:
+        """Remembers the operator in which values that are not 0 in fp32 became 0."""
+        if shadow is tensor or shadow.shape != tensor.shape:
+            return
+        if not bool(((tensor == 0) & (shadow != 0)).any()):
+            return
+        known = [self._lost[t] for _, t in operands if t in self._lost]
+        if known:
+            self._lost[tensor] = known[0]
+            return
+        values = shadow[(tensor == 0) & (shadow != 0)]
+        read_inputs = inputs or self._read_inputs(operands)
+        self._lost[tensor] = self._make_event(op, tensor, values, read_inputs, args, parts=False)
+
+    def _make_event(
+        self,
+        op: Operator,
+        tensor: Tensor,
+        shadow: Tensor,
+        inputs: list[Input],
+        args: tuple,
+        *,
+        parts: bool,
+    ) -> Event:
+        result = Range.of(tensor)
+        has_nan_input = any(item.run.has_nan for item in inputs)
+        return Event(
+            op,
+            inputs,
+            tensor.dtype,
+            result,
+            Range.of(shadow),
+            parts,
+            result.has_nan and not has_nan_input,
+            self.in_backward,
+            self._site(),
+            self.modules[-1] if self.modules else "",
+            _read_settings(op, args),
+        )
+
+    def _site(self) -> Site | None:
+        if self.in_backward and not self.modules:
+            return _forward_site()
+        return self.find_site() or self.entry_site
+
+
+def _read_settings(op: Operator, args: tuple) -> dict[str, Any]:
+    """The arguments of an operator that are no tensors, by name, and the unused labels of a loss."""
+    schema = getattr(op.func, "_schema", None)
+    if schema is None:
+        return {}
+    settings: dict[str, Any] = {}
+    for argument, value in zip(schema.arguments, args):
+        if isinstance(value, Tensor):
+            if not value.is_floating_point():
+                settings[argument.name] = value.detach()
+        elif isinstance(value, (bool, int, float)):
+            settings[argument.name] = value
+    return settings
+
+
+_TRACEBACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+def _forward_site() -> Site | None:
+    """The line of the forward operator whose backward is running. Anomaly mode stores its stack, of
+    which the part inside the replay counts.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    metadata = _metadata_of(node)
+    lines = metadata.get("traceback_", [])
+    matches = [match for line in lines if (match := _TRACEBACK_LINE.search(line)) is not None]
+    for match in reversed(matches):
+        if match["file"] == __file__:
+            break
+        if not is_tool_file(match["file"]):
+            code = compile("", match["file"], "exec")
+            code = code.replace(co_name=match["function"], co_qualname=match["function"])
+            return Site(code, int(match["line"]))
+    site = metadata.get(_SITE_KEY)
+    return site if isinstance(site, Site) else None
+
+
+def _metadata_of(node: Any) -> dict[str, Any]:
+    """The facts that are stored with a node of autograd's graph."""
+    metadata: dict[str, Any] = node.metadata
+    return metadata
+
+
+def _mark_nodes(tensors: Sequence[Tensor], site: Site | None) -> None:
+    """Stores the line of an entry in those nodes of autograd's graph that the entry added."""
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        metadata = _metadata_of(node)
+        if _SITE_KEY not in metadata:
+            metadata[_SITE_KEY] = site
+            nodes += [inner for inner, _ in node.next_functions if inner is not None]
+
+
+class Replay:
+    """Runs the entries of a step again."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.models = [entry.function for entry in step.entries if entry.is_module]
+        self.paths = _name_modules(self.models)
+        self.watch = Watch(_name_tensors(self.models))
+        self.watch.find_site = lambda: innermost_site(Replay._run_entry.__code__)
+        self._replaced: dict[int, Tensor] = {}
+
+    def run_forward(self) -> None:
+        """Runs all entries again whose result takes part in autograd."""
+        with self._watching():
+            for entry in self.step.entries:
+                self._run_entry(entry)
+
+    def run_backward(self) -> None:
+        """Runs forward and backward again. The gradients of the program are put aside."""
+        gradients = {}
+        for model in self.models:
+            for parameter in model.parameters():
+                gradients[parameter] = parameter.grad
+                parameter.grad = None
+        try:
+            with _store_stacks(), self._watching():
+                for entry in self.step.entries:
+                    self._run_entry(entry)
+                self.watch.in_backward = True
+                losses = [self._replace(loss) for loss in self.step.losses]
+                torch.autograd.backward(losses, self._replace(list(self.step.gradients)))
+        finally:
+            self.watch.in_backward = False
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
+    def _run_entry(self, entry: Entry) -> None:
+        if not entry.takes_part:
+            return
+        args = self._replace(entry.args)
+        kwargs = self._replace(entry.kwargs)
+        self.watch.entry_site = entry.site
+        function = entry.function
+        if type(function).__name__ == "DistributedDataParallel":
+            function = function.module  # the other processes do not take part
+        with ExitStack() as stack:
+            if entry.random_state is not None:
+                stack.enter_context(_restored_random_state(entry.random_state))
+            if not entry.is_module:
+                for device in ("cpu", "cuda"):
+                    stack.enter_context(_autocast(device, entry.autocast.get(device)))
+            else:
+                for device, dtype in entry.autocast.items():
+                    stack.enter_context(_autocast(device, dtype))
+            result = function(*args, **kwargs)
+        outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
+        _mark_nodes(outputs, entry.site)
+        for tensor, new_tensor in zip(entry.outputs, outputs):
+            self._replaced[id(tensor)] = new_tensor
+
+    def _replace(self, value: Any) -> Any:
+        """The value with the tensors of this run in place of the recorded ones."""
+        if isinstance(value, Tensor):
+            return self._replaced.get(id(value), value)
+        if type(value) in (list, tuple):
+            return type(value)(self._replace(item) for item in value)
+        if type(value) is dict:
+            return {key: self._replace(item) for key, item in value.items()}
+        return value
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        modules = self.watch.modules
+
+        def enter(module: nn.Module, args: Any) -> None:
+            modules.append(self.paths.get(id(module), type(module).__name__))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if modules:
+                modules.pop()
+
+        hooks = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            with make_tape(self.watch.run):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def watch_update(function: Callable[[], Any]) -> Watch:
+    """Runs an optimizer's update under a watch."""
+    watch = Watch({})
+    watch.find_site = _optimizer_site
+    with make_tape(watch.run):
+        function()
+    return watch
+
+
+@contextmanager
+def _store_stacks() -> Iterator[None]:
+    """Stores the Python stack in each node of autograd's graph."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            yield
+
+
+def _optimizer_site() -> Site | None:
+    """The innermost running line of an optimizer's code."""
+    for frame in running_frames():
+        if (
+            not is_tool_file(frame.f_code.co_filename)
+            or _OPTIMIZER_FOLDER in frame.f_code.co_filename
+        ):
+            return Site(frame.f_code, frame.f_lineno)
+    return None
+
+
+def _autocast(device: str, dtype: torch.dtype | None) -> Any:
+    return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+
+
+@contextmanager
+def _restored_random_state(state: dict[str, Tensor]) -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])
+        yield
+
+
+def _name_modules(models: Sequence[nn.Module]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for model in models:
+        for name, module in model.named_modules():
+            names.setdefault(id(module), name or type(model).__name__)
+    return names
+
+
+def _name_tensors(models: Sequence[nn.Module]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            names.setdefault(id(parameter), f"parameter {name}")
+        for name, buffer in model.named_buffers():
+            names.setdefault(id(buffer), f"buffer {name}")
+    return names
+
+
+def describe_input(item: Input) -> str:
+    shape = " ".join(map(str, item.shape))
+    text = f"{format_dtype(item.dtype)}[{shape}]  {item.run}"
+    return f"{text}  {item.path}" if item.path else text

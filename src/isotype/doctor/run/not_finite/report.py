@@ -1,0 +1,394 @@
+"""Decides the finding about a step that is not finite. The texts are in `causes.txt`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from ....dtypes import format_dtype
+from ....finding import Finding, Place
+from ....observe.origin import read_statement, short_path
+from ....pages.finding_sheet import load_finding_formatter
+from ..causes import SHEET
+from .replay import Event, Range, Replay, describe_input, watch_update
+from .step import Entry, Step, collect_tensors
+
+_format_finding = load_finding_formatter(SHEET)
+_PRODUCTS_WITH_SCALE = ("bmm", "baddbmm", "mm", "matmul")
+_DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "addcdiv"))
+_LOGARITHMS = frozenset(("log", "log2", "log10", "logit", "xlogy"))
+_HUGE = 1e15  # a value that no healthy model has
+_HUGE_WEIGHT = 1e4
+_EVENT_DETAILS = 5
+
+
+def explain_step(step: Step) -> Finding:
+    """The finding about a step whose loss, or whose gradient, is not finite."""
+    finding = _find_bad_weight(step)
+    if finding is not None:
+        return finding
+    replay = Replay(step)
+    try:
+        replay.run_forward()
+        has_bad_loss = not all(bool(loss.isfinite().all()) for loss in step.losses)
+        event = _culprit(replay.watch.events) if has_bad_loss else None
+        if event is None:
+            finding = _find_bad_data(step)
+            if finding is not None:
+                return finding
+        if event is None and not has_bad_loss:
+            replay = Replay(step)
+            replay.run_backward()
+            events = [event for event in replay.watch.events if event.is_backward]
+            event = next((event for event in events if event.is_origin), None)
+    except Exception as error:
+        reason = f"running the step again raised {type(error).__name__}: {error}"
+        return _unknown(step, reason)
+    if event is None:
+        return _unknown(step, "the step was run again and was finite")
+    return _explain_event(event, step)
+
+
+def explain_gradients(
+    parameters: Sequence[Tensor],
+    suspect: Step | None,
+    scaler: torch.amp.GradScaler | None,
+    models: Sequence[nn.Module],
+) -> Finding:
+    """The finding about gradients that are not finite when the optimizer is about to use them."""
+    bad = [p for p in parameters if p.grad is not None and not bool(p.grad.isfinite().all())]
+    name = _parameter_name(bad[0], models)
+    if scaler is not None:
+        count = f", and of {len(bad) - 1} others" if len(bad) > 1 else ""
+        scale = f"{scaler.get_scale():g}"
+        return _format_finding("RN035", Place(symbol=name), (), scale=scale, name=name, count=count)
+    if suspect is None:
+        reason = "the gradients were finite after backward; code between backward and step, such as"
+        reason += " a division by a count, changed the gradient of "
+        place = Place(symbol=name)
+        return _format_finding("RN036", place, (), what="a gradient", name=name, reason=reason)
+    return explain_step(suspect)
+
+
+def _parameter_name(parameter: Tensor, models: Sequence[nn.Module]) -> str:
+    for model in models:
+        for name, value in model.named_parameters():
+            if value is parameter:
+                return str(name)
+    return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def _find_bad_weight(step: Step) -> Finding | None:
+    bad: list[tuple[str, Tensor]] = []
+    for model in _models(step):
+        parameters = ((name, p.detach()) for name, p in model.named_parameters())
+        bad += [(name, p) for name, p in parameters if not _is_finite(p)]
+        bad += [(name, buffer) for name, buffer in model.named_buffers() if _is_bad_data(buffer)]
+    if not bad:
+        return None
+    name, value = bad[0]
+    others = f", and so are {len(bad) - 1} other tensors" if len(bad) > 1 else ""
+    return _format_finding(
+        "RN032",
+        Place(symbol=name),
+        (),
+        name=name,
+        has=format_dtype(value.dtype),
+        count=int((~value.isfinite()).sum()),
+        total=value.numel(),
+        others=others,
+        first=step.number == 1,
+        number=step.number,
+    )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def _models(step: Step) -> list[nn.Module]:
+    models = {id(entry.function): entry.function for entry in step.entries if entry.is_module}
+    return list(models.values())
+
+
+def _find_bad_data(step: Step) -> Finding | None:
+    """The finding about the first argument that is not finite and that no recorded call made."""
+    for entry in step.entries:
+        bad = [(name, t) for name, t in _named_arguments(entry) if _is_bad_data(t)]
+        if not bad and any(_is_bad_data(tensor) for tensor in entry.outputs):
+            return _explain_data(entry, f"the result of {entry.name}", entry.outputs[0])
+        if bad and entry.takes_part:
+            return _explain_data(entry, *bad[0])
+    return None
+
+
+def _is_bad_data(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.requires_grad:
+        return False
+    # -inf is usual in a mask
+    return bool((tensor.isnan() | (tensor == float("inf"))).any())
+
+
+def _named_arguments(entry: Entry) -> list[tuple[str, Tensor]]:
+    named: list[tuple[str, Any]] = [(f"argument {i}", value) for i, value in enumerate(entry.args)]
+    named += list(entry.kwargs.items())
+    return [(name, tensor) for name, value in named for tensor in collect_tensors(value)]
+
+
+def _explain_data(entry: Entry, name: str, tensor: Tensor) -> Finding:
+    bad = ~tensor.isfinite()
+    rows = (
+        bad.flatten(1).any(1).nonzero().flatten() if tensor.dim() > 1 else bad.nonzero().flatten()
+    )
+    label = _argument_text(entry, name)
+    shown = ", ".join(str(int(row)) for row in rows[:8])
+    if len(rows) > 8:
+        shown += f" and {len(rows) - 8} more"
+    return _format_finding(
+        "RN031",
+        _place(entry.site, ""),
+        (("line", "" if entry.site is None else read_statement(entry.site)),),
+        value=label,
+        has=f"{format_dtype(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]",
+        count=int(bad.sum()),
+        total=tensor.numel(),
+        rows=shown,
+        at=f"{entry.name} at {_location(entry.site)}",
+        what="NaN" if bool(tensor.isnan().any()) else "inf",
+    )
+
+
+def _argument_text(entry: Entry, name: str) -> str:
+    """The source of a positional argument, if the statement is one call with plain arguments."""
+    if not name.startswith("argument ") or entry.site is None:
+        return name
+    import ast
+
+    try:
+        tree = ast.parse(read_statement(entry.site).strip().rstrip(":"))
+    except SyntaxError:
+        return name
+    index = int(name.removeprefix("argument "))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    texts = [ast.unparse(call.args[index]) for call in calls if index < len(call.args)]
+    names = [text for text in texts if text.isidentifier()]
+    return names[-1] if names else name
+
+
+def _culprit(events: Sequence[Event]) -> Event | None:
+    """The first operator of the chain that ends in the last event; constants, such as those of a
+    mask, are left out.
+    """
+    origins = [event for event in events if event.is_origin]
+    made_nan = [event for event in origins if event.makes_nan or event.parts]
+    if made_nan:
+        return made_nan[0].root()
+    return origins[0] if origins else None
+
+
+def _explain_event(event: Event, step: Step) -> Finding:
+    if event.parts:
+        return _explain_overflow(event, step)
+    kind, facts = _classify(event, step)
+    return _format_finding(
+        "RN033",
+        _place(event.site, event.module),
+        _details(event, step),
+        operator=_operator_text(event),
+        result=_result_text(event.result),
+        backward=event.is_backward,
+        line=_line(event),
+        at=_location(event.site),
+        kind=kind,
+        value=facts.get("value", ""),
+        weight=facts.get("weight", ""),
+        largest=f"{max((item.run.magnitude for item in event.inputs), default=0):.3g}",
+    )
+
+
+def _explain_overflow(event: Event, step: Step) -> Finding:
+    lost = next((item.lost for item in event.inputs if item.lost is not None), None)
+    divides = event.op.base_name in _DIVISIONS or event.op.base_name in _LOGARITHMS
+    if not divides:
+        lost = None
+    line = _line(event)
+    device = next((str(t.device.type) for t in step.losses), "cpu")
+    return _format_finding(
+        "RN030",
+        _place(event.site, event.module),
+        _details(event, step),
+        operator=_operator_text(event),
+        has=format_dtype(event.dtype),
+        result=_result_text(event.result),
+        largest=f"{event.exact.magnitude:.4g}",
+        backward=event.is_backward,
+        product=event.op.base_name in _PRODUCTS_WITH_SCALE,
+        cast=event.op.is_to_call,
+        lost=lost is not None,
+        lost_line="" if lost is None else _line(lost),
+        lost_at="" if lost is None else _location(lost.site),
+        lost_value="" if lost is None else f"{lost.exact.magnitude:.3g}",
+        line=line,
+        at=_location(event.site),
+        device=device,
+        scaler=event.site is not None and "grad_scaler" in event.site.file,
+        autocast=any(entry.autocast for entry in step.entries),
+    )
+
+
+def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
+    """The kind of a result that is not finite in fp32 either."""
+    name = event.op.base_name
+    inputs = event.inputs
+    if name in ("_softmax", "_log_softmax", "_safe_softmax") and event.makes_nan:
+        return "masked", {}
+    if name.startswith("nll_loss") and event.makes_nan:
+        return "labels", {"value": str(event.settings.get("ignore_index", -100))}
+    if name in _LOGARITHMS and any(item.run.low < 0 for item in inputs):
+        return "negative", {"value": f"{min(item.run.low for item in inputs):.3g}"}
+    if name in _LOGARITHMS:
+        return "log", {}
+    has_root = name == "sqrt" or not float(event.settings.get("exponent", 1)).is_integer()
+    if has_root and any(item.run.low < 0 for item in inputs):
+        return "negative", {"value": f"{min(item.run.low for item in inputs):.3g}"}
+    divisors = inputs[1:] if name in ("div", "addcdiv") else inputs
+    if name in _DIVISIONS and any(item.run.zeros for item in divisors):
+        return ("derivative" if event.is_backward else "zero"), {}
+    if any(item.run.magnitude > _HUGE for item in inputs):
+        return _classify_large(step)
+    return "", {}
+
+
+def _classify_large(step: Step) -> tuple[str, dict[str, str]]:
+    """Whether values are large because the weights are."""
+    named = [pair for model in _models(step) for pair in model.named_parameters()]
+    largest = [(float(p.detach().float().abs().max()), name) for name, p in named if p.numel()]
+    magnitude, name = max(largest, default=(0.0, ""))
+    if magnitude < _HUGE_WEIGHT:
+        return "large", {}
+    return "weights", {"weight": name, "value": f"{magnitude:.3g}"}
+
+
+def _details(event: Event, step: Step) -> tuple[tuple[str, str], ...]:
+    details = [("line", _line(event))]
+    if event.module and event.site is not None:
+        details.append(("module", event.module))
+    for item in event.inputs[:_EVENT_DETAILS]:
+        details.append((item.label, describe_input(item)))
+    exact = "" if str(event.exact) == str(event.result) else f"; in fp32 {event.exact}"
+    details.append(("result", f"{format_dtype(event.dtype)}  {event.result}{exact}"))
+    details.append(("phase", "backward" if event.is_backward else "forward"))
+    losses = ", ".join(f"{float(loss.detach().float().sum()):.4g}" for loss in step.losses)
+    details.append(("loss", f"{losses} at step {step.number}"))
+    return tuple(details)
+
+
+def _operator_text(event: Event) -> str:
+    return str(event.op.base_name).lstrip("_")
+
+
+def _result_text(result: Range) -> str:
+    if result.has_nan and result.has_infinity:
+        return "NaN and inf"
+    return "NaN" if result.has_nan else "inf"
+
+
+def _line(event: Event) -> str:
+    return "" if event.site is None else read_statement(event.site)
+
+
+def _location(site: Any) -> str:
+    return "" if site is None else f"{short_path(site.file)}:{site.line}"
+
+
+def _place(site: Any, symbol: str) -> Place:
+    if site is None:
+        return Place(symbol=symbol or None)
+    return Place(file=short_path(site.file), line=site.line, symbol=symbol or site.function)
+
+
+def _unknown(step: Step, reason: str) -> Finding:
+    what = "the loss" if not all(bool(t.isfinite().all()) for t in step.losses) else "a gradient"
+    return _format_finding("RN036", Place(), (), what=what, name="", reason=reason)
+
+
+def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module]) -> Finding:
+    """The finding about an update that made weights not finite. The update of the first such
+    weight is run again, from its gradient and from the states that it left.
+    """
+    group, parameter = next(
+        (group, p)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if not bool(p.detach().isfinite().all())
+    )
+    name = _parameter_name(parameter, models)
+    watch = watch_update(lambda: _repeat_update(optimizer, group, parameter))
+    event = next((event for event in watch.events if event.is_origin), None)
+    gradient = Range.of(parameter.grad) if parameter.grad is not None else Range(0, 0)
+    dtype = parameter.dtype
+    facts: dict[str, Any] = {
+        "optimizer": type(optimizer).__name__,
+        "name": name,
+        "has": format_dtype(dtype),
+        "eps": group.get("eps", ""),
+        "setting": "1e-8" if dtype in (torch.float32, torch.bfloat16) else "1e-4",
+        "learning_rate": f"{float(group.get('lr', 0)):g}",
+        "largest": f"{gradient.magnitude:.3g}",
+    }
+    if event is None:
+        reason = f"the update of {name} was run again with its gradient and was finite"
+        return _format_finding("RN036", Place(), (), what="a weight", name="", reason=reason)
+    is_eps_lost = "eps" in group and float(torch.tensor(float(group["eps"]), dtype=dtype)) == 0
+    divides = event.op.base_name.removeprefix("_foreach_") in _DIVISIONS
+    kind = ""
+    if is_eps_lost and divides:
+        kind = "eps"
+    elif (
+        not event.parts
+        and event.has_finite_inputs
+        and gradient.magnitude * float(group.get("lr", 0)) > torch.finfo(dtype).max / 1e6
+    ):
+        kind = "large"
+    details = [(item.label, describe_input(item)) for item in event.inputs]
+    details.append(("result", f"{event.result}"))
+    details.append(("step", str(number)))
+    return _format_finding(
+        "RN034",
+        _place(event.site, type(optimizer).__name__),
+        tuple(details),
+        operator=_operator_text(event),
+        result=_result_text(event.result),
+        parts=event.parts,
+        kind=kind,
+        line=f"`{_line(event)}`",
+        at=_location(event.site),
+        **facts,
+    )
+
+
+def _repeat_update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+    """Updates a copy of one parameter with the same class, settings and states."""
+    clone = nn.Parameter(_without_infinities(parameter))
+    if parameter.grad is not None:
+        clone.grad = parameter.grad.detach().clone()
+    state = {
+        key: _without_infinities(value) if isinstance(value, Tensor) else copy.copy(value)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    copied = object.__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    copied.param_groups = [{**group, "params": [clone], "foreach": False, "fused": False}]
+    copied.state = type(optimizer.state)(optimizer.state.default_factory)
+    copied.state[clone] = state
+    type(optimizer).step(copied)
+
+
+def _without_infinities(tensor: Tensor) -> Tensor:
+    """A copy with 0 in place of NaN and inf, which the update has left."""
+    return tensor.detach().nan_to_num(0.0, 0.0, 0.0).clone()

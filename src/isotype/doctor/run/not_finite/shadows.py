@@ -1,0 +1,110 @@
+"""Computes the operators of a step once more in fp32.
+
+Each tensor of the run that is narrower than fp32, or was computed from such a tensor, has a shadow:
+the tensor that the same operators compute in fp32. A tensor without a shadow is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ....observe.operators import NARROW_FLOATS, Operator
+
+# operators with an argument that says that their input is narrow
+_WIDENING = ("_softmax", "_log_softmax")
+
+
+class Shadows:
+    """The shadows of the tensors of one run."""
+
+    def __init__(self) -> None:
+        self._shadows = WeakTensorKeyDictionary()
+
+    def get(self, tensor: Tensor) -> Tensor:
+        """The shadow of a tensor; for a narrow tensor without a shadow its value in fp32."""
+        shadow: Tensor | None = self._shadows.get(tensor)
+        if shadow is not None:
+            return shadow
+        return tensor.float() if tensor.dtype in NARROW_FLOATS else tensor
+
+    def prepare(self, op: Operator, args: tuple, kwargs: dict) -> Callable[[Any], None] | None:
+        """To be called before the operator runs, since it may overwrite its inputs. Returns a
+        function that is called with the result; None if the result is its own shadow.
+        """
+        tensors = _tensors_of((args, kwargs))
+        has_shadow = any(t in self._shadows or t.dtype in NARROW_FLOATS for t in tensors)
+        if not has_shadow and not _names_narrow_dtype((args, kwargs)):
+            return None
+        if torch.Tag.nondeterministic_seeded in getattr(op.func, "tags", ()):
+            return self._store_result
+        shadow_args, shadow_kwargs = self._convert(op, args, kwargs)
+
+        def finish(result: Any) -> None:
+            try:
+                with torch.no_grad():
+                    shadow_result = op.func(*shadow_args, **shadow_kwargs)
+            except (RuntimeError, NotImplementedError):
+                self._store_result(result)  # a kernel that has no fp32 form
+                return
+            self._store(result, shadow_result)
+
+        return finish
+
+    def _convert(self, op: Operator, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        writes = iter(op.is_written)
+
+        def convert(value: Any, *, is_written: bool = False) -> Any:
+            if isinstance(value, Tensor):
+                shadow = self.get(value)
+                if is_written and value not in self._shadows:
+                    shadow = shadow.clone() if shadow is value else shadow
+                    self._shadows[value] = shadow
+                return shadow
+            if isinstance(value, torch.dtype) and value in NARROW_FLOATS:
+                return torch.float32
+            if isinstance(value, (list, tuple)):
+                return type(value)(convert(item, is_written=is_written) for item in value)
+            return value
+
+        converted = [convert(value, is_written=next(writes, False)) for value in args]
+        if op.base_name in _WIDENING and len(converted) > 2:
+            converted[2] = False
+        names = {name: convert(value, is_written=name == "out") for name, value in kwargs.items()}
+        return tuple(converted), names
+
+    def _store(self, result: Any, shadow_result: Any) -> None:
+        if isinstance(result, Tensor):
+            if result.is_floating_point() and isinstance(shadow_result, Tensor):
+                self._shadows[result] = shadow_result
+        elif isinstance(result, (list, tuple)):
+            for item, shadow in zip(result, shadow_result):
+                self._store(item, shadow)
+
+    def _store_result(self, result: Any) -> None:
+        """Stores the values of the run as shadows."""
+        for tensor in _tensors_of(result):
+            if tensor.dtype in NARROW_FLOATS:
+                self._shadows[tensor] = tensor.float()
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors_of(item)]
+    return []
+
+
+def _names_narrow_dtype(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_names_narrow_dtype(item) for item in value)
+    return isinstance(value, torch.dtype) and value in NARROW_FLOATS

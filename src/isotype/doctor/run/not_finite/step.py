@@ -1,0 +1,96 @@
+"""One step of a program, as far as it is recorded: its calls and its losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....observe.origin import Site
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A recorded call: of an outermost module, or of a function outside of modules.
+
+    function         the module, or the function
+    outputs          the floating tensors of the result
+    autocast         device -> dtype of autocast during the call
+    random_state     the state of the generators before a module's call; None for a function
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Tensor]
+    autocast: dict[str, torch.dtype]
+    site: Site | None
+    random_state: dict[str, Tensor] | None = None
+
+    @property
+    def is_module(self) -> bool:
+        return isinstance(self.function, nn.Module)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether autograd recorded the call. A call that only fills a leaf, such as the
+        initialisation of a weight, must not run again.
+        """
+        return any(tensor.grad_fn is not None for tensor in self.outputs)
+
+    @property
+    def name(self) -> str:
+        if self.is_module:
+            return type(self.function).__name__
+        return getattr(self.function, "__name__", "") or type(self.function).__name__
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """The entries of one backward, and the tensors that backward was called on."""
+
+    entries: Sequence[Entry]
+    losses: Sequence[Tensor]
+    gradients: Sequence[Tensor | None]
+    number: int
+    scale: float | None = None
+
+
+def collect_tensors(value: Any) -> list[Tensor]:
+    """The tensors of a value and of the containers in it, in their order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        items: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        items = value
+    else:
+        fields = getattr(value, "__dataclass_fields__", {})
+        items = [getattr(value, name, None) for name in fields]
+    return [tensor for item in items for tensor in collect_tensors(item)]
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all values of floating tensors are finite; one synchronisation with each device."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        value = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+        value = value.detach()
+        if value.is_sparse:
+            value = value._values()
+        if value.is_floating_point() and value.numel():
+            groups.setdefault((value.device, value.dtype), []).append(value)
+    return all(_is_finite_group(group) for group in groups.values())
+
+
+@torch.no_grad()
+def _is_finite_group(group: list[Tensor]) -> bool:
+    # the norm is 13 times faster than the largest magnitude on a CPU, but can overflow
+    norms = torch.stack(torch._foreach_norm(group))
+    if bool(norms.isfinite().all()):
+        return True
+    largest = torch.stack(torch._foreach_norm(group, float("inf")))
+    return bool(largest.isfinite().all())

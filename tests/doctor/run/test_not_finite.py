@@ -1,0 +1,259 @@
+"""`isotype doctor run --nan` names the first operator whose result is not finite. The truth about
+each program was written down first; its repaired twin ends without an error.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from isotype.finding import Finding
+from tests.api import NotFiniteError, Recorder
+
+PROGRAMS = Path(__file__).parent / "not_finite"
+
+
+class Truth(NamedTuple):
+    """The step, the code, the text of the line, and words of the message, the cause and the fix."""
+
+    step: int
+    code: str
+    line: str
+    message: str
+    cause: str
+    fix: str
+
+
+TRUTH = {
+    "attention_scores": Truth(
+        3,
+        "RN030",
+        "scores = q @ k.transpose(-2, -1)",
+        "bmm gives inf in fp16, and is finite in fp32",
+        "which fp16 cannot hold",
+        "multiply one factor by the scale before the product",
+    ),
+    "masked_row": Truth(
+        3,
+        "RN033",
+        "weights = torch.softmax(scores, dim=-1)",
+        "softmax gives NaN",
+        "rows in which every position is -inf",
+        "torch.finfo(x.dtype).min",
+    ),
+    "log_of_zero": Truth(
+        3, "RN033", "log_probs = probs.log()", "log gives inf", "gets 0", "use log_softmax"
+    ),
+    "tiny_norm": Truth(
+        3,
+        "RN030",
+        "return hidden / (norm + 1e-12)",
+        "div gives inf in fp16",
+        "became 0 in `norm = hidden.pow(2).sum(-1, keepdim=True)`",
+        "compute `norm = hidden.pow(2).sum(-1, keepdim=True)` in fp32",
+    ),
+    "broken_checkpoint": Truth(
+        1, "RN032", "", "1.weight is not finite before step 1", "1 of 16", "another checkpoint"
+    ),
+    "data_row": Truth(
+        3,
+        "RN031",
+        "loss = nn.functional.mse_loss(model(inputs).squeeze(-1), targets)",
+        "inputs has NaN",
+        "in the rows 1;",
+        "keep = inputs.isfinite()",
+    ),
+    "ignored_labels": Truth(
+        2,
+        "RN033",
+        "loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())",
+        "nll_loss_forward gives NaN",
+        "every label is -100",
+        "skip a batch without labels",
+    ),
+    "zero_eps": Truth(
+        1,
+        "RN034",
+        "param.addcdiv_(exp_avg, denom, value=-step_size)",
+        "Adam makes 0.weight not finite: addcdiv gives NaN",
+        "eps=0.0",
+        "Adam(..., eps=1e-8)",
+    ),
+    "second_moment": Truth(
+        7,
+        "RN034",
+        "avg = square_avg.addcmul(grad_avg, grad_avg, value=-1).sqrt_()",
+        "sqrt gives NaN",
+        "is finite in fp32",
+        "keep weights and states in fp32",
+    ),
+    "learning_rate": Truth(
+        3,
+        "RN033",
+        "loss = (prediction - y).square().mean()",
+        "pow gives inf",
+        "the updates are too large",
+        "lower the learning rate",
+    ),
+    "scaler_step": Truth(
+        1, "RN035", "", "while a loss scaler", "called directly", "scaler.step(optimizer)"
+    ),
+    "root_at_zero": Truth(
+        2,
+        "RN033",
+        "loss = squared.sqrt().mean()",
+        "div gives inf",
+        "the derivative of a root or a norm at 0",
+        "add a small number under the root",
+    ),
+}
+
+
+def run_in_process(name: str, monkeypatch, *arguments: str) -> NotFiniteError | None:
+    """Runs a program under a recorder; returns the error that ended it."""
+    path = PROGRAMS / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    return record(lambda: exec(code, {"__name__": "__main__"}))
+
+
+def record(program) -> NotFiniteError | None:
+    recorder = Recorder()
+    recorder.install()
+    try:
+        program()
+    except NotFiniteError as error:
+        return error
+    finally:
+        recorder.uninstall()
+    return None
+
+
+def source_line(finding: Finding) -> str:
+    path = Path(finding.place.file)
+    if not path.exists():
+        path = Path(torch.__file__).parent.parent / path
+    return path.read_text(encoding="utf-8").splitlines()[finding.place.line - 1].strip()
+
+
+@pytest.mark.parametrize("name", TRUTH)
+def test_first_operator_cause_and_fix(name, monkeypatch):
+    truth = TRUTH[name]
+    error = run_in_process(name, monkeypatch)
+    assert error is not None
+    assert str(error).startswith(f"step {truth.step}: ")
+    finding = error.finding
+    assert finding.code == truth.code, finding.render()
+    if truth.line:
+        assert source_line(finding).startswith(truth.line)
+    assert truth.message in finding.message
+    assert truth.cause in finding.cause
+    assert truth.fix in finding.fix
+
+
+@pytest.mark.parametrize("name", TRUTH)
+def test_repaired_program_ends_without_error(name, monkeypatch):
+    assert run_in_process(name, monkeypatch, "repaired") is None
+
+
+def test_every_program_has_its_truth():
+    assert {path.stem for path in PROGRAMS.glob("*.py")} == set(TRUTH)
+
+
+def test_program_under_nan_ends_with_its_traceback_and_the_finding():
+    words = ["-m", "isotype.doctor", "run", "--nan", str(PROGRAMS / "masked_row.py")]
+    result = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 1
+    traceback, _, explanation = result.stderr.partition("\nisotype doctor run\n")
+    assert "    loss.backward()\n" in traceback
+    assert "recorder.py" not in traceback
+    assert traceback.endswith("NotFiniteError: step 3: the loss is not finite\n")
+    assert explanation.startswith("error RN033 softmax gives NaN")
+
+
+def train_with_overflows(scaler: torch.amp.GradScaler, steps: int) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    x = torch.full((2, 4), 100.0)
+    for _ in range(steps):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x).float().square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_steps_that_a_scaler_leaves_out_are_no_fault():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    assert record(lambda: train_with_overflows(scaler, 12)) is None
+    assert scaler.get_scale() < 2**14
+
+
+def test_scaler_that_leaves_out_every_step_is_a_fault():
+    class Overflow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * float("inf")
+
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def train():
+        for _ in range(6):
+            optimizer.zero_grad()
+            scaler.scale(Overflow.apply(weight * 2).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    error = record(train)
+    assert "the loss scaler has skipped 3 steps" in str(error)
+    assert "gives inf" in error.finding.message
+
+
+def test_mask_of_infinities_is_no_fault():
+    scores = nn.Parameter(torch.tensor([[2.0, 1.0, -1.0]]))
+    optimizer = torch.optim.SGD([scores], lr=0.1)
+    mask = torch.tensor([[False, True, False]])
+
+    def train(factor):
+        probabilities = scores.masked_fill(mask, float("-inf")).softmax(-1)
+        (probabilities.sum() * factor).log().backward()
+        optimizer.step()
+
+    assert record(lambda: train(1.0)) is None
+    error = record(lambda: train(-1.0))
+    assert error.finding.message.startswith("log gives NaN")
+    assert "gets -1" in error.finding.cause
+
+
+def test_initialisation_is_not_run_again():
+    def train():
+        layer = nn.Linear(2, 1)
+        nn.init.constant_(layer.weight, 1.0)
+        layer.weight.data.fill_(3e38)
+        layer(torch.full((1, 2), 10.0)).sum().backward()
+
+    error = record(train)
+    assert error.finding.message.startswith("addmm gives inf")
+    assert "weight" in error.finding.cause
+
+
+def test_nothing_is_left_behind():
+    originals = (nn.Module.__call__, torch.autograd.backward, torch.autograd.Function.apply)
+    record(lambda: None)
+    assert (nn.Module.__call__, torch.autograd.backward, torch.autograd.Function.apply) == originals
+    assert torch._C._len_torch_function_stack() == 0
