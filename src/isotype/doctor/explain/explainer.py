@@ -25,7 +25,7 @@ from ...pages.sheets import Entry, Section, SheetError, read_sections
 from .facts import ErrorFacts
 from .log import MAX_PASSAGE_LINES, Incident, read_incidents
 from .recognition import OPERATORS, find_half_dtypes, recognise_error
-from .situation import RecognisedError, find_report_flags, read_situation
+from .situation import RecognisedError, find_log_flags, find_report_flags, read_situation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,18 +152,38 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
         report = "".join(line if line.endswith("\n") else line + "\n" for line in head)
     # A text this short is about one error, so the code that it quotes is the code of the error.
     quoted_text = report if len(head) <= MAX_PASSAGE_LINES else ""
-    collector = _ErrorCollector(source, find_report_flags(report), quoted_text)
-    for incident in read_incidents(chain(head, lines)):
+    log_flags: set[str] = set()
+    for line in head:
+        log_flags.update(find_log_flags(line))
+    collector = _ErrorCollector(source, find_report_flags(report), quoted_text, log_flags)
+    for incident in read_incidents(chain(head, _collect_log_flags(lines, log_flags))):
         collector.add(incident)
     return collector.findings()
 
 
-class _ErrorCollector:
-    """The distinct dtype errors of a log, in the order of their last occurrences."""
+def _collect_log_flags(lines: Iterable[str], flags: set[str]) -> Iterator[str]:
+    """Yields the lines, and adds the flags that they state."""
+    for line in lines:
+        flags.update(find_log_flags(line))
+        yield line
 
-    def __init__(self, source: str | None, report_flags: frozenset[str], quoted_text: str) -> None:
+
+class _ErrorCollector:
+    """The distinct dtype errors of a log, in the order of their last occurrences.
+
+    log_flags  the flags that the lines read so far state
+    """
+
+    def __init__(
+        self,
+        source: str | None,
+        report_flags: frozenset[str],
+        quoted_text: str,
+        log_flags: set[str],
+    ) -> None:
         self._source = source
         self._report_flags = report_flags
+        self._log_flags = log_flags
         self._quoted_text = quoted_text
         # (code, message, place) -> the finding and its number of occurrences
         self._errors: dict[tuple[str, str, str], tuple[Finding, int]] = {}
@@ -195,7 +215,9 @@ class _ErrorCollector:
 
     def _recognise(self, incident: Incident) -> RecognisedError | None:
         situation = read_situation(
-            incident.frames, self._report_flags, self._quoted_text or incident.text
+            incident.frames,
+            self._report_flags | self._log_flags,
+            self._quoted_text or incident.text,
         )
         error = recognise_error(_error_text(incident), situation)
         if error is None or error.operator != "unknown wording":
@@ -275,9 +297,13 @@ def _build_finding(error: RecognisedError, incident: Incident, source: str | Non
     best_cause = causes[0]
     alternatives = causes[1:]
     fix = best_cause.fix
-    if "autocast" in error.situation:
-        fix = _AUTOCAST_ADVICE.sub("", best_cause.fix).strip() or best_cause.fix
     situation = error.situation
+    if "autocast" in situation:
+        fix = _AUTOCAST_ADVICE.sub("", best_cause.fix).strip() or best_cause.fix
+    if "card without bf16" in situation:
+        fix = _replace_bf16(fix)
+        alternatives = [replace(cause, fix=_replace_bf16(cause.fix)) for cause in alternatives]
+    code = FAMILIES[error.operator].code
     frame = situation.user_frame or situation.caller_frame or situation.innermost
     details: list[tuple[str, str]] = [("error", _recognised_line(incident.text.strip(), error))]
     if error.dtypes:
@@ -297,7 +323,9 @@ def _build_finding(error: RecognisedError, incident: Incident, source: str | Non
         else:
             trainer_note = "no trainer in the traceback"
         details.append(("situation", ", ".join([*context, trainer_note])))
-    details.append(("sure", describe_confidence(causes)))
+    is_decided = decides_cause(causes)
+    command = find_deciding_command(error, code)
+    details.append(("sure", describe_confidence(causes, command)))
     if alternatives:
         details.append(("or", "\n".join(map(_format_alternative, alternatives[:3]))))
     if frame:
@@ -306,9 +334,9 @@ def _build_finding(error: RecognisedError, incident: Incident, source: str | Non
         location = Place(file=source, line=_log_line(incident, error))
     else:
         location = Place()
-    certainty_prefix = "" if best_cause.evidence else "perhaps "
+    certainty_prefix = "" if is_decided else "perhaps "
     return Finding(
-        code=FAMILIES[error.operator].code,
+        code=code,
         severity=severity,
         message=message,
         place=location,
@@ -385,15 +413,59 @@ _AUTOCAST_ADVICE = re.compile(
 )
 
 
-def describe_confidence(causes: Sequence[Cause]) -> str:
-    """Returns `likely`, `open` or `a guess`, followed by the reason."""
+DECISIVE_SCORE = 4.0  # evidence with a lower score is compatible with other causes
+SOLE_SCORE = 3.0  # the same if the family of errors has one cause only
+_KERNEL_CODES = ("EX020", "EX021", "EX022", "EX023", "EX024")
+_OTHER_FRAMEWORK = re.compile(r"\b(?:jax|jnp|lax|tensorflow|tf)\b|zero-based\) was expected to be")
+
+
+def decides_cause(causes: Sequence[Cause]) -> bool:
+    """Whether the text decides the first cause: it has evidence that no other cause has."""
     best_cause = causes[0]
-    close_rivals = [c for c in causes[1:] if causes[0].score - c.score < CLOSE_SCORE]
     if not best_cause.evidence:
-        return "a guess: nothing in the text decides, and this cause is the usual one"
-    if close_rivals:
-        names = [cause.name for cause in (best_cause, *close_rivals)]
-        return f"open between {len(names)} causes: {', '.join(names)}"
+        return False
     if len(causes) == 1:
-        return f"likely: {best_cause.evidence}"
-    return f"likely: {best_cause.evidence}, and nothing as telling speaks for another cause"
+        return best_cause.score >= SOLE_SCORE
+    lead = best_cause.score - causes[1].score
+    return best_cause.score >= DECISIVE_SCORE and lead >= CLOSE_SCORE
+
+
+def describe_confidence(causes: Sequence[Cause], command: str) -> str:
+    """Returns `decided` with the evidence, or `open` with the causes and the command that decides."""
+    best_cause = causes[0]
+    if decides_cause(causes):
+        return f"decided by the text: {best_cause.evidence}"
+    close_rivals = [c for c in causes[1:] if best_cause.score - c.score < CLOSE_SCORE][:2]
+    parts = ["open: nothing in the text decides"]
+    if close_rivals:
+        names = ", ".join(cause.name for cause in (best_cause, *close_rivals))
+        parts = [f"open between {len(close_rivals) + 1} causes: {names}"]
+    elif best_cause.evidence:
+        parts = [f"open: the text shows {best_cause.evidence}, which other causes have too"]
+    if command:
+        parts.append(f"{command} decides")
+    return "; ".join(parts)
+
+
+def find_deciding_command(error: RecognisedError, code: str) -> str:
+    """The command that decides between the causes, because it reads more than a log."""
+    if _OTHER_FRAMEWORK.search(error.text):
+        return ""
+    if code in _KERNEL_CODES:
+        return "isotype doctor kernels FILE.py"
+    return "isotype doctor run SCRIPT.py"
+
+
+_BF16_REPLACEMENTS = (
+    (re.compile(r"bf16=True, fp16=False"), "fp16=True with fp32 weights (dtype=torch.float32)"),
+    (re.compile(r"bf16=True \(fp16=True before Ampere\)"), "fp16=True"),
+    (re.compile(r"torch\.bfloat16"), "torch.float16"),
+)
+_FP16_ADVICE = "use fp16 (fp16=True, with fp32 weights: dtype=torch.float32): this card has no bf16"
+
+
+def _replace_bf16(fix: str) -> str:
+    """The fix for a card without bf16."""
+    for pattern, replacement in _BF16_REPLACEMENTS:
+        fix = pattern.sub(replacement, fix)
+    return _FP16_ADVICE if re.search(r"bf16|bfloat16", fix) else fix

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...dtypes import torch_dtype_name
@@ -51,7 +51,8 @@ class Situation:
     evidence      flag -> the frame that shows it
     report_flags  flags that the lines around the traceback state: autocast, resumed, sharded,
                   features (of images or audio), adapters, muon, grouped product, cpu, mps, compiled
-                  only, kv cache, unfrozen, structured input, hard-coded
+                  only, kv cache, unfrozen, structured input, hard-coded, card without bf16, zero quantized weights,
+                  transformers 5
     quoted_frame  if there is no traceback, the line of code that the text quotes, as a frame
                   without a file
     """
@@ -110,7 +111,7 @@ class Situation:
 _FLAG_PATTERNS: dict[str, tuple[str, str, str]] = {
     "generate": (
         "_?generate|_?sample|_greedy_search|beam_search",
-        r"\bgenerate\(|\.chat\(|pipeline\(",
+        r"\.generate\(|\.chat\(|pipeline\(",
         "",
     ),
     "backward": (
@@ -139,20 +140,33 @@ _FLAG_PATTERNS: dict[str, tuple[str, str, str]] = {
     "recompute": ("recompute_fn|unpack_hook", "", r"utils/checkpoint\.py"),
     "clip": (".*(?:clip_grad|unscale_).*", "clip_grad|unscale_", ""),
     "compile": ("", "", "_dynamo|_inductor|torchinductor|eval_frame"),
+    "inductor": ("", r"\bextern_kernels\.\w+\(", r"torchinductor_"),
+    "custom_bwd": ("decorate_bwd", "", ""),
 }
+# flags that the name of a function shows only in the code of a library: a program's own function
+# may have any name
+_LIBRARY_NAMES = frozenset({"generate", "evaluation"})
+# the methods of the callbacks of transformers, TRL and Lightning
+_CALLBACK_NAMES = re.compile(
+    r"on_(?:init_end|(?:train|epoch|step|substep|validation|test|predict|fit)\w*|evaluate|save|log"
+    r"|prediction_step|optimizer_step|pre_optimizer_step|before_\w+|after_\w+)"
+)
 
 
-def _frame_flags(frame: Frame) -> set[str]:
+def _frame_flags(frame: Frame, outer: Frame | None, inner: Frame | None) -> set[str]:
+    """The flags of a frame, of which `outer` is the caller, and which called `inner`."""
     code = frame.code
     function = frame.function.rpartition(".")[2]
     file = frame.file.replace("\\", "/")
     flags = {
         flag
         for flag, (name, line, path) in _FLAG_PATTERNS.items()
-        if (name and re.fullmatch(name, function))
+        if (name and re.fullmatch(name, function) and _may_name(flag, frame, outer))
         or (line and re.search(line, code))
         or (path and re.search(path, file))
     }
+    if inner is not None and inner.function == "generate" and not is_library(inner.file):
+        flags.discard("generate")  # a method of the program that has this name
     if function == "backward" and package_name(file) != "torch":
         flags.add("custom backward")
     if package_name(file) in _TRAINER_PACKAGES:
@@ -164,6 +178,26 @@ def _frame_flags(frame: Frame) -> set[str]:
     return flags
 
 
+def _may_name(flag: str, frame: Frame, outer: Frame | None) -> bool:
+    """Whether the name of a frame's function shows the flag."""
+    if flag == "callback":
+        is_called_by_library = outer is not None and is_library(outer.file)
+        function = frame.function.rpartition(".")[2]
+        return is_called_by_library or _CALLBACK_NAMES.fullmatch(function) is not None
+    return flag not in _LIBRARY_NAMES or is_library(frame.file)
+
+
+# flags that a line anywhere in a log states
+_LOG_PATTERNS = {
+    "card without bf16": (
+        r"\bTesla (?:T4|V100|P100|P40|P4|K80|M60)\b|\bNVIDIA (?:T4|V100)\b|\bV100-\w+|\bGTX"
+        r" ?1[06]\d\d|\bRTX ?20[678]0|\bQuadro RTX|\bTITAN (?:V|X|Xp|RTX)\b|\b(?:on|a|an|my)"
+        r" (?:free )?(?:Colab )?(?:T4|V100|P100)\b|\bKaggle[^\n]{0,20} (?:T4|P100)\b"
+    ),
+    "zero quantized weights": r"zero_quantized_(?:nontrainable_)?weights['\"]?\s*[:=]\s*['\"]?true",
+    "resumed": r"\bresum(?:ing|ed) (?:training )?from\b|resume_from_checkpoint['\"]?\s*[:=]\s*['\"/\w]",
+    "transformers 5": r"\btransformers(?: version)?\s?[:=v ]*=?\s?5\.\d",
+}
 _TEXT_PATTERNS = {
     "autocast": (
         r"\b(?:under|in|with) (?:torch\.|CUDA |bf16 |the )*(?:amp\.|cuda\.amp\.)?autocast\b"
@@ -190,7 +224,10 @@ _TEXT_PATTERNS = {
     "structured input": r"\bdataclass|\bNamedTuple",
     "hard-coded": r"\bhard-?cod\w+|\bwritten out\b",
 }
-FLAGS = frozenset({*_FLAG_PATTERNS, *_TEXT_PATTERNS, "custom backward"})
+FLAGS = frozenset({*_FLAG_PATTERNS, *_TEXT_PATTERNS, *_LOG_PATTERNS, "custom backward"})
+_LOG_HINTS = re.compile(
+    r"(?i)tesla|nvidia|v100|gtx|rtx|titan|quadro|t4|p100|zero_q|resum|transformers"
+)
 _QUOTED_CODE = re.compile(
     r"(?m)^\s*-+>\s*\d+\s+(?P<arrow>\S.*)$"
     r"|(?P<call>\b(?:torch|F|nn\.functional)\.(?:[\w.]*(?:norm|attention|conv|linear)\w*|matmul|b?mm|einsum|addmm|baddbmm)\([^()\n]*\))"
@@ -204,6 +241,14 @@ def find_report_flags(text: str) -> frozenset[str]:
     return frozenset(
         flag for flag, pattern in _TEXT_PATTERNS.items() if re.search(pattern, text, re.IGNORECASE)
     )
+
+
+def find_log_flags(line: str) -> Iterator[str]:
+    """Yields the flags that a line of a log of any length states."""
+    if _LOG_HINTS.search(line):
+        for flag, pattern in _LOG_PATTERNS.items():
+            if re.search(pattern, line, re.IGNORECASE):
+                yield flag
 
 
 def find_quoted_code(text: str) -> Frame | None:
@@ -223,8 +268,10 @@ def read_situation(
     line of code in `text`, the text around the error.
     """
     evidence: dict[str, Frame] = {}
-    for frame in frames:
-        for flag in _frame_flags(frame):
+    for index, frame in enumerate(frames):
+        outer = frames[index - 1] if index else None
+        inner = frames[index + 1] if index + 1 < len(frames) else None
+        for flag in _frame_flags(frame, outer, inner):
             evidence[flag] = frame
     packages = frozenset(p for f in frames if (p := package_name(f.file)))
     return Situation(
@@ -373,7 +420,9 @@ class RecognisedError:
 
     @property
     def torch_half(self) -> str:
-        return f"torch.{torch_dtype_name(self.half)}"
+        """The half dtype to cast to; fp16 if the text names a card without bf16."""
+        half = "fp16" if "card without bf16" in self.situation else self.half
+        return f"torch.{torch_dtype_name(half)}"
 
     @property
     def autocast(self) -> str:

@@ -1,0 +1,166 @@
+# ruff: noqa: E501  real texts
+"""What a text shows decides its cause, and nothing else does: frames, a card's name, printed
+settings, and names that only look like evidence.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from isotype.doctor.explain import explain
+
+MIXED = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16"
+LIB = "/env/lib/python3.11/site-packages"
+
+
+def explain_traceback(*frames: tuple[str, int, str, str], error: str = MIXED, before: str = ""):
+    lines = [*before.splitlines(), "Traceback (most recent call last):"]
+    for file, line, function, code in frames:
+        lines += [f'  File "{file}", line {line}, in {function}', f"    {code}"]
+    return explain([*lines, error])[0]
+
+
+LINEAR = (
+    f"{LIB}/torch/nn/modules/linear.py",
+    125,
+    "forward",
+    "return F.linear(input, self.weight, self.bias)",
+)
+
+
+def test_own_function_named_generate_is_no_generation():
+    finding = explain_traceback(
+        ("/home/me/data.py", 9, "main", "pairs = generate(model, rows)"),
+        ("/home/me/data.py", 4, "generate", "return model(rows)"),
+        LINEAR,
+    )
+    assert "generate" not in finding.cause
+    assert (
+        "situation" not in dict(finding.details)
+        or "generate" not in dict(finding.details)["situation"]
+    )
+    finding = explain_traceback(
+        ("/home/me/data.py", 9, "main", "pairs = self.sampler.generate(rows)"),
+        ("/home/me/data.py", 4, "generate", "return model(rows)"),
+        LINEAR,
+    )
+    assert "generate outside autocast" not in finding.cause
+
+
+def test_own_function_named_on_something_is_no_callback():
+    frames = (
+        ("/home/me/serve.py", 9, "main", "reply = on_request(text)"),
+        ("/home/me/serve.py", 4, "on_request", "return model.generate(**inputs)"),
+        (f"{LIB}/transformers/generation/utils.py", 2, "generate", "outputs = self(**x)"),
+        LINEAR,
+    )
+    assert "callback" not in explain_traceback(*frames).render()
+    handler = (f"{LIB}/transformers/trainer_callback.py", 5, "call_event", "result = getattr(...)")
+    called = (
+        frames[0],
+        handler,
+        ("/home/me/s.py", 4, "on_request", "model.generate(x)"),
+        *frames[2:],
+    )
+    assert "from the callback on_request" in explain_traceback(*called).render()
+
+
+def test_backward_under_custom_bwd_is_not_told_to_decorate():
+    inner = ("/home/me/op.py", 30, "backward", "dw = torch.matmul(x.t(), dy, out=buffer)")
+    bwd = (f"{LIB}/torch/amp/autocast_mode.py", 5, "decorate_bwd", "return bwd(*args, **kwargs)")
+    apply = (f"{LIB}/torch/autograd/function.py", 307, "apply", "return user_fn(self, *args)")
+    assert "custom_bwd(device_type" in explain_traceback(apply, inner).fix
+    finding = explain_traceback(apply, bwd, inner)
+    assert "custom_bwd(device_type" not in finding.fix
+    assert "cast next to the product" in finding.fix
+
+
+def test_printed_setting_of_zero_decides():
+    error = "RuntimeError: expected mat1 and mat2 to have the same dtype, but got: c10::BFloat16 != c10::Half"
+    filler = "\n".join(f"step {i}" for i in range(600))
+    for before in (
+        '{"zero_quantized_weights": true}',
+        f"  zero_quantized_weights ...... True\n{filler}",
+    ):
+        before = before.replace(" ...... ", ": ")
+        finding = explain_traceback(LINEAR, error=error, before=before)
+        assert finding.cause.startswith("ZeRO widens quantised weights to fp16")
+        assert '"zero_quantized_weights": false' in finding.fix
+        assert dict(finding.details)["sure"].startswith("decided")
+    finding = explain_traceback(LINEAR, error=error, before='{"zero_quantized_weights": false}')
+    assert "zero_quantized_weights" not in finding.render()
+
+
+ERRORS = [
+    MIXED,
+    "RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::Half",
+    "RuntimeError: FlashAttention only support fp16 and bf16 data type",
+    "ValueError: Attempting to unscale FP16 gradients.",
+    "RuntimeError: \"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'",
+    "RuntimeError: Found dtype Float but expected BFloat16",
+    "ValueError: Your setup doesn't support bf16/gpu. You need torch>=1.10, using Ampere GPU",
+    "RuntimeError: Index put requires the source and destination dtypes match, got Float for the destination and BFloat16 for the source.",
+    "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0, fp16",
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("card", ["GPU: Tesla T4, 15 GB", "running on a V100", "NVIDIA GTX 1660"])
+def test_advice_names_no_dtype_that_the_card_lacks(error, card):
+    finding = explain([card, *["step"] * 500, error])[0]
+    advice = f"{finding.fix}\n{dict(finding.details).get('or', '')}".partition("(seen")[0]
+    for name in ("torch.bfloat16", "bf16=True", "bfloat16"):
+        assert name not in advice
+    finding = explain(["GPU: A100", error])[0]
+    assert "has no bf16" not in finding.fix
+
+
+NEW_KINDS = [
+    ("TypeError: Trying to convert Float8_e4m3fn to the MPS backend but it does not have support for that dtype.", "EX018", "fp8 weights moved", 'to(torch.float16).to("mps")'),
+    ("TypeError: Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Please use float32 instead.", "EX018", "fp64 moved", "torch.float32"),
+    ("ValueError: The model you are trying to fine-tune is quantized with QuantizationMethod.MXFP4 but that quantization method do not support training. Please open an issue", "EX025", "a quantised kind without a backward", "Mxfp4Config(dequantize=True)"),
+    ("ValueError: The model you are trying to fine-tune is quantized with awq but that quantization method do not support training.", "EX025", "a quantised kind without a backward", "load_in_4bit=True"),
+    ("NotImplementedError: \"copy_\" not implemented for 'Float8_e8m0fnu'", "EX026", "e8m0 is the format of scales", "torch.exp2"),
+    ("AttributeError: module 'torch' has no attribute 'float8_e8m0fnu'", "EX017", "a torch without e8m0", "2.7"),
+    ("RuntimeError: cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a signal size of[62, 62]", "EX026", "an FFT in half precision", "power of two"),
+    ("RuntimeError: MKL FFT doesn't support tensors of type: Half", "EX026", "an FFT in half precision", "x.float()"),
+    ("transformers version: 5.2.0\nValueError: Attempting to unscale FP16 gradients.", "EX012", "transformers 5 loaded the checkpoint's fp16", "dtype=torch.float32"),
+]  # fmt: skip
+
+
+def test_new_kinds_are_known(subtests):
+    for text, code, cause, fix in NEW_KINDS:
+        with subtests.test(text):
+            finding = explain(text.splitlines())[0]
+            assert finding.code == code
+            assert finding.cause.startswith(cause)
+            assert fix in finding.fix
+
+
+FLASH = "RuntimeError: FlashAttention only support fp16 and bf16 data type"
+
+
+@pytest.mark.parametrize(
+    ("frame", "cause"),
+    [
+        (("/home/me/t.py", 3, "main", "out = model.generate(**x)"), "generate outside autocast"),
+        ((f"{LIB}/transformers/trainer.py", 3, "compute_loss", "x"), "no mixed precision flag"),
+        (("/home/me/m.py", 3, "forward", "q = self.q_norm(q)"), "norms of queries and keys"),
+        ((f"{LIB}/peft/tuners/lora/layer.py", 3, "forward", "x"), "fp32 adapters"),
+        (("/home/me/m.py", 3, "forward", "y = flash_attn_func(q, k, v)"), "fp32 norms or rotary"),
+    ],
+)
+def test_causes_of_flash_attention(frame, cause):
+    finding = explain_traceback(frame, error=FLASH)
+    assert finding.cause.startswith(cause)
+    if cause != "generate outside autocast":
+        assert "isotype doctor run SCRIPT.py decides" in dict(finding.details)["sure"]
+
+
+def test_what_the_text_does_not_decide_is_open():
+    (finding,) = explain([MIXED])
+    assert "perhaps" in finding.cause
+    sure = dict(finding.details)["sure"]
+    assert sure.startswith("open")
+    assert "isotype doctor run SCRIPT.py decides" in sure
+    assert "likely" not in finding.render()
