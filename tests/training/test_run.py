@@ -19,7 +19,7 @@ from tests.results import losses, metrics, read, same_result
 from transformers import AutoModelForCausalLM
 
 from isotype.config.load import load
-from isotype.errors import UsageError
+from isotype.errors import RunError, UsageError
 from isotype.report import write_report
 from isotype.runs.checkpoint.store import CheckpointStore
 from isotype.tasks.choose import train
@@ -56,10 +56,8 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, ca
     checked = next(
         line for line in capsys.readouterr().out.splitlines() if line.startswith("checked")
     )
-    assert result["check"]["rows"] > 1
-    assert checked.endswith(
-        f"on {result['check']['rows']} evaluation rows; {result['check']['tensors']} tensors equal"
-    )
+    assert result["check"]["rows"] == 1
+    assert checked.endswith(f"on 1 evaluation row; {result['check']['tensors']} tensors equal")
     precision = json.loads((run / "precision.json").read_text())
     assert precision["observed"]["trainable"] == {"fp32": 28}
     assert precision["observed"]["loss"] == {"fp32": 1}
@@ -82,6 +80,28 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, ca
         str(run / "adapter"),
     )
     assert plain.peft_config["default"].r == 4
+
+
+def test_one_row_shows_a_wrong_scale_in_the_saved_adapter(configured, monkeypatch):
+    save = LanguageTask.save
+
+    def save_with_other_scale(self, model, folder, precision):
+        save(self, model, folder, precision)
+        file = folder / "adapter_config.json"
+        settings = json.loads(file.read_text())
+        file.write_text(json.dumps(settings | {"lora_alpha": 2 * settings["lora_alpha"]}))
+
+    monkeypatch.setattr(LanguageTask, "save", save_with_other_scale)
+    with pytest.raises(RunError, match="loaded into a fresh base its loss is") as error:
+        train(configured())
+    assert error.value.code == "SV001"
+
+
+def test_weights_rounded_for_the_file_give_the_loaded_loss_exactly(configured, tmp_path):
+    settings = {"adapter": {"kind": "none"}, "precision": {"preset": "fp32", "save": "model bf16"}}
+    assert train(configured(train={"steps": 2}, **settings)) == 0
+    check = result_of(tmp_path / "run")["check"]
+    assert check["reloaded_loss"] == check["trained_loss"]
 
 
 def test_the_trained_model_is_freed_before_its_result_is_loaded(configured, monkeypatch):

@@ -41,12 +41,12 @@ from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import detect_model_folder, refuse_non_empty
 from ..tasks.language.objective import NextToken
 from ..tasks.language.result import evaluate, load_result
-from ..training.finish import CHECKED_ROWS
 from .loaded import LoadedRun
 
 # relative difference of losses: a wrong merge exceeds it by far, rounding of every weight to 8 bits
 # stays below it
 TOLERANCE = 0.05
+COMPARED_ROWS = 16  # number of rows on which the losses are compared
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def _load_rows(run: LoadedRun) -> tuple[list, Pictures | None]:
         objective_format=FORMAT_OF_OBJECTIVE.get(run.config.train.objective),
         pictures=build_picture_reader(run.config.model, section, run.tokenizer),
     )
-    return list((loaded.eval or loaded.train)[:CHECKED_ROWS]), loaded.pictures
+    return list((loaded.eval or loaded.train)[:COMPARED_ROWS]), loaded.pictures
 
 
 def _loss(

@@ -104,7 +104,7 @@ def _save_and_verify(loop: Loop, prepared: Prepared, world: World) -> dict[str, 
         task.metric_names.units: progress.units,
         "trained_seconds": round(progress.trained_seconds, 2),
         "check": {
-            "rows": min(CHECKED_ROWS, task.eval_rows or task.rows),
+            "rows": min(_checked_row_count(config, precision), task.eval_rows or task.rows),
             "trained_loss": saved_results[0].evaluation.loss,
             "reloaded_loss": reloaded_evaluations[0].loss,
             "tensors": len(saved_results[0].weight_digests),
@@ -193,15 +193,28 @@ def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
         loop.observer.observe_files(observation, target, writer.dtype)
         loop.precision_record.add(observation)
     dtype = to_torch(writer.dtype)
+    precision = loop.resolved.precision
+    weight_digests = digest_tensors(tensors, dtype)
+    _round_weights(loop.model, dtype)
     with fix_random_state():
         evaluation = loop.task.evaluate(
             loop.model,
             loop.device,
-            dtype=loop.resolved.precision.loss,
-            most=CHECKED_ROWS,
+            dtype=precision.loss,
+            most=_checked_row_count(loop.config, precision),
             world=world,
         )
-    return _SavedResult(target, dtype, evaluation, digest_tensors(tensors, dtype))
+    return _SavedResult(target, dtype, evaluation, weight_digests)
+
+
+def _round_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Rounds the trained weights to the dtype of the file, so that the loss on a single row is that
+    of the loaded result. Nothing trains these weights afterwards.
+    """
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad and p.is_floating_point() and p.element_size() > dtype.itemsize:
+                p.copy_(p.to(dtype))
 
 
 def _load_best_weights(loop: Loop, world: World) -> int:
@@ -244,7 +257,25 @@ def _free_model(loop: Loop, prepared: Prepared) -> None:
         torch.cuda.empty_cache()
 
 
-CHECKED_ROWS = 16  # number of rows: enough to reveal a wrong adapter, few enough for a CPU
+def _is_base_rounded(config: RunConfig, precision: Precision) -> bool:
+    """Whether training computed with a rounded base: `adapter.start` subtracts the adapter from the
+    base weights, and rounds the difference to their dtype.
+    """
+    adapter = config.adapter
+    return (
+        adapter.kind != "none" and adapter.start in SUBTRACTED_STARTS and precision.base != "fp32"
+    )
+
+
+# number of rows over which the noise of a rounded base is averaged
+_ROWS_WITH_ROUNDED_BASE = 16
+
+
+def _checked_row_count(config: RunConfig, precision: Precision) -> int:
+    """The number of rows whose loss is compared. The tensors are compared bit for bit, so one row
+    shows whether base, scale and precision of the loaded model are those of training.
+    """
+    return _ROWS_WITH_ROUNDED_BASE if _is_base_rounded(config, precision) else 1
 
 
 def _verify_result(
@@ -279,14 +310,17 @@ def _verify_result(
         Sharding(model, units, world, mesh=mesh, replica_count=sharding.replica_count)
     with fix_random_state():
         reloaded_evaluation = task.evaluate(
-            model, device, dtype=precision.loss, most=CHECKED_ROWS, world=world
+            model,
+            device,
+            dtype=precision.loss,
+            most=_checked_row_count(task.config, precision),
+            world=world,
         )
-    # the tolerance is the error of rounding to the saved dtype. If `adapter.start` subtracted the
-    # adapter from the base, the error of rounding the base is added
+    # the tolerance is the error of rounding to the saved dtype. If the base was rounded in training,
+    # the error of rounding the base is added
     is_exact = saved.dtype in (torch.float32, to_torch(precision.trainable))
     tolerance = 1e-6 if is_exact else torch.finfo(saved.dtype).eps
-    adapter = task.config.adapter
-    if adapter.kind != "none" and adapter.start in SUBTRACTED_STARTS and precision.base != "fp32":
+    if _is_base_rounded(task.config, precision):
         tolerance = max(eps(precision.base), torch.finfo(saved.dtype).eps)
     trained_loss = saved.evaluation.loss
     if not abs(reloaded_evaluation.loss - trained_loss) <= tolerance * max(1.0, abs(trained_loss)):

@@ -374,7 +374,7 @@ class Task(Protocol):
         """Returns the loss on the evaluation rows; on training rows where there are no evaluation
         rows.
 
-        most    takes only the first `most` rows
+        most    takes only `most` of the first rows, for a task with lengths the shortest of them
         stride  takes one row per `stride` rows of each set
         world   the processes that call this together; each may compute a share (`world.sum`), and
                 all return the same

@@ -17,6 +17,7 @@ from isotype.tasks.language.batches import (
     model_inputs,
     needs_single_packed_row,
     next_tokens,
+    shortest_rows,
 )
 from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.task import flops_per_token
@@ -37,6 +38,13 @@ def test_a_weighted_source_goes_on_where_the_last_epoch_left_it():
 
 
 # --- FLOPs of a token, by hand.
+
+
+def test_a_check_takes_the_shortest_rows_and_those_with_pictures_first():
+    texts = [Row((1,) * length, (1,) * length, 0) for length in (5, 3, 4)]
+    with_picture = Row((1,) * 9, (1,) * 9, 0, pictures=("digest 1 file",))
+    assert shortest_rows(texts, 2) == [texts[1], texts[2]]
+    assert shortest_rows([*texts, with_picture], 2) == [with_picture, texts[1]]
 
 
 def test_a_token_is_counted_in_every_product():

@@ -272,3 +272,13 @@ def longest_rows(rows: Sequence[Any], count: int) -> list[Any]:
     """The `count` longest rows, the longest first."""
     lengths = row_lengths(rows)
     return [rows[i] for i in sorted(range(len(rows)), key=lambda i: -lengths[i])[:count]]
+
+
+def shortest_rows(rows: Sequence[Any], count: int) -> list[Any]:
+    """The `count` shortest rows, the shortest first. Rows with pictures come before the others,
+    since they also run the vision tower.
+    """
+    lengths = row_lengths(rows)
+    has_pictures = [bool(getattr(row, "pictures", ())) for row in rows]
+    order = sorted(range(len(rows)), key=lambda i: (not has_pictures[i], lengths[i]))
+    return [rows[i] for i in order[:count]]

@@ -46,7 +46,7 @@ from ...training.task import (
     evaluation_batch_size,
 )
 from ...wording import pluralise
-from .batches import longest_rows, padded_length, split_by_pictures
+from .batches import longest_rows, padded_length, shortest_rows, split_by_pictures
 from .distil import Distil
 from .kto import Kto
 from .objective import NextToken, Objective
@@ -65,6 +65,8 @@ OBJECTIVES: Mapping[str, Callable[[RunConfig], Objective]] = {
     "reward": Reward,
     "distil": Distil,
 }  # all other objectives learn from pairs, by `Preference`
+# the rows among which a small evaluation searches its rows
+FIRST_ROWS = 16
 # tokens of a shortened sample; generation uses the cache from the second token on
 REHEARSED_TOKENS = 4
 
@@ -273,9 +275,12 @@ class LanguageTask:
     ) -> Evaluation:
         rows = self.objective.eval
         sets = self.data.eval_sets
-        if most is not None or not sets:
+        if most is not None:
+            short_rows = shortest_rows((rows or self.objective.train)[:FIRST_ROWS], most)
+            return self._evaluate(model, short_rows, device, dtype, world)
+        if not sets:
             return self._evaluate(
-                model, (rows or self.objective.train)[:most:stride], device, dtype, world
+                model, (rows or self.objective.train)[::stride], device, dtype, world
             )
         evaluations: dict[str, Evaluation] = {}
         start = 0
