@@ -114,7 +114,7 @@ INNER = {
     "isotype.ops.attention": "Documents attention_attention=attention attention_reference",
     "isotype.ops.attention.gpu": "gpu=",
     "isotype.ops.contract": "OpContract",
-    "isotype.ops.cpp": "cpu_compiler",
+    "isotype.ops.cpp": "cpp= cpu_compiler",
     "isotype.ops.cross_entropy.op": "CROSS_ENTROPY cross_entropy_reference",
     "isotype.ops.cross_entropy.rule": "rule= LossRule",
     "isotype.ops.experts": "ops_experts_Adapter=Adapter Clamped ops_experts_experts=experts",

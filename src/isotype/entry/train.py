@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..training.console import RunConsole
 
 
+PACKAGE = Path(__file__).parents[1]
 SectionLike: TypeAlias = str | Path | Mapping[str, Any] | Section | None
 SOURCE = "isotype.train()"
 CHANGE_HINT = "give changes as sections: train={'steps': 200}"
@@ -197,6 +198,7 @@ def start(
     callbacks  called after steps, evaluations, saves and samples
     objective  computes the loss instead of the task
     """
+    _start_kernel_builds(loaded.config)
     from ..tasks.choose import train as train_task
     from ..training.console import RunConsole
 
@@ -216,6 +218,22 @@ def start(
 
         console.print_line(push(folder, loaded.config, repository))
     return RunOutcome(status, folder, RunFolder(folder).is_run)
+
+
+def _start_kernel_builds(config: RunConfig) -> None:
+    """Starts to load or build the C++ kernels of a run on a CPU, before the imports of the run."""
+    import torch
+
+    if not config.model.optimize:
+        return
+    if config.model.device != "cpu" and torch.cuda.is_available():
+        return
+    from ..ops.cpp import COMMON_OPS, op_source, start_builds
+
+    sources = [op_source(op) for op in COMMON_OPS]
+    if config.adapter.kind == "lora":
+        sources.append(PACKAGE / "lora" / "kernels.cpp")
+    start_builds(sources)
 
 
 def _find_push_repository(loaded: LoadedConfig, resume: Path | None) -> str | None:

@@ -9,6 +9,7 @@ processes.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -16,10 +17,11 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ from ..environment.private_folder import (
 )
 
 HEADERS = Path(__file__).parent
+# the ops that `optimize` gives every model, those first whose build takes longest
+COMMON_OPS = ("cross_entropy", "gated", "rms_norm", "attention", "rope")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 # seconds; a build that takes longer prints a message
 BUILD_MESSAGE_DELAY_S = 5.0
@@ -117,12 +121,71 @@ def machine_signature(compiler: str) -> str:
     return "\n".join((version, platform.machine(), platform.system(), features))
 
 
+# source -> its library, which a thread is building or will build
+_early_builds: dict[Path, Future[ctypes.CDLL]] = {}
+# running compilers and the incomplete files that they write
+_running_builds: dict[subprocess.Popen[str], Path] = {}
+
+
+def op_source(op: str) -> Path:
+    """Returns the path of an op's C++ source."""
+    return HEADERS / op / "cpu.cpp"
+
+
+def start_builds(sources: Iterable[Path]) -> None:
+    """Loads or builds these libraries one after the other in a thread, while this process imports
+    packages and reads data. `load_or_build_library` waits for a library that is being built, and
+    builds those itself that were not begun. It raises the error of a build that failed.
+
+    A build takes 1 to 6 s of CPU time, and all libraries of a language model 16.
+    """
+    finished = {
+        kernels.source
+        for op, kernels in _kernels.items()
+        if kernels.library is not None or op in _fallback_reasons
+    }
+    builds = {
+        source: Future[ctypes.CDLL]()
+        for source in sources
+        if source not in finished | _early_builds.keys()
+    }
+    _early_builds.update(builds)
+
+    def build_all() -> None:
+        for source, future in builds.items():
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(_load_or_build(source))
+                except Exception as error:
+                    future.set_exception(error)
+
+    # not joined when the process ends, since a compiler may take seconds
+    threading.Thread(target=build_all, name="isotype-builds", daemon=True).start()
+
+
+@atexit.register
+def _stop_builds() -> None:
+    """Ends the compilers that nobody waits for, and removes their incomplete files."""
+    for process, file in list(_running_builds.items()):
+        with suppress(OSError):
+            process.kill()
+            process.wait()
+        file.unlink(missing_ok=True)
+
+
 def load_or_build_library(source: Path) -> ctypes.CDLL:
     """Loads the library of `source`. If there is no stored build for the same source text, headers,
     compiler and processor, the library is built first.
 
     Raises  BuildError
     """
+    early_build = _early_builds.pop(source, None)
+    if early_build is not None and not early_build.cancel():
+        return early_build.result()
+    return _load_or_build(source)
+
+
+def _load_or_build(source: Path) -> ctypes.CDLL:
     compiler = cpu_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler (g++ or clang++) was found")
@@ -216,11 +279,14 @@ def build(compiler: str, source: Path, folder: Path, stem: str) -> None:
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
+    _running_builds[process] = temporary_path
     try:
         _, errors = process.communicate(timeout=BUILD_MESSAGE_DELAY_S)
     except subprocess.TimeoutExpired:
         announce_build(folder)
         _, errors = process.communicate()
+    finally:
+        del _running_builds[process]
     if process.returncode:
         temporary_path.unlink(missing_ok=True)
         lines = (

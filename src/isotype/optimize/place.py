@@ -14,7 +14,7 @@ from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..lora.attach import is_fused
 from ..lora.products import kernels_unavailable_reason
 from ..ops.backend import kernel_unavailable_reason
-from ..ops.cpp import missing_kernels_reason
+from ..ops.cpp import COMMON_OPS, missing_kernels_reason
 from ..precision import Precision
 from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
 from .forwards import PLACED_KEY
@@ -179,7 +179,7 @@ def _find_missing_kernels(model: nn.Module, *, on_cpu: bool, is_denoiser: bool) 
     """
     if not on_cpu:
         return ""
-    ops = ["rms_norm", "rope", "gated", "cross_entropy", "attention"]
+    ops = [*COMMON_OPS]
     if is_denoiser:
         ops += denoiser.OPS
     reason = missing_kernels_reason(*ops)
