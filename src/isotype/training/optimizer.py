@@ -1,12 +1,12 @@
-"""The optimizers of a run, and the averages of the trained weights that evaluations and results may
-use in their place.
+"""Builds the optimizers of a run. Also computes averages of the trained weights, which evaluations
+and results may use in place of the weights.
 
-AdamW supports every combination of dtypes that `Precision` allows; the optimizers of other
-libraries support fp32 weights only.
+AdamW supports every combination of dtypes that `Precision` allows. The optimizers of other
+libraries support only fp32 weights.
 
 If all dtypes are fp32, AdamW is torch's fused implementation. Otherwise it is `MixedAdamW`, because
-torch's AdamW refuses fp32 gradients of bf16 weights. Muon and Adafactor come from torch, Lion and
-the 8-bit optimizers from bitsandbytes, and the others from their authors' packages.
+torch's AdamW does not accept fp32 gradients for bf16 weights. Muon and Adafactor come from torch,
+Lion and the 8-bit optimizers from bitsandbytes, and the others from their authors' packages.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class MixedAdamW(torch.optim.Optimizer):
     gradient   returns the accumulated gradient of a parameter
     state      dtype of the moments
     rounding   how weights are rounded to their dtype: nearest or stochastic
-    seed       seed of the rounding noise. The noise is a function of seed, step and element, so
-               that a resumed run needs no state for it, and processes that share a weight round it
-               in the same way as one process
+    seed       seed of the random numbers for stochastic rounding. They depend only on the seed, the
+               step and the element. So a resumed run needs no state for them, and several processes
+               that share a weight round it in the same way as a single process would
     """
 
     def __init__(
@@ -133,10 +133,11 @@ class MixedAdamW(torch.optim.Optimizer):
 
 
 class Muon(MixedAdamW):
-    """torch's Muon (Jordan et al. 2024) for the matrices of a model, with AdamW for the rest.
+    """Uses torch's Muon (Jordan et al. 2024) for the matrices of a model, and AdamW for the other
+    weights.
 
-    matrices  parameter -> function that splits it into its matrices; each expert of a stack is
-              orthogonalised separately
+    matrices  maps a parameter to a function that splits it into its matrices; in a stack of
+              experts, each expert is orthogonalised separately
     The learning rate of a matrix is scaled so that its update is as large as AdamW's (Liu et al.
     2025, "Muon is scalable for LLM training").
     """
@@ -180,7 +181,9 @@ class Muon(MixedAdamW):
 
 
 def find_matrices(model: nn.Module) -> dict[nn.Parameter, Matrices]:
-    """The trained matrices of a model, including stacks of experts, without embeddings and head."""
+    """Returns the trained matrices of a model. Stacks of experts are included; the embeddings and
+    the head are not.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()  # a denoiser has none
     excluded: set[nn.Module] = set() if head is None else set(head.modules())
     excluded |= {
@@ -225,8 +228,8 @@ def _split_experts_b(experts: int, b: Tensor) -> Sequence[Tensor]:
 
 
 def check_optimizer(config: RunConfig, sources: Mapping[str, str], *, device_type: str) -> None:
-    """Raises UsageError for an optimizer whose package is missing, and for settings that have no
-    effect with it.
+    """Raises UsageError if the package of the optimizer is not installed, or if a setting would
+    have no effect with this optimizer.
     """
     train, name = config.train, config.train.optimizer
     package, _, extra = _EXTERNAL.get(name, ("", "", ""))
@@ -284,13 +287,13 @@ def build_optimizer(
     plus: float | None = None,
     text_rate: float | Sequence[float] | None = None,
 ) -> torch.optim.Optimizer:
-    """Builds the optimizer of a run, with weight decay on matrices only.
+    """Builds the optimizer of a run. Weight decay is applied only to matrices.
 
-    plus       the learning rate of LoRA's B matrices as a multiple of the other weights' (Hayou et
-               al. 2024, "LoRA+")
-    text_rate  the learning rate of a denoiser's text encoders, or one rate per text encoder, where
-               it differs from `train.learning_rate`
-    Raises     UsageError when no trained matrix is left for Muon
+    plus       the learning rate of LoRA's B matrices, divided by the learning rate of the other
+               weights (Hayou et al. 2024, "LoRA+")
+    text_rate  the learning rate of a denoiser's text encoders, or a list with one rate for each
+               text encoder; None if it is `train.learning_rate`
+    Raises     UsageError if the optimizer is Muon and no trained weight is a matrix
     """
     groups = parameter_groups(model, train, plus=plus, text_rate=text_rate)
     name = train.optimizer
@@ -328,7 +331,7 @@ def build_optimizer(
 
 
 def _build_external(groups: list[dict[str, Any]], train: TrainSection) -> torch.optim.Optimizer:
-    """Builds an optimizer of another package."""
+    """Builds an optimizer that comes from another package."""
     name = train.optimizer
     package, path, _ = _EXTERNAL[name]
     disable_hub_kernels()
@@ -351,8 +354,8 @@ def parameter_groups(
     plus: float | None,
     text_rate: float | Sequence[float] | None,
 ) -> list[dict[str, Any]]:
-    """Groups the trained parameters by weight decay and by the factor of their learning rate.
-    `plus` and `text_rate` are those of `build_optimizer`.
+    """Groups the trained parameters by their weight decay and by the factor of their learning rate.
+    `plus` and `text_rate` have the same meaning as in `build_optimizer`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     lora_b_weights: set[nn.Parameter] = set()
@@ -376,7 +379,9 @@ def parameter_groups(
 
 
 def _text_encoder_rates(text_rate: float | Sequence[float] | None) -> dict[str, float]:
-    """Maps a part of the parameters' names to a learning rate."""
+    """Returns a mapping from a part of a parameter's name to a learning rate. It covers the
+    parameters of the text encoders.
+    """
     if text_rate is None:
         return {}
     if not isinstance(text_rate, Sequence):
@@ -391,8 +396,8 @@ def _text_encoder_rates(text_rate: float | Sequence[float] | None) -> dict[str, 
 def _split_groups(
     groups: list[dict[str, Any]], weights: set[nn.Parameter], factor: float
 ) -> list[dict[str, Any]]:
-    """Returns the groups without `weights`, followed by groups of `weights` alone, whose learning
-    rate is multiplied by `factor`.
+    """Removes `weights` from the groups and adds them in new groups of their own. In the new
+    groups, the learning rate is multiplied by `factor`.
     """
     remaining_groups = []
     separate_groups = []
@@ -406,7 +411,9 @@ def _split_groups(
 
 
 def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
-    """The bytes of the optimizer's states for a model's trained weights, without step counts."""
+    """Returns the bytes of the optimizer's states for the trained weights of a model. Step counts
+    are not included.
+    """
     matrices = find_matrices(model) if train.optimizer == MUON else {}
     moment_size = to_torch(precision.optimizer).itemsize
 
@@ -435,11 +442,11 @@ def state_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> 
 
 @contextmanager
 def use_averages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Gives the model the averages of a schedule-free optimizer within this block. With another
-    optimizer it does nothing.
+    """Within this block, the model has the averaged weights of a schedule-free optimizer. For
+    another optimizer, nothing is changed.
 
-    `train()` of such an optimizer would restore the weights only up to rounding, so they are
-    restored from a copy.
+    The method `train()` of such an optimizer would not restore the weights exactly, because of
+    rounding. So they are restored from a copy.
     """
     if not hasattr(optimizer, "eval"):
         yield
@@ -453,7 +460,9 @@ def use_averages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def preserve_weights(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Restores these weights bit for bit on exit. Gradients are off within this block."""
+    """Restores these weights bit for bit at the end of this block. Within the block, no gradients
+    are computed.
+    """
     with torch.no_grad():
         copies = [(p, p.detach().clone()) for p in parameters]
         try:
@@ -472,9 +481,10 @@ class Ema:
     """An exponential moving average of the trained weights (`train.ema`), in the dtype of
     `precision.ema`.
 
-    averages  name -> the average of one trained weight
-    The n-th update keeps the share min(decay, (1 + n) / (10 + n)) of the average, as diffusers'
-    EMAModel does. So the influence of the first steps fades in short runs too.
+    averages  maps the name of a trained weight to its average
+    The n-th update multiplies the old average by min(decay, (1 + n) / (10 + n)), as in diffusers'
+    EMAModel. So the weights of the first steps have little influence on the final average, even in
+    short runs.
     """
 
     def __init__(self, model: nn.Module, decay: float, dtype: str) -> None:
@@ -487,7 +497,9 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Adds the weights after optimizer step `step`, counted from 1, to the averages."""
+        """Updates the averages with the weights after optimizer step `step`. Steps are counted from
+        1.
+        """
         share = min(self.decay, (1 + step) / (10 + step))
         averages = list(self.averages.values())
         weights = [
@@ -496,25 +508,29 @@ class Ema:
         torch._foreach_lerp_(averages, weights, 1 - share)
 
     def observed_dtypes(self) -> list[tuple[str, str, str]]:
-        """Returns (role, tensor, dtype) of each average, as `Task.observed_dtypes` does."""
+        """Returns a tuple (role, tensor, dtype) for each average, in the same form as
+        `Task.observed_dtypes`.
+        """
         return [
             ("ema", name, format_dtype(average.dtype)) for name, average in self.averages.items()
         ]
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """Gives the model the averages, in the dtypes of its weights, within this block."""
+        """Within this block, the model has the averages as its weights. They are converted to the
+        dtypes of the weights.
+        """
         with preserve_weights(self.parameters.values()):
             for name, p in self.parameters.items():
                 p.copy_(self.averages[name])
             yield
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages by their names in a checkpoint."""
+        """Returns the averages with the names that they have in a checkpoint."""
         return {f"{EMA_PREFIX}{name}": average for name, average in self.averages.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Loads the averages. Raises RunError CK003 for a checkpoint that does not have them."""
+        """Loads the averages. Raises RunError CK003 if the checkpoint does not contain them."""
         for name, average in self.averages.items():
             saved = tensors.get(f"{EMA_PREFIX}{name}")
             if saved is None or saved.shape != average.shape or saved.dtype != average.dtype:
@@ -527,8 +543,8 @@ class Ema:
 
 
 def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """The counters that an optimizer keeps in each of its groups, for a checkpoint; for example
-    Prodigy's rate and the weights of schedule-free averages.
+    """Returns the counters that an optimizer stores in each of its groups, for a checkpoint.
+    Examples are Prodigy's learning rate and the weights of schedule-free averages.
     """
     counter_keys = ("k", "weight_sum", "lr_max", "scheduled_lr", "d", "d_max", "d_numerator")
     return [
@@ -540,11 +556,11 @@ def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
 def convert_states(
     optimizer: torch.optim.Optimizer, counters: Sequence[Mapping[str, float]]
 ) -> None:
-    """Converts restored states to the form that this optimizer needs: the dtype of its moments, the
-    type of its step count, its paged memory. A resume may change the dtype of the moments and the
-    type of the step count if the user accepts the change.
+    """Converts restored states to the form that this optimizer needs. This concerns the dtype of
+    its moments, the type of its step count, and paged memory. If a run is resumed, the dtype of the
+    moments and the type of the step count may differ from before, if the user accepts the change.
 
-    counters  the result of `group_counters` in the checkpoint
+    counters  the result of `group_counters` that the checkpoint contains
     """
     for group, values in zip(optimizer.param_groups, counters, strict=False):
         group.update(values)

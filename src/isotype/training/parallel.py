@@ -1,4 +1,6 @@
-"""How the processes of a run share a step: each has the whole model, or they share its weights."""
+"""Decides how the processes of a run work together in a step. Either each process has the whole
+model, or the processes share its weights.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ HYBRID = "hybrid"
 class Parallel:
     """How the processes of a run share a model.
 
-    kind   replicate (each has the whole model), shard (all share one), or hybrid (the processes of
-           each machine share one)
-    nodes  the number of machines that each have the whole model, for hybrid; else 1
+    kind   `replicate` (each process has the whole model), `shard` (all processes share one model),
+           or `hybrid` (the processes of each machine share one model)
+    nodes  for `hybrid`, the number of machines, each of which has a whole model; otherwise 1
     """
 
     kind: str
@@ -41,7 +43,7 @@ class Parallel:
         return self.kind != REPLICATE
 
     def processes_per_model(self, size: int) -> int:
-        """The number of processes, of `size`, that share one model."""
+        """Returns how many of the `size` processes share one model."""
         return size // self.nodes if self.is_shared else 1
 
     def __str__(self) -> str:
@@ -54,10 +56,10 @@ ONE_PROCESS = Parallel(REPLICATE)
 
 
 def configured_parallel(config: RunConfig, world: World) -> Parallel | None:
-    """The kind of parallelism that the configuration names; None where `auto` leaves it to the
-    memory plan.
+    """Returns the kind of parallelism that the configuration names. Returns None if it is `auto`
+    and the planned memory must decide.
 
-    Raises  UsageError for a kind that this run or this number of machines cannot have
+    Raises  UsageError if this kind is not possible for this run or this number of machines
     """
     kind = config.parallel.kind
     if world.size == 1:
@@ -98,7 +100,9 @@ _WHOLE_WEIGHT_OPTIMIZERS = {
 
 
 def sharing_blocker(config: RunConfig) -> str | None:
-    """The setting that prevents sharing the model, with the reason; None if there is none."""
+    """Returns the setting because of which the model cannot be shared, with the reason. Returns
+    None if there is no such setting.
+    """
     adapter = config.adapter
     optimizer = config.train.optimizer
     cases = (
@@ -122,8 +126,8 @@ def sharing_blocker(config: RunConfig) -> str | None:
 
 
 def choose_parallel(task: Task, device_setup: DeviceSetup, world: World) -> Parallel:
-    """Returns the configured kind of parallelism. For `auto` the first process plans the memory of
-    a step with the whole model, and all processes take its decision.
+    """Returns the configured kind of parallelism. For `auto`, the first process plans the memory of
+    a step with the whole model and decides, and all other processes follow its decision.
     """
     config = task.config
     precision = device_setup.resolved.precision
@@ -153,12 +157,13 @@ def choose_parallel(task: Task, device_setup: DeviceSetup, world: World) -> Para
 def choose_by_plan(
     upper_bound: int, available: int, peak: Callable[[], int], *, config: RunConfig
 ) -> Parallel:
-    """The choice of `auto`: each process has the whole model where it fits, because a step then
-    exchanges the least.
+    """Returns the choice for `auto`. If the whole model fits, each process has it, because a step
+    then exchanges the least data.
 
-    upper_bound  an upper bound on the bytes of a process
-    available    the bytes of its device; 0 if unknown
-    peak         plans the bytes of a process; called only where the bound is near `available`
+    upper_bound  an upper bound on the bytes that a process needs
+    available    the bytes that its device has; 0 if unknown
+    peak         a function that plans the bytes that a process needs; it is called only if
+                 `upper_bound` is more than half of `available`
     """
     if not available:
         return Parallel(REPLICATE, "auto: the device's memory is unknown")

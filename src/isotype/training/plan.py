@@ -1,5 +1,5 @@
-"""`isotype plan`: describes what a run would do (precision, parameters, data, memory, schedule). It
-needs no weights and writes no run folder.
+"""Implements `isotype plan`, which describes what a run would do (precision, parameters, data,
+memory, schedule). It does not load the weights and does not write a run folder.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ RETAINED_MEMORY = "up to 340 MiB"
 class Plan:
     """The plan of a run.
 
-    process_bytes  bytes that this process takes without a model, on a CPU; 0 on a GPU
-    row_name       the task's name for a row of its data
+    process_bytes  on a CPU, the bytes that this process uses without a model; 0 on a GPU
+    row_name       what the task calls a row of its data
     """
 
     config: RunConfig
@@ -63,7 +63,9 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """True if the peak is within the device's memory; None where that is unknown."""
+        """True if the peak fits into the device's memory, None if the size of this memory is
+        unknown.
+        """
         if self.hardware.memory:
             return self.peak <= self.hardware.memory
         return None
@@ -190,12 +192,12 @@ class Plan:
 def plan_run(
     task: Task, sources: Mapping[str, str], *, device: str | None = None, gpus: int | None = None
 ) -> Plan:
-    """Computes everything that can be known before the weights are loaded. Raises UsageError as
-    `train` would.
+    """Computes everything that can be known before the weights are loaded. Raises UsageError in the
+    same cases as `train`.
 
-    device  the name of a device to plan for, by its published figures; by default the device of
-            this machine
-    gpus    also plans for this many processes, each on its own GPU
+    device  the name of a device whose published specifications the plan uses; by default the device
+            of this machine
+    gpus    if set, also plans for this number of processes, each on its own GPU
     """
     batching = None
     if gpus is not None:
@@ -322,7 +324,7 @@ class ProcessesPlan:
     nodes          number of machines
     micro_batches  number of micro-batches of one process in a step
     rows           number of rows of a micro-batch
-    kinds          kind of parallelism -> recomputation and memory of one process
+    kinds          maps a kind of parallelism to the recomputation and the memory of one process
     parallel       the kind that `auto` chooses
     """
 
@@ -365,8 +367,8 @@ class ProcessesPlan:
 
 
 def split_step(task: Task, processes: int) -> Batching:
-    """Splits a step over processes. Raises UsageError for a number of processes that cannot share a
-    step, or that leaves a machine partly empty.
+    """Splits a step over processes. Raises UsageError if this number of processes cannot share a
+    step, or if one of the machines would use only some of its GPUs.
     """
     if processes > GPUS_PER_MACHINE and processes % GPUS_PER_MACHINE:
         raise UsageError(
@@ -391,7 +393,7 @@ def plan_processes(
 ) -> ProcessesPlan:
     """Plans the memory of one process for each kind of parallelism.
 
-    task         a task whose `train.batch_size` is the number of rows of a micro-batch in
+    task         a task whose setting `train.batch_size` is the number of rows of a micro-batch in
                  `batching`
     whole_model  the plan of a process that has the whole model
     """

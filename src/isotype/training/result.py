@@ -1,4 +1,6 @@
-"""Writes the result of a run, an adapter or a model, at its end; also adapters during training."""
+"""Writes the result at the end of a run, which is an adapter or a model. Also writes adapters
+during training.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def result_dtype(config: RunConfig, precision: Precision) -> str:
 
 @dataclass(frozen=True)
 class ResultWriter:
-    """Writes the adapter or the model with its current weights.
+    """Writes the adapter or the model with the current weights.
 
     world     the processes of the run
     sharding  how the processes share the model; None if each has the whole model
@@ -52,8 +54,8 @@ class ResultWriter:
         return result_dtype(self.task.config, self.resolved.precision)
 
     def write(self, target: Path, *, step: int) -> dict[str, Tensor]:
-        """Writes the result; returns the trained tensors to the first process. Processes that share
-        the model call it together.
+        """Writes the result. In the first process, returns the trained tensors. Processes that
+        share the model call this method together.
         """
         sharding = self.sharding
         if sharding is None:
@@ -90,8 +92,8 @@ class ResultWriter:
         )
 
     def write_adapter(self, folder: RunFolder, *, step: int) -> None:
-        """Writes the adapter to `adapters/step_N`, and removes older adapters beyond
-        `run.adapters_keep`.
+        """Writes the adapter to `adapters/step_N`. If there are then more than `run.adapters_keep`
+        adapters, removes the oldest ones.
         """
         target = folder.adapters / f"step_{step}"
 

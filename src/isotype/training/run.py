@@ -1,4 +1,6 @@
-"""`train`: one run from a loaded configuration to a verified adapter in its folder."""
+"""Implements `train`, which runs a training. It begins with a loaded configuration and ends with a
+verified adapter or model in the run folder.
+"""
 
 from __future__ import annotations
 
@@ -62,18 +64,19 @@ def train(
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
 ) -> int:
-    """Trains to the end, or saves and returns 130 on Ctrl-C. Returns the exit status; raises
-    IsotypeError.
+    """Trains to the end and returns the exit status. On Ctrl-C, saves a checkpoint and returns 130.
+    Raises IsotypeError.
 
     task       the task of this configuration (`isotype.tasks.choose`)
-    console    shows the progress, and gets the result (`RunConsole.report_result`)
-    skips      checks of the preflight to leave out, code to reason
+    console    shows the progress and receives the result (`RunConsole.report_result`)
+    skips      the checks of the preflight to leave out, as a mapping from code to reason
     callbacks  called after steps, evaluations, saves and samples
-    objective  computes the summed losses of a micro-batch instead of the task's function;
-               evaluation still uses the task's
+    objective  a function that computes the sum of the losses of a micro-batch; training uses it in
+               place of the task's function, but evaluation still uses the task's function
 
-    Every process of a run calls this. All return the same status or raise the same error, and one
-    of them shows the error (`shown_elsewhere`).
+    Every process of a run calls this function. All processes return the same status or raise the
+    same error. Only one of them prints the error; in the other processes, the attribute
+    `is_shown_elsewhere` of the error is true.
     """
     world = join(loaded.config.model.device, timeout=loaded.config.parallel.timeout)
     try:
@@ -90,7 +93,9 @@ def train(
 
 
 class _TrainingRun:
-    """One call of `train`: `run` holds the folder and explains errors, `_train` does the work."""
+    """One call of `train`. The method `run` locks the folder and explains errors. It calls
+    `_train`, which trains.
+    """
 
     def __init__(
         self,
@@ -226,8 +231,8 @@ class _TrainingRun:
         return status, result
 
     def _compare_processes(self, prepared: Prepared) -> None:
-        """Raises an error where a process has other versions, settings, data or weights than the
-        first process.
+        """Raises an error if a process has other versions, settings, data or weights than the first
+        process.
         """
         if self.world.size == 1:
             return
@@ -248,7 +253,7 @@ class _TrainingRun:
             raise UsageError(message, fix="parallel.kind: replicate")
 
     def _set_objective(self, prepared: Prepared) -> None:
-        """Makes the user's objective the loss of each step."""
+        """Makes each step use the user's objective as its loss."""
         if self.objective is None:
             return
         objective = self.objective
@@ -259,9 +264,9 @@ class _TrainingRun:
         prepared.stepper.loss_sum = loss_sum
 
     def _run_preflight(self, loop: Loop, prepared: Prepared) -> tuple[Outcome, list[str]]:
-        """Returns the outcome of the preflight, and the names of the observed rehearsals. The
-        `PreflightSubject` refers to the model; it exists only in this method, so that `finish` can
-        free the model.
+        """Runs the checks before step 1. Returns their outcome, and the names of the trial runs
+        whose dtypes were observed. The `PreflightSubject` has a reference to the model. It exists
+        only in this method, so that `finish` can free the model.
         """
         self.world.record_progress(0, "the preflight")
         subject = PreflightSubject(
@@ -286,7 +291,7 @@ class _TrainingRun:
         self.world.run_on_first(lambda: record_resume(self.folder, step, changes))
 
     def _write_start(self, loop: Loop, prepared: Prepared) -> None:
-        """The first process writes the files that describe the run."""
+        """Writes the files that describe the run. Only the first process writes them."""
         self.world.run_on_first(
             lambda: write_start(
                 self.loaded,
@@ -301,7 +306,9 @@ class _TrainingRun:
         )
 
     def _print_headers(self, loop: Loop, prepared: Prepared, outcome: Outcome) -> None:
-        """Prints the header, and prepares the task's training, which adds rows to the header."""
+        """Prints the header. Also calls the task's `prepare_training`, which returns more rows for
+        the header.
+        """
         rows = header_rows(self.task, prepared, loop.schedule, self.folder, self.world)
         name = objective_name(self.objective)
         if name is not None:
@@ -319,7 +326,9 @@ class _TrainingRun:
             self.console.print_header(task_rows)
 
     def _train_to_end(self, loop: Loop, prepared: Prepared) -> tuple[int, dict[str, Any]]:
-        """Trains to the end and writes the result; after an interrupt it prints how to resume."""
+        """Trains to the end and writes the result. If the run is interrupted, prints how to resume
+        it.
+        """
         folder = self.folder
         console = self.console
         first = self.world.is_first
@@ -348,8 +357,8 @@ class _TrainingRun:
         return 0, result
 
     def _record_immediate_stop(self) -> dict[str, Any]:
-        """The result of a stop without a save: before step 1, by a second Ctrl-C, or by a
-        KeyboardInterrupt that a callback raised.
+        """Returns the result of a run that stopped without saving. This happens before step 1,
+        after a second Ctrl-C, or if a callback raised KeyboardInterrupt.
         """
         folder = self.folder
         console = self.console
@@ -379,9 +388,9 @@ class _TrainingRun:
         return result
 
     def _explain_error(self, error: Exception) -> Exception:
-        """Turns an out-of-memory error or an error of the disk into one that says what to do. An
-        error of the disk becomes RunError CK001 in the run's folder, and UsageError elsewhere.
-        Other errors are returned unchanged.
+        """If memory or the disk caused the error, returns an error that says what to do. An error
+        of the disk becomes RunError CK001 if the file is in the run's folder, and UsageError if it
+        is elsewhere. Other errors are returned unchanged.
         """
         if (missing_memory := out_of_memory_message(error)) is not None:
             advice = memory_saving_advice(self.config, self.config.train.gradient_checkpointing)
@@ -410,8 +419,8 @@ class _TrainingRun:
         )
 
     def _write_report(self) -> str | None:
-        """Writes the report and returns its path. An error of the report is only printed: it must
-        not hide that the run is complete, or why the run failed.
+        """Writes the report and returns its path. If this fails, the error is only printed, because
+        it must not hide that the run is complete or why the run failed.
         """
         if not self.config.run.report:
             return None

@@ -1,4 +1,6 @@
-"""The state of a run between two steps, which a checkpoint stores and restores bit for bit."""
+"""Contains the state of a run between two steps. A checkpoint stores this state and restores it bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,9 @@ UNNAMED_OPTIMIZER = "adamw"  # the optimizer of a checkpoint that names none
 class RunState:
     """The parts of a run that change from step to step.
 
-    stream     feeds the training rows, and has a position in them
-    world      the processes of the run, which save and restore its state together
-    precision  the name of the run's precision in its checkpoints
+    stream     yields the training rows, and has a position that is saved
+    world      the processes of the run; they save and restore its state together
+    precision  the name that the run's precision has in its checkpoints
     """
 
     model: nn.Module
@@ -58,7 +60,9 @@ class RunState:
     progress: Progress = field(default_factory=Progress)
 
     def take_checkpoint(self) -> Checkpoint:
-        """Returns the current state; for a shared model, this process's part of it."""
+        """Returns the current state. If processes share the model, returns this process's part of
+        the state.
+        """
         stepper = self.stepper
         random_tensors, random_json = random_state()
         optimizer, optimizer_numbers = optimizer_tensors(self.model, stepper.optimizer)
@@ -85,8 +89,9 @@ class RunState:
     def write_checkpoint(
         self, store: CheckpointStore, checkpoint: Checkpoint, *, is_best: bool
     ) -> None:
-        """Writes the checkpoint. The first process writes it whole; where the processes share the
-        model, each writes its part. Raises RunError CK001 when the disk cannot be written.
+        """Writes the checkpoint. The first process writes all of it. If the processes share the
+        model, each process writes its own part. Raises RunError CK001 when the disk cannot be
+        written.
         """
         sharding = self.stepper.sharding
         if sharding is None:
@@ -101,7 +106,7 @@ class RunState:
             )
 
     def restore_weights(self, checkpoint: Checkpoint) -> None:
-        """Restores trained weights and their averages."""
+        """Restores the trained weights and their averages."""
         restore_model(self.model, checkpoint.tensors)
         if self.ema is not None:
             self.ema.restore(checkpoint.tensors)
@@ -112,8 +117,8 @@ class RunState:
         return bool(name == self.stepper.train.optimizer)
 
     def restore_training(self, checkpoint: Checkpoint) -> int:
-        """Restores everything but weights and averages; returns the number of processes that wrote
-        the checkpoint.
+        """Restores everything except the weights and their averages. Returns the number of
+        processes that wrote the checkpoint.
         """
         stepper = self.stepper
         state = checkpoint.state
@@ -155,13 +160,17 @@ _CHECKPOINT_PREFIX = {WEIGHT: "model", STATE: "optimizer", AVERAGE: "ema", BUFFE
 
 
 def checkpoint_key(key: Key) -> str:
-    """The name, in a checkpoint, of the tensor that `Continuity` samples under this key."""
+    """Returns the name that a tensor has in a checkpoint. `key` is the name under which
+    `Continuity` samples this tensor.
+    """
     kind, *path = key
     return ".".join((_CHECKPOINT_PREFIX[kind], *path))
 
 
 def last_good_checkpoint(store: CheckpointStore) -> str:
-    """A text for an error that names the checkpoint from which the run can be resumed."""
+    """Returns a text for an error message. It names the checkpoint from which the run can be
+    resumed.
+    """
     step, _ = store.find_newest_intact()
     if step is None:
         return "there is no checkpoint yet"

@@ -1,5 +1,5 @@
-"""The course of a run: its learning rate, the steps at which it evaluates, saves and samples, and
-its pace (time left).
+"""Computes the learning rate of each step, the steps after which a run evaluates, saves and
+generates samples, and the time that is left.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ PauseKind = Literal["evaluation", "samples", "checkpoint"]
 
 
 def warmup_steps(train: TrainSection, total: int) -> int:
-    """`warmup` below 1 is a share of the steps, from 1 on a number of steps."""
+    """Returns the number of warm-up steps. If the setting `warmup` is below 1, it is a share of the
+    steps; otherwise it is a number of steps.
+    """
     if train.warmup < 1:
         return round(train.warmup * total)
     return int(train.warmup)
 
 
 def learning_rate(train: TrainSection, step: int, total: int) -> float:
-    """The learning rate of step `step`, counted from 1, of `total`: warm-up, then cosine, linear,
-    constant or warmup-stable-decay.
+    """Returns the learning rate of step `step` of `total` steps. Steps are counted from 1. After
+    the warm-up, the schedule is cosine, linear, constant or warmup-stable-decay.
     """
     warmup = warmup_steps(train, total)
     if step <= warmup:
@@ -51,8 +53,8 @@ def learning_rate(train: TrainSection, step: int, total: int) -> float:
 
 
 def repeated_rows_warning(rows_per_step: int, rows: int) -> str | None:
-    """A warning for a step that takes more rows than the data has; None if a step takes each row at
-    most once.
+    """Returns a warning if a step needs more rows than the data has. Returns None if a step uses
+    each row at most once.
     """
     if rows_per_step <= rows:
         return None
@@ -71,15 +73,16 @@ MIN_EVALUATIONS = 2  # the evaluations before step 1 and at the end
 def default_evaluations(
     train: TrainSection, total: int, eval_rows: int, *, is_decisive: bool
 ) -> tuple[int, int]:
-    """Chooses the number of steps between evaluations, and the stride: each evaluation takes one
-    row per stride rows.
+    """Chooses the number of steps between evaluations, and the stride. With a stride of n, an
+    evaluation uses every n-th row.
 
-    Evaluating all held-out rows eleven times (before step 1 and after each tenth of the run) may
-    take more rows than a short run trains. With 200 steps of 4 rows, and 5% of 10,000 rows held
-    out, it takes 5,500 rows, and training takes 800.
+    If all held-out rows were evaluated before step 1 and after each tenth of the run, that would be
+    eleven times. In a short run, this could need more rows than training uses. For example, if 5%
+    of 10,000 rows are held out, eleven evaluations need 5,500 rows, whereas 200 steps of 4 rows
+    train on 800 rows.
 
-    is_decisive  whether evaluations end the run early or choose its result; the run then evaluates
-                 after each tenth of it in any case
+    is_decisive  whether an evaluation can end the run early or decides which weights are the
+                 result; if so, the run always evaluates after each tenth of its steps
     """
     tenth = max(1, math.ceil(total / 10))
     evaluations = 1 + math.ceil(total / tenth)
@@ -97,11 +100,12 @@ def default_evaluations(
 
 @dataclass
 class RunSchedule:
-    """Total steps, and the steps between evaluations, samples, checkpoints and adapters (0: never).
+    """The total number of steps, and the numbers of steps between evaluations, samples, checkpoints
+    and adapters. 0 means never.
 
     eval_rows    number of held-out rows
-    eval_stride  an evaluation takes one row per `eval_stride` rows; at the end of the run all rows
-                 are evaluated too
+    eval_stride  an evaluation uses every `eval_stride`-th row; at the end of the run, all rows are
+                 evaluated too
     """
 
     total: int
@@ -144,20 +148,22 @@ class RunSchedule:
 
     @property
     def evaluations(self) -> int:
-        """The number of evaluations of the run, those before step 1 and at its end included."""
+        """The number of evaluations of the run. The evaluations before step 1 and at the end of the
+        run are included.
+        """
         return 1 + math.ceil(self.total / self.eval_every) if self.eval_every else 0
 
     @property
     def evaluated_rows(self) -> int:
-        """The number of rows of one evaluation. With several sets it may be slightly larger,
-        because each set is rounded up.
+        """The number of rows of one evaluation. If there are several evaluation sets, the real
+        number may be slightly larger, because it is rounded up for each set.
         """
         return math.ceil(self.eval_rows / self.eval_stride)
 
     def describe_evaluation(self, row: str) -> str:
-        """A text about how often the run evaluates, and on how many rows.
+        """Returns a text that says how often the run evaluates, and on how many rows.
 
-        row  the task's name of a row
+        row  what the task calls a row
         """
         if not self.evaluations:
             return "no evaluation"
@@ -171,8 +177,8 @@ class RunSchedule:
         return text
 
     def is_adapter_due(self, step: int) -> bool:
-        """Returns True if an adapter is written after a step. After the last step the result is
-        written instead.
+        """Returns True if an adapter is written after this step. After the last step, no adapter is
+        written, because the result is written.
         """
         return bool(self.adapters_every) and step % self.adapters_every == 0 and step != self.total
 
@@ -181,8 +187,9 @@ class RunSchedule:
 
 
 class Pace:
-    """Measures the median seconds of the last WINDOW steps, and the mean seconds of each kind of
-    pause. The first step is left out, because it warms up.
+    """Measures the speed of a run. It computes the median time of the last WINDOW steps, and the
+    mean time of each kind of pause. A pause is an evaluation, a checkpoint or a round of samples
+    between two steps. The first step is left out, because it is slower than the others.
     """
 
     WINDOW = 50
@@ -197,7 +204,7 @@ class Pace:
         self._start_time = time.perf_counter()
 
     def lap(self) -> float:
-        """Records and returns the seconds since `start`, as those of one step."""
+        """Returns the seconds since `start`. They are recorded as the time of one step."""
         seconds = time.perf_counter() - self._start_time
         if self._is_warm:
             self._step_seconds.append(seconds)
@@ -206,7 +213,7 @@ class Pace:
 
     @contextmanager
     def pause(self, kind: PauseKind) -> Iterator[None]:
-        """Measures the time of this block, which runs between steps."""
+        """Measures the time that this block takes. The block runs between two steps."""
         start_time = time.perf_counter()
         try:
             yield
@@ -214,8 +221,9 @@ class Pace:
             self._pause_seconds[kind].append(time.perf_counter() - start_time)
 
     def eta(self, schedule: RunSchedule, step: int) -> float | None:
-        """The estimated seconds from the end of step `step`, before the pauses that follow it, to
-        the end of the run. None before the first measurement.
+        """Returns the estimated number of seconds until the end of the run. The time begins at the
+        end of step `step`, before the pauses that follow this step. Returns None before the first
+        measurement.
         """
         if not self._step_seconds:
             return None
@@ -232,8 +240,8 @@ class Pace:
 
 
 def pauses_left(total: int, interval: int, step: int) -> int:
-    """The number of pauses from step `step` to the last one, `total`. There is a pause at each
-    multiple of `interval`, and at the last step.
+    """Returns the number of pauses from step `step` to the last step `total`. There is a pause
+    after every `interval` steps and after the last step.
     """
     if not interval:
         return 0

@@ -1,5 +1,5 @@
-"""The names by which checks and errors mention settings: the keys of a run's file, or the names of
-another library's trainer arguments.
+"""Contains the names that checks and error messages use for settings. These are the keys of a
+configuration file, or the names of the arguments of another library's trainer.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SettingNames:
-    """The names of settings in messages. The defaults are the keys of a run's file.
+    """The names of settings in messages. The defaults are the keys of a configuration file.
 
-    checkpoint_layers  gradient checkpointing of every layer, with its value
-    compute_bf16       products in bf16, with its value
-    fp32_weights       trained weights in fp32, with its value
-    rounded_weights    stochastic rounding of trained weights, with its value
-    without_samples    how to train without samples; empty where there is no such setting
+    checkpoint_layers  the setting, with its value, for gradient checkpointing of every layer
+    compute_bf16       the setting, with its value, for matrix products in bf16
+    fp32_weights       the setting, with its value, for trained weights in fp32
+    rounded_weights    the setting, with its value, for stochastic rounding of trained weights
+    without_samples    how to train without samples; empty if there is no such setting
     """
 
     learning_rate: str = "train.learning_rate"

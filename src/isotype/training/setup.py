@@ -1,5 +1,5 @@
-"""Prepares a run from its configuration, in named steps: device, precision and data; how processes
-share the work; model and recomputation; optimizer.
+"""Prepares a run from its configuration. The steps are the device, the precision and the data, then
+how processes share the work, then the model and recomputation, and then the optimizer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .task import Batch, Task
 
 @dataclass
 class Prepared(DeviceSetup):
-    """Everything that the loop needs, except the loop's own state."""
+    """Everything that the training loop needs, except for the loop's own state."""
 
     model: nn.Module
     manifest: Manifest
@@ -59,8 +59,8 @@ class Prepared(DeviceSetup):
 def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:
     """Prepares everything that a run needs before its first step. Raises UsageError.
 
-    sources  where each setting was set, by its key
-    folder   where the task keeps a base model that it makes itself
+    sources  for each key, where the setting was set
+    folder   where the task stores a base model that it creates itself
     """
     train = task.config.train
     batching = Batching.plan_step(train, rank=world.rank, size=world.size)
@@ -90,13 +90,17 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
 
 
 def encode_data(task: Task, device_setup: DeviceSetup, world: World) -> None:
-    """Lets the first process encode the data; the others then read it from the cache."""
+    """Encodes the data in the first process. The other processes then read the encoded data from
+    the cache.
+    """
     world.record_progress(0, "encoding the data")
     world.run_on_first_then_others(lambda: task.encode(device_setup.device))
 
 
 def check_host_memory(task: Task, device_setup: DeviceSetup, world: World) -> None:
-    """Raises UsageError where the blocks of `model.offload: blocks` do not fit into host memory."""
+    """Raises UsageError if `model.offload: blocks` is set and the blocks do not fit into host
+    memory.
+    """
     if task.config.model.offload != BLOCKS:
         return
     precision = device_setup.resolved.precision
@@ -109,10 +113,12 @@ def check_host_memory(task: Task, device_setup: DeviceSetup, world: World) -> No
 
 
 class WeightFingerprints:
-    """Fingerprints of a whole model. They are taken before the model is split over the processes.
+    """Fingerprints of a whole model. They are computed before the model is split over the
+    processes.
 
-    weights  the fingerprint of all weights, which the processes compare; "" for one process
-    base     the fingerprint of the frozen weights, which a resume compares
+    weights  the fingerprint of all weights, which the processes compare; "" if there is only one
+             process
+    base     the fingerprint of the frozen weights, which is compared when the run is resumed
     """
 
     def __init__(self, precision: Precision, adapter: AdapterSection, world: World) -> None:
@@ -160,8 +166,8 @@ def build_model(
     folder: Path,
     world: World,
 ) -> BuiltModel:
-    """Builds the task's model with adapter, ops, precision and recomputation; where processes share
-    it, this process's part of it.
+    """Builds the task's model with its adapter, ops, precision and recomputation. If processes
+    share the model, builds this process's part of it.
     """
     config = task.config
     precision = device_setup.resolved.precision
@@ -211,7 +217,7 @@ def build_model(
 
 
 def build_stepper(task: Task, precision: Precision, built: BuiltModel, world: World) -> Stepper:
-    """Builds gradient accumulation, optimizer and loss for a model."""
+    """Builds a `Stepper` for a model, with its gradient accumulation, optimizer and loss."""
     config = task.config
     accumulator = GradientAccumulator(
         built.model.parameters(),
@@ -241,8 +247,8 @@ def build_stepper(task: Task, precision: Precision, built: BuiltModel, world: Wo
 
 
 def seed_process(train: TrainSection, world: World) -> None:
-    """Seeds the generators of this process; every process but the first adds its rank to the
-    seed.
+    """Seeds the random generators of this process. Every process except the first adds its rank to
+    the seed.
     """
     seed_everything(train.seed, deterministic=train.deterministic)
     if not world.is_first:
@@ -270,8 +276,8 @@ class CheckedStepper(Protocol):
 
 
 class CheckedRun(Protocol):
-    """The part of a run that the checks before step 1 read. `Prepared` has it, and so has the run
-    of an attached trainer.
+    """The part of a run that the checks before step 1 use. Both `Prepared` and the run of an
+    attached trainer have these attributes.
     """
 
     @property
@@ -290,13 +296,15 @@ class CheckedRun(Protocol):
 class PreflightSubject:
     """The prepared run that the preflight checks.
 
-    task                a `training.task.Task`; for an attached trainer, the parts that checks use
+    task                a `training.task.Task`; for an attached trainer, an object with those parts
+                        of a task that the checks use
     prepared            a `Prepared`, or the run of an attached trainer
-    is_resuming         whether the run continues from a checkpoint; some of its files then exist
+    is_resuming         whether the run continues from a checkpoint; if so, some of its files
+                        already exist
     micro_batch         the number of rows of a forward pass; by default train.batch_size
-    observer            observes each rehearsal, that is each trial step, evaluation and sample
-    violation_severity  the severity of a dtype that is not the declared one
-    observations        the result of each observed rehearsal, by its name
+    observer            records the dtypes in each trial step, evaluation and sample
+    violation_severity  how severe it is if a dtype is not the declared one
+    observations        for each trial step, evaluation or sample: its name -> the recorded dtypes
     names               the names of the settings in messages
     """
 
@@ -314,8 +322,8 @@ class PreflightSubject:
 
     @contextmanager
     def watch(self, name: str, role: str = "compute") -> Iterator[None]:
-        """Observes the dtypes in this block and stores the result under `name`. If the block
-        raises, nothing is stored.
+        """Records the dtypes within this block and stores the result under `name`. If the block
+        raises an error, nothing is stored.
         """
         if self.observer is None:
             yield
@@ -328,12 +336,14 @@ class PreflightSubject:
         self.observations[name] = observation
 
     def violations(self, name: str) -> list[Finding]:
-        """The findings of a rehearsal about dtypes that are not the declared ones."""
+        """Returns a `Finding` for each dtype that is not the declared one. `name` is the name of
+        the trial step, evaluation or sample.
+        """
         return self.observations[name].violations if name in self.observations else []
 
     @cached_property
     def longest_rows(self) -> Sequence[Any]:
-        """The rows of the largest batch that the feed could return."""
+        """The rows of the largest batch that training can have."""
         rows: Sequence[Any] = self.task.largest_rows(
             self.micro_batch or self.config.train.batch_size
         )

@@ -1,9 +1,9 @@
-"""The start and the resume of a run: the files that describe it, the changes since its last start,
-and the header.
+"""Starts or resumes a run. This module writes the files that describe the run, finds the changes
+since its last start, and makes the header.
 
 `plan.json` contains the settings, data and objective of the last start. `resumes.json` contains the
-steps after which the run was resumed, with the changes of each resume. This file is written before
-the other files of the run folder, which describe the last start.
+steps after which the run was resumed, with the changes at each resume. The other files of the run
+folder describe only the last start, so `resumes.json` is written before them.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class RunChange:
-    """A difference from the run's last start. `kind`: settings, rows, evaluation rows, objective or
-    base.
+    """A difference from the run's last start. `kind` says what is different: `settings`, `rows`,
+    `evaluation rows`, `objective` or `base`.
     """
 
     kind: str
@@ -86,8 +86,8 @@ class RunChange:
 def compare_settings(
     loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole
 ) -> list[RunChange]:
-    """Prints and returns the settings that differ from those of the last start. Raises UsageError
-    for changes that a resumed run must not have.
+    """Prints and returns the settings that differ from the last start. Raises UsageError for a
+    setting that must not be changed when a run is resumed.
     """
     resolved = resolve_precision(
         loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles
@@ -121,7 +121,9 @@ def compare_settings(
 
 
 def _is_compared_path(change: Change, folder: RunFolder) -> bool:
-    """Returns True if only paths changed, and the run recorded the content of the old paths."""
+    """Returns True if only paths changed, and the run has stored a record of the content of the old
+    paths.
+    """
     record = _COMPARED_PATHS.get(change.key)
     if record is None or not isinstance(folder.read_json("plan.json").get(record), dict):
         return False
@@ -150,7 +152,7 @@ def _changed_keys(settings: Sequence[RunChange]) -> list[str]:
 def _refuse_other_content(
     settings: Sequence[RunChange], record: str, difference: str, loaded: LoadedConfig
 ) -> None:
-    """Raises UsageError if a path changed and the new path has other content."""
+    """Raises UsageError if a path changed and the file at the new path has other content."""
     keys = [key for key in _changed_keys(settings) if _COMPARED_PATHS.get(key) == record]
     if keys and difference and not loaded.consent:
         raise UsageError(
@@ -161,8 +163,8 @@ def _refuse_other_content(
 def compare_objectives(
     loaded: LoadedConfig, objective: str | None, folder: RunFolder, console: RunConsole
 ) -> list[RunChange]:
-    """Prints and returns a change of the user's objective, which is compared by name. Raises
-    UsageError for another kind of loss.
+    """If the user's objective has changed, prints and returns this change. Objectives are compared
+    by their names. Raises UsageError if the kind of loss has changed.
 
     objective  the objective's name; None for the task's own loss
     """
@@ -193,11 +195,12 @@ def compare_data(
     console: RunConsole,
     settings: Sequence[RunChange] = (),
 ) -> list[RunChange]:
-    """Prints and returns the changes of the data since the last start. A run that did not record
-    its data is not compared.
+    """Prints and returns the changes of the data since the last start. If the run stored no record
+    of its data, nothing is compared.
 
     settings  the settings that this start changes
-    Raises    UsageError for a path that leads to other rows, unless the user accepts changes
+    Raises    UsageError if the file at a changed path contains other rows, unless the user accepts
+              changes
     """
     previous_fingerprints = folder.read_json("plan.json").get(DATA)
     recorded = folder.read_json("data.json")
@@ -237,7 +240,8 @@ def compare_base(
     console: RunConsole,
     settings: Sequence[RunChange] = (),
 ) -> list[RunChange]:
-    """Prints and returns a change of the base model. Raises UsageError for another base.
+    """If the base model has changed, prints and returns this change. Raises UsageError if the
+    change is not allowed.
 
     settings  the settings that this start changes
     """
@@ -259,7 +263,9 @@ def _report_change(console: RunConsole, kind: str, description: str) -> RunChang
 
 
 def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool) -> list[str]:
-    """The files in data.json whose checksum has changed: evaluation files, or all others."""
+    """Returns the files in data.json whose checksum has changed. Depending on `evaluation`, these
+    are only the evaluation files, or all other files.
+    """
     previous, current = (
         dict(
             _checksums(
@@ -276,7 +282,9 @@ def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool
 
 
 def _is_moved(path: str, previous: dict[str, str], current: dict[str, str]) -> bool:
-    """Returns True if the file has the same content under another path on the other side."""
+    """Returns True if the file was only moved. Then the same content has one path at the last start
+    and another path now.
+    """
     if path in previous and path in current:
         return False
     old, new = (set(checksums.values()) for checksums in (previous, current))
@@ -289,7 +297,7 @@ def _training_row_count(facts: dict[str, Any]) -> Any:
 
 
 def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
-    """(path, checksum) of each file in data.json, at any depth."""
+    """Yields the pair (path, checksum) for each file in data.json, at any depth."""
     if isinstance(facts, dict):
         if isinstance(facts.get("path"), str) and isinstance(facts.get("sha256"), str):
             yield facts["path"], facts["sha256"]
@@ -299,8 +307,8 @@ def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
 
 
 def read_previous_settings(folder: RunFolder) -> RunConfig:
-    """The settings of the last start. They are read from plan.json, or from resolved.yaml where
-    plan.json does not contain them.
+    """Returns the settings of the last start. They are read from plan.json. If plan.json does not
+    contain them, they are read from resolved.yaml.
     """
     try:
         return RunConfig.model_validate(folder.read_json("plan.json")[SETTINGS])
@@ -309,8 +317,8 @@ def read_previous_settings(folder: RunFolder) -> RunConfig:
 
 
 def record_resume(folder: RunFolder, step: int | None, run_changes: Sequence[RunChange]) -> None:
-    """Records a resume after this step, with its changes. With None the run begins again, and
-    earlier records are removed.
+    """Records that the run is resumed after this step, with the changes. If `step` is None, the run
+    begins again, and earlier records are removed.
     """
     if step is None:
         (folder.path / RESUMES).unlink(missing_ok=True)
@@ -332,7 +340,9 @@ def record_resume(folder: RunFolder, step: int | None, run_changes: Sequence[Run
 
 
 def _read_resumes(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
-    """Returns (steps, changes) of resumes.json; entries of another form are ignored."""
+    """Returns the steps and the changes that resumes.json contains. Entries of another form are
+    ignored.
+    """
     record = folder.read_json(RESUMES)
     steps = record.get("steps")
     changes = record.get("changes")
@@ -347,7 +357,9 @@ def _read_resumes(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
 
 
 def report_truncated_files(folder: RunFolder, console: RunConsole) -> None:
-    """Prints which mapped files were truncated, if the last part of the run recorded no end."""
+    """Prints which memory-mapped files were truncated. This is done only if the run ended without
+    writing a result, because a truncated file may have been the cause.
+    """
     if folder.read_json("result.json"):
         return
     for description in find_truncated_files(folder.read_json(MAPPED_RECORD)):
@@ -358,7 +370,7 @@ def report_truncated_files(folder: RunFolder, console: RunConsole) -> None:
 
 
 def refuse_fewer_steps(loop: Loop, finished_steps: int | None) -> None:
-    """Raises UsageError where the run has made more steps than `train.steps` allows."""
+    """Raises UsageError if the run has already made more steps than `train.steps` allows."""
     if finished_steps is not None and finished_steps > loop.schedule.total:
         raise UsageError(
             f"train.steps: {loop.schedule.total}, and the run has made {pluralise(finished_steps, 'step')}",
@@ -367,8 +379,8 @@ def refuse_fewer_steps(loop: Loop, finished_steps: int | None) -> None:
 
 
 def restore_checkpoint(loop: Loop, step: int | None, console: RunConsole) -> None:
-    """Restores the checkpoint of `step`, the newest intact one, and prints which it is. Without a
-    checkpoint (`step` None) the run begins at step 1.
+    """Restores the checkpoint of `step`, which is the newest intact checkpoint, and prints its
+    step. If there is no checkpoint (`step` is None), the run begins at step 1.
     """
     world = loop.world
     if step is None:
@@ -413,8 +425,9 @@ def write_start(
     *,
     is_resuming: bool,
 ) -> None:
-    """Writes the files that describe the run. `resolved.yaml` of a new run is written last, because
-    it marks the folder as a run. `objective` is the name of the user's objective.
+    """Writes the files that describe the run. For a new run, `resolved.yaml` is written last,
+    because a folder with this file counts as a run folder. `objective` is the name of the user's
+    objective.
     """
     # remove the result of the last start
     (folder.path / "result.json").unlink(missing_ok=True)
@@ -458,8 +471,8 @@ def write_start(
 def _resolved_text(
     loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, is_resuming: bool
 ) -> str:
-    """The text of `resolved.yaml`: each setting with its source; settings that are `auto` have the
-    value that the run chose.
+    """Returns the text of `resolved.yaml`. It contains each setting and where it was set. For
+    settings that are `auto`, it contains the value that the run chose.
     """
     resolved = prepared.resolved
     model = prepared.model
@@ -494,7 +507,7 @@ def _resolved_text(
 def _replace_setting(
     loaded: LoadedConfig, section: str, key: str, value: str, source: str
 ) -> LoadedConfig:
-    """The configuration with another value of one setting."""
+    """Returns the configuration with another value for one setting."""
     part = getattr(loaded.config, section).model_copy(update={key: value})
     config = loaded.config.model_copy(update={section: part})
     return replace(loaded, config=config, sources={**loaded.sources, f"{section}.{key}": source})
@@ -503,7 +516,9 @@ def _replace_setting(
 def header_rows(
     task: Task, prepared: Prepared, schedule: RunSchedule, folder: RunFolder, world: World
 ) -> list[tuple[str, str]]:
-    """The rows of a run's header: environment, model, precision, data, memory and schedule."""
+    """Returns the rows of a run's header. They describe the environment, the model, the precision,
+    the data, the memory and the schedule.
+    """
     config = task.config
     hardware = prepared.hardware
     resolved = prepared.resolved
@@ -581,8 +596,8 @@ def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[st
 def attention_line(
     model: nn.Module, implementation: str, precision: Precision, *, device_type: str
 ) -> str:
-    """Describes the attention implementation with the reason for it, or, for a diffusers model, the
-    back ends of its layers. "" where neither is known.
+    """Returns a text that names the attention implementation and the reason for it. For a diffusers
+    model, it lists the attention back ends of the layers. Returns "" if neither is known.
 
     implementation  `model.attention`
     """

@@ -1,5 +1,6 @@
-"""One optimizer step: accumulates gradients over micro-batches, normalised by their weight, checks,
-clips, updates, and measures the share of weights that changed.
+"""Runs one optimizer step. It accumulates the gradients of the micro-batches and divides them by
+the weight of these batches. Then it checks and clips the gradients, updates the weights, and
+measures the share of weights that changed.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ T = TypeVar("T")
 class StepResult:
     """The result of one optimizer step.
 
-    loss           mean over `weight`
+    loss           the sum of the losses, divided by `weight`
     units          number of tokens or pictures of the step
     share_changed  the share of weights that the previous update changed; None if not measured
     has_overflow   whether the update was skipped because an fp16 gradient overflowed
-    loss_scale     the factor of this step's loss; None without loss scaling
-    measures       the task's other means, in its order
+    loss_scale     the factor by which this step's loss is multiplied; None without loss scaling
+    measures       the means of the task's other measures, in the task's order
     """
 
     loss: float
@@ -64,13 +65,13 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ReducedStep:
-    """The numbers of a step, reduced over the processes that share it.
+    """The numbers of a step, summed over the processes that share the step.
 
-    local_loss     the loss of this process's micro-batches
-    loss           the loss of all processes
+    local_loss     the loss of the micro-batches of this process
+    loss           the loss of the micro-batches of all processes
     gradient_norm  the norm of the whole gradient, which is still multiplied by the loss scale
     share_changed  the share of weights that the last measured update changed; None if not measured
-    measures       the task's other means
+    measures       the means of the task's other measures
     """
 
     local_loss: float
@@ -82,16 +83,17 @@ class ReducedStep:
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling for fp16. `scale` multiplies the loss. The scale halves on overflow, and
-    doubles after GROWTH_INTERVAL steps without overflow; `quiet` counts these steps.
+    """Dynamic loss scaling for fp16. The loss is multiplied by `scale`. If a gradient overflows,
+    the scale is halved. After GROWTH_INTERVAL steps without overflow, it is doubled. `quiet` counts
+    these steps.
     """
 
     scale: float = INITIAL_SCALE
     quiet: int = 0
 
     def update(self, *, has_overflow: bool, step: int) -> None:
-        """Adapts the scale after a step. Raises RunError FP001 when it has fallen below 1, where
-        halving it again cannot help.
+        """Adapts the scale after a step. Raises RunError FP001 if the scale has fallen below 1,
+        because halving it again would not help.
         """
         if has_overflow:
             self.scale = self.scale / 2
@@ -111,8 +113,8 @@ class LossScale:
 
 
 class Stepper:
-    """Runs optimizer steps. Only it changes the trainable weights, the optimizer, the gradients and
-    the loss scale.
+    """Runs optimizer steps. No other class changes the trainable weights, the optimizer, the
+    gradients or the loss scale.
     """
 
     def __init__(
@@ -128,8 +130,8 @@ class Stepper:
     ) -> None:
         """
         loss_sum  the task's loss function, which computes in the dtype of `precision.loss`
-        world     the processes that share a step: each computes other micro-batches, and all make
-                  the same update
+        world     the processes that share a step; each process computes its own micro-batches, and
+                  all make the same update
         sharding  how the model is distributed over the processes; None if each has the whole model
         """
         self.model = model
@@ -156,12 +158,12 @@ class Stepper:
     def accumulate(
         self, batches: Sequence[Batch], weight: int | None = None, *, sends_gradients: bool = False
     ) -> Tensor:
-        """Runs forward and backward of every micro-batch; returns the sum of their losses divided
-        by `weight`, by default the sum of their weights. `measure_sums` gets the task's other
-        measures, summed and divided in the same way.
+        """Runs forward and backward for every micro-batch. Returns the sum of their losses, divided
+        by `weight`. By default, `weight` is the sum of the weights of the micro-batches. The task's
+        other measures are summed and divided in the same way, and stored in `measure_sums`.
 
-        sends_gradients  sends gradients to the other processes during the last backward; all
-                         processes call this together
+        sends_gradients  whether to send gradients to the other processes during the last backward;
+                         all processes then call this method together
         """
         weight = max(1, sum(b.weight for b in batches) if weight is None else weight)
         loss_total: Tensor | None = None
@@ -195,12 +197,13 @@ class Stepper:
     ) -> StepResult:
         """Runs one step.
 
-        Raises, before any weight changes: RunError NF001 for a non-finite loss or (without loss
-        scaling) gradient; DtypeError DT003 where something else changed the weights since the last
-        update (`continuity`).
+        Raises, before any weight changes: RunError NF001 if the loss is not finite, or if a
+        gradient is not finite and there is no loss scaling; DtypeError DT003 if other code changed
+        the weights since the last update (`continuity`).
 
-        watch_changes  measures the share of weights that this update changes. The next step's
-                       result contains it, since it is read from the device with that step's loss
+        watch_changes  whether to measure the share of weights that this update changes. The share
+                       is in the result of the next step, because it is read from the device
+                       together with the loss of that step
         """
         check_placed(self.model)
         weight, units = (
@@ -250,7 +253,7 @@ class Stepper:
         )
 
     def norm(self) -> float:
-        """The norm of the whole gradient."""
+        """Returns the norm of the whole gradient."""
         (local_norm,) = read_on_host(gradient_norm(self.accumulator.gradients()))
         if self.sharding is None:
             return local_norm
@@ -258,7 +261,7 @@ class Stepper:
         return _sharded_norm(square, self.sharding)
 
     def _reduce_across_ranks(self, loss: Tensor) -> ReducedStep:
-        """Sums gradients, loss and measures over all processes."""
+        """Sums the gradients, the loss and the measures over all processes."""
         gradient_flags: list[bool] = []
         if self.sharding is not None:  # its gradients were summed in the backward
             self.accumulator.sent_dtypes = self.sharding.sent_dtypes()
@@ -280,8 +283,9 @@ class Stepper:
         return replace(local, loss=total, measures=sums[len(gradient_flags) :])
 
     def _read_local_step(self, loss: Tensor) -> ReducedStep:
-        """Reads the numbers of this process from the device, with the only wait for it in a step.
-        Gradients that no process has are zeros here.
+        """Reads the numbers of this process from the device. This is the only time in a step that
+        the process waits for the device. If no process computed a gradient for a tensor, its
+        gradient is zero here.
         """
         measures = [] if self.measure_sums is None else list(self.measure_sums.unbind())
         flags = [] if self.continuity is None else self.continuity.flags
@@ -307,9 +311,10 @@ class Stepper:
     def explain_non_finite(
         self, batches: Sequence[Batch], *, step: int, quantity: str, local_loss: float | None = None
     ) -> RunError:
-        """RunError NF001 that names the module where a non-finite number appears first. Of several
-        processes, the first with a non-finite weight writes the message, else the first with a
-        non-finite loss.
+        """Returns a RunError NF001 with the name of the module in which a non-finite number appears
+        first. If there are several processes, the message comes from the first process that has a
+        non-finite weight. If no process has one, it comes from the first process with a non-finite
+        loss.
 
         local_loss  the loss of this process
         """
@@ -347,7 +352,7 @@ class Stepper:
 
 def read_on_host(*scalars: Tensor) -> list[float]:
     """Reads the values of 0-d tensors in one transfer, so that the host waits for the device only
-    once. The tensors may lie on several devices.
+    once. The tensors may be on several devices.
     """
     first, *other_scalars = scalars
     values: list[float] = torch.stack(
@@ -357,9 +362,9 @@ def read_on_host(*scalars: Tensor) -> list[float]:
 
 
 def _sharded_norm(square: float, sharding: Sharding) -> float:
-    """The norm of a gradient that is distributed over processes.
+    """Returns the norm of a gradient that is distributed over processes.
 
-    square  the sum of the squares of all processes' norms
+    square  the sum of the squared norms of all processes
     """
     if math.isfinite(square):
         return math.sqrt(square / sharding.replica_count)
@@ -367,7 +372,7 @@ def _sharded_norm(square: float, sharding: Sharding) -> float:
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The L2 norm over all gradients, computed in fp32."""
+    """Returns the L2 norm over all gradients, computed in fp32."""
     if not gradients:
         return torch.zeros(())
     if all(g.dtype == torch.float32 for g in gradients):
@@ -381,9 +386,9 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 def choose_sampled_elements(
     parameters: Sequence[nn.Parameter],
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Chooses fixed positions in some of the model's parameters, the same in every run. The
-    positions are evenly spaced over each parameter, or over this process's part of a sharded
-    parameter.
+    """Chooses positions in some of the model's parameters. They are the same in every run. Within a
+    parameter, or within this process's part of a sharded parameter, the positions are evenly
+    spaced.
     """
     return [
         (p, torch.linspace(0, n - 1, min(SAMPLED_ELEMENTS, n), device=p.device).long())
@@ -393,10 +398,10 @@ def choose_sampled_elements(
 
 
 def sample_items(items: Sequence[T], count: int) -> list[T]:
-    """Draws at most `count` items with a fixed seed, and keeps their order.
+    """Draws at most `count` items at random with a fixed seed. Their order is kept.
 
-    The items are not evenly spaced, because LoRA's A and B alternate in the list of trained
-    tensors: evenly spaced items could all be A matrices.
+    The items are not evenly spaced. LoRA's A and B alternate in the list of trained tensors, so
+    evenly spaced items could all be A matrices.
     """
     return [
         items[i] for i in sorted(random.Random(0).sample(range(len(items)), min(count, len(items))))
@@ -404,8 +409,8 @@ def sample_items(items: Sequence[T], count: int) -> list[T]:
 
 
 def measure_share_changed(previous: list[Tensor], current: list[Tensor]) -> Tensor:
-    """The share of sampled elements that differ: 1.0 when every update changed its weight, 0.0 when
-    all updates were rounded away.
+    """Returns the share of the sampled elements that differ. It is 1.0 if the update changed every
+    element, and 0.0 if rounding removed every change.
 
     ->  fp32[]   on the first tensor's device
     """
@@ -417,7 +422,9 @@ def measure_share_changed(previous: list[Tensor], current: list[Tensor]) -> Tens
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the allocator's peak on a GPU, the process's peak resident size on a CPU."""
+    """Returns a number of bytes. On a GPU, it is the peak of the allocator. On a CPU, it is the
+    peak resident size of the process.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,8 +1,9 @@
-"""`Task`: the protocol that each kind of training implements.
+"""Defines `Task`, the protocol that each kind of training implements.
 
-A task loads a model and its data, computes a loss, evaluates, samples, saves. `training` never
-imports one: the command line chooses it (`isotype.tasks.choose`) and hands it in. The order of the
-calls is `check`, `load_data`, `encode`, `build_model`, then the rest.
+A task loads a model and its data, computes a loss, evaluates, generates samples and saves the
+result. The package `training` never imports a task. The command line chooses the task
+(`isotype.tasks.choose`) and passes it as an argument. The methods are called in the order `check`,
+`load_data`, `encode`, `build_model`, and then the other ones.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ Row = TypeVar("Row", covariant=True)
 
 @dataclass(frozen=True)
 class MetricNames:
-    """The names of a task's metrics and rows in the output.
+    """The names that the output uses for a task's metrics and rows.
 
-    The speed counts `units`, and a loss is divided by `weight`. Both names are also keys of
-    metrics.jsonl: `tokens`, `tokens_per_second`, `supervised`.
+    `units` names what is counted for the speed, and `weight` names the number by which a loss is
+    divided. Both names are also used for keys of metrics.jsonl, such as `tokens`,
+    `tokens_per_second` and `supervised`.
     """
 
     units: str
@@ -57,36 +59,41 @@ class MetricNames:
 
 
 class LossSum(Protocol):
-    """`Task.loss_sum` in the dtype of a run's `precision.loss`."""
+    """The function `Task.loss_sum`, which computes in the dtype `precision.loss` of the run."""
 
     def __call__(self, model: nn.Module, batch: Any, divisor: int = 1, /) -> Tensor: ...
 
 
 class Batch(Protocol):
-    """One micro-batch, on one device after `to`."""
+    """One micro-batch. After a call of `to`, all its tensors are on one device."""
 
     @property
     def rows(self) -> int:
-        """The number of rows of the data in this batch."""
+        """The number of rows of the data that this batch contains."""
 
     @property
     def weight(self) -> int:
-        """The number by which the sum of its losses is divided: supervised tokens, pictures."""
+        """The number by which the sum of the batch's losses is divided, for example its number of
+        supervised tokens or of pictures.
+        """
 
     @property
     def units(self) -> int:
-        """The number counted for the speed: tokens, pictures."""
+        """The number that is counted for the speed, for example the number of tokens or of
+        pictures.
+        """
 
     def to(self, device: torch.device) -> Batch: ...
 
     def __str__(self) -> str:
-        """The size of the batch as text: `4 rows of 512 tokens`."""
+        """Returns the size of the batch as text, for example `4 rows of 512 tokens`."""
 
 
 @dataclass(frozen=True)
 class IdleBatch:
-    """A batch whose loss is multiplied by 0. A process computes it only because another process,
-    with which it shares the model, computes a real batch.
+    """A batch whose loss is multiplied by 0. If processes share a model, they must run each forward
+    together. So a process without a batch of its own computes this batch while another process
+    computes a real batch.
     """
 
     batch: Batch
@@ -99,8 +106,8 @@ class IdleBatch:
 
 
 class Feed(Protocol[Row]):
-    """An endless feed of training rows. `state` returns its position, from which `restore` lets
-    another feed continue.
+    """An endless sequence of training rows. `state` returns the current position. With `restore`,
+    another feed continues from this position.
     """
 
     def take(self, count: int) -> Sequence[Row]: ...
@@ -118,18 +125,18 @@ class Sample(Protocol):
 
     @property
     def file(self) -> tuple[str, bytes] | None:
-        """The suffix and the bytes of a file that holds the sample; None for a text."""
+        """The suffix and the content of a file with the sample. It is None if the sample is a text."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
     def lines(self) -> tuple[str, str]:
-        """The prompt and the output, as text."""
+        """Returns the prompt and the output as lines of text."""
 
 
 @dataclass(frozen=True)
 class AveragedSample:
-    """A sample that the averaged weights generated. A round of samples has it in addition to the
-    sample of the trained weights.
+    """A sample that was generated with the averaged weights. A round of samples contains it in
+    addition to the sample that was generated with the trained weights.
     """
 
     sample: Sample
@@ -150,10 +157,10 @@ class AveragedSample:
 class Evaluation:
     """The result of an evaluation.
 
-    loss            the mean over `weight`
+    loss            the sum of the losses, divided by `weight`
     weight          the number by which the sum of the losses was divided, as in `Batch.weight`
     losses_by_part  the mean loss of each part of the data, by the part's name
-    measures        the task's other numbers
+    measures        the values of the task's other measures
     """
 
     loss: float
@@ -163,7 +170,9 @@ class Evaluation:
 
     @classmethod
     def combine(cls, sets: Mapping[str, Evaluation]) -> Evaluation:
-        """Returns the evaluation of all sets; `losses_by_part` has the loss of each set."""
+        """Returns one evaluation for all sets together. Its `losses_by_part` contains the loss of
+        each set.
+        """
         evaluations = list(sets.values())
         weight = sum(evaluation.weight for evaluation in evaluations)
 
@@ -193,10 +202,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Check:
-    """One check before step 1. `codes`: the codes of its findings; if the user skips the first of
-    them, the check does not run.
+    """One check before step 1. `codes` contains the codes of the problems that the check can
+    report. If the user skips the first of these codes, the check does not run.
 
-    run  takes a `setup.PreflightSubject` of the task that has the check
+    run  a function that takes a `setup.PreflightSubject` of the task that has this check
     """
 
     codes: tuple[str, ...]
@@ -205,11 +214,11 @@ class Check:
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """A run's model on the meta device: every shape and dtype, no data.
+    """A run's model on the meta device. It has every shape and dtype, but no data.
 
-    model      with adapter and precision
-    trainable  elements that are trained
-    total      all elements, those of 4-bit weights included
+    model      the model with its adapter and precision
+    trainable  number of elements that are trained
+    total      number of all elements, including those of 4-bit weights
     """
 
     model: nn.Module
@@ -219,14 +228,16 @@ class ModelOutline:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutline:
-    """The work that a memory plan runs on tensors without data: the largest step, and the largest
-    evaluation and sample.
+    """The work that a memory plan runs on tensors without data. It consists of the largest step,
+    the largest evaluation and the largest sample.
 
-    rows, length      the size of the largest micro-batch, for the output
-    make_batch        makes the largest micro-batch on a device
-    compute_loss_sum  computes its loss, as `Task.loss_sum` does
-    run_evaluation    runs the largest evaluation pass; None if the run does not evaluate
-    run_sample        generates the largest sample; None if the run does not sample
+    rows, length      the number of rows and their length in the largest micro-batch, for the output
+    make_batch        a function that makes the largest micro-batch on a device
+    compute_loss_sum  a function that computes the loss of this micro-batch, as `Task.loss_sum` does
+    run_evaluation    a function that runs the largest evaluation pass; None if the run does not
+                      evaluate
+    run_sample        a function that generates the largest sample; None if the run generates no
+                      samples
     """
 
     rows: int
@@ -250,48 +261,53 @@ class Task(Protocol):
 
     @property
     def kind(self) -> str:
-        """The name of this kind of run, which is also the name of its folder: `language`."""
+        """The name of this kind of run, for example `language`. It is also the name of its folder
+        in the source code.
+        """
 
     @property
     def metric_names(self) -> MetricNames: ...
 
     @property
     def roles(self) -> Mapping[str, str]:
-        """The roles of `precision` that only this kind of run has. Each maps to its default dtype,
-        or to the role whose dtype it takes.
+        """The roles of `precision` that only this kind of run has, as a mapping. The value is the
+        role's default dtype, or another role whose dtype it uses by default.
         """
 
     def observed_dtypes(self) -> Iterable[tuple[str, str, str]]:
-        """Returns (role, tensor, dtype) for the tensors of these roles in the last step."""
+        """Returns a tuple (role, tensor, dtype) for each tensor of these roles in the last step."""
 
     @property
     def base_name(self) -> str:
-        """The model that is trained, as the user named it."""
+        """The name of the model that is trained, as the user wrote it."""
 
     # before step 1
 
     def check(self, precision: Precision) -> None:
-        """Checks the settings before anything is loaded. Raises UsageError for settings that this
-        kind of run does not support.
+        """Checks the settings before anything is loaded. Raises UsageError if this kind of run does
+        not support a setting.
         """
 
     def load_data(self) -> None:
-        """Loads everything but the model: tokenizer, rows, prompts. Raises UsageError."""
+        """Loads everything except the model, for example the tokenizer, the rows and the prompts.
+        Raises UsageError.
+        """
 
     def encode(self, device: torch.device) -> None:
-        """Encodes the data once with other models (latents, text embeddings), and frees these
-        models. Does nothing for a task without such models. Raises UsageError.
+        """Encodes the data once with other models and then frees these models. For example, it
+        computes latents and text embeddings. Does nothing if the task needs no such models. Raises
+        UsageError.
         """
 
     def build_model(
         self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None
     ) -> tuple[nn.Module, Manifest]:
-        """The model that will be trained, and the manifest of the parts that Isotype replaced.
+        """Returns the model to train, and the manifest of the parts that Isotype replaced.
 
-        device  of the run; with `part` the weights are on the CPU
-        folder  where a random model (`model.init: random`) is kept, so that a resumed run starts
-                from the same one
-        part    the rows of each weight that this process keeps, where processes share the model;
+        device  the device of the run; if `part` is given, the weights are on the CPU
+        folder  where a randomly initialised model (`model.init: random`) is stored, so that a
+                resumed run starts from the same model
+        part    if processes share the model, the rows of each weight that this process keeps; the
                 other rows need no values
         """
 
@@ -300,8 +316,9 @@ class Task(Protocol):
         """The number of rows of an epoch."""
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of the `training` rows and one of the `evaluation` rows. Processes compare their
-        hashes with each other, and a resumed run compares them with those of its last start.
+        """Returns a hash of the `training` rows and a hash of the `evaluation` rows. The processes
+        of a run compare these hashes with each other. A resumed run compares them with the hashes
+        from its last start.
         """
 
     @property
@@ -309,14 +326,14 @@ class Task(Protocol):
         """The number of evaluation rows."""
 
     def feed(self) -> Feed[Any]:
-        """The training rows in the order the run sees them."""
+        """Returns the training rows in the order in which the run uses them."""
 
     def largest_rows(self, count: int) -> Sequence[Any]:
-        """The rows of the largest batch that training could ever see."""
+        """Returns the rows of the largest batch that training can have."""
 
     def outline_model(self, precision: Precision, *, device_type: str) -> ModelOutline:
-        """The model as `build_model` makes it, without its weights. Raises UsageError for adapter
-        targets that the model does not have.
+        """Returns the model that `build_model` would return, but without its weights. Raises
+        UsageError if the model does not have a module that the adapter's targets name.
         """
 
     def outline_largest_step(self, precision: Precision) -> StepOutline:
@@ -324,41 +341,41 @@ class Task(Protocol):
         ...
 
     def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
-        """An upper bound on the bytes of a step, even without recomputation. It is cheap to
-        compute.
+        """Returns an upper bound on the bytes that a step needs. It also holds if nothing is
+        recomputed, and it takes little time to compute.
         """
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
-        """The preflight's checks that only this kind of run has, by phase."""
+        """Returns, for each phase of the preflight, the checks that only this kind of run has."""
 
     # training
 
     def prepare_training(
         self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
     ) -> list[tuple[str, str]]:
-        """Work on the model as the run starts, before a checkpoint is restored; returns rows of the
-        header. Raises UsageError.
+        """Does work on the model when the run starts, before a checkpoint is restored. Returns rows
+        for the header. Raises UsageError.
         """
 
     def split_by_shape(self, rows: Sequence[Any]) -> Sequence[Sequence[Any]]:
-        """Splits rows into parts that `collate` can each make into one batch."""
+        """Splits rows into parts. `collate` can make one batch from each part."""
 
     def collate(self, rows: Sequence[Any]) -> Batch: ...
 
     def prepare_step(
         self, model: nn.Module, batches: Iterable[Batch], world: World, *, dtype: str
     ) -> Iterable[Batch]:
-        """Computes, without gradient, what the batches of a whole step share, and adds it to them.
-        Every process calls it with its own batches.
+        """Computes values that all batches of a step have in common, and adds them to the batches.
+        No gradient is computed. Every process calls this with its own batches.
         """
 
     def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:
         """Returns the sum of the losses of a batch, float[] in `dtype`, which is `precision.loss`.
-        With `metric_names.measures` the result is float[1 + measures]: the sum of the losses, then
-        the sums of the measures, which have no gradient.
+        If `metric_names.measures` is not empty, the result is float[1 + measures]. It contains the
+        sum of the losses, followed by the sums of the measures, which have no gradient.
 
-        divisor  the number by which the sums are divided; an op divides inside, so that a gradient
-                 is rounded once
+        divisor  the number by which the sums are divided; an op divides within its own computation,
+                 so that a gradient is rounded only once
         """
 
     def evaluate(
@@ -371,25 +388,24 @@ class Task(Protocol):
         stride: int = 1,
         world: World = ALONE,
     ) -> Evaluation:
-        """Returns the loss on the evaluation rows; on training rows where there are no evaluation
-        rows.
+        """Returns the loss on the evaluation rows. If there are no evaluation rows, returns the
+        loss on training rows.
 
-        most    takes only `most` of the first rows, for a task with lengths the shortest of them
-        stride  takes one row per `stride` rows of each set
-        world   the processes that call this together; each may compute a share (`world.sum`), and
-                all return the same
+        most    uses only `most` of the first rows; if the task's rows have lengths, it uses the
+                shortest of the first rows
+        stride  uses every `stride`-th row of each set
+        world   the processes that call this together; each process may compute a part of the rows
+                (`world.sum`), and all return the same loss
         """
 
     def rehearse_evaluation(
         self, model: nn.Module, device: torch.device, *, dtype: str
     ) -> Evaluation | None:
-        """Runs one pass over the largest evaluation rows; returns None where nothing is
-        evaluated.
-        """
+        """Runs one pass over the largest evaluation rows. Returns None if nothing is evaluated."""
 
     @property
     def samples(self) -> int:
-        """The number of samples of a round."""
+        """The number of samples in a round."""
 
     def sample(
         self,
@@ -401,8 +417,8 @@ class Task(Protocol):
     ) -> Sequence[Sample]:
         """Generates one round of samples. It does not change the state of training.
 
-        is_shortened  generates only one small sample, from start to end, as a test
-        world         the processes that call this together, since they share the model
+        is_shortened  whether to generate only one small sample as a test, from start to end
+        world         the processes that call this together because they share the model
         """
 
     # the result
@@ -413,49 +429,53 @@ class Task(Protocol):
     def reload(
         self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None
     ) -> nn.Module:
-        """Loads what `save` wrote in the way a user would, under the run's precision. `part`: as in
-        `build_model`.
+        """Loads what `save` wrote, in the same way as a user would, under the run's precision.
+        `part` has the same meaning as in `build_model`.
         """
 
     # what is shown and recorded
 
     def header(self) -> list[tuple[str, str]]:
-        """Lines of the run's header about its data."""
+        """Returns the lines about the data for the run's header."""
 
     def records(self) -> Mapping[str, Any]:
-        """JSON files of the run folder that this kind of run writes at its start, by name."""
+        """Returns the JSON files that this kind of run writes to the run folder at its start, as a
+        mapping from name to content.
+        """
 
     def begin(self, folder: Path, *, is_resuming: bool) -> None:
-        """Prepares the files that may grow during the run, such as lists; `records` are written
-        once.
+        """Prepares files that may grow during the run, such as lists. In contrast, the files of
+        `records` are written only once.
         """
 
     def model_notes(
         self, model_outline: ModelOutline, precision: Precision
     ) -> tuple[str, list[str]]:
-        """The architecture's name, and the plan's notes about the base. Raises UsageError as
-        `build_model` would.
+        """Returns the name of the architecture, and the notes about the base model for `isotype
+        plan`. Raises UsageError in the same cases as `build_model`.
         """
 
     def plan_facts(self) -> dict[str, Any]:
-        """The value of `data` in `isotype plan --json`."""
+        """Returns the value of `data` in the output of `isotype plan --json`."""
 
     def plan_lines(self) -> list[str]:
-        """The lines of `isotype plan` about the data."""
+        """Returns the lines about the data in the output of `isotype plan`."""
 
 
 def evaluation_batch_size(train: TrainSection) -> int:
-    """The number of rows in one evaluation pass."""
+    """Returns the number of rows in one evaluation pass."""
     return train.eval_batch_size or train.batch_size
 
 
 def load_local_batches(
     task: Task, stream: Feed[object], batching: Batching, *, is_shared: bool
 ) -> list[Batch]:
-    """Takes the rows of a step from the stream, and collates those of this process.
+    """Takes the rows of a step from the stream, and makes batches of the rows that belong to this
+    process.
 
-    is_shared  the processes share the model and run each forward together: all make as many passes
-               as the process with the most batches
+    is_shared  whether the processes share the model, so that they must run each forward together.
+               Then all processes run the same number of forward passes, as many as the process with
+               the most batches
     """
     micro_batches: list[Sequence[Sequence[object]]] = [
         task.split_by_shape(stream.take(batching.micro_batch_size))
@@ -479,7 +499,9 @@ def load_local_batches(
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients within this block; the modules' modes are restored."""
+    """Within this block, the model is in evaluation mode and no gradients are computed. At the end,
+    the mode of each module is restored.
+    """
     with preserve_modes(model), torch.no_grad():
         model.eval()
         try:
@@ -490,7 +512,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Restores the training or evaluation mode of every module on exit."""
+    """At the end of this block, restores the training or evaluation mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -501,8 +523,8 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def fix_random_state() -> Iterator[None]:
-    """Seeds all generators for this block, so that two evaluations can be compared even if the
-    model draws random numbers in its forward.
+    """Seeds all random generators for this block, so that two evaluations can be compared even if
+    the model draws random numbers in its forward.
     """
     with preserve_random_state():
         seed_generators(0)
@@ -511,7 +533,7 @@ def fix_random_state() -> Iterator[None]:
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Restores all random state on exit."""
+    """At the end of this block, restores the state of all random generators."""
     tensors, state = random_state()
     try:
         yield

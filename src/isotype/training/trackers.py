@@ -1,8 +1,9 @@
-"""Sends each row of metrics.jsonl and each round of samples to the trackers of a run: TensorBoard,
-Weights & Biases.
+"""Sends each row of metrics.jsonl and each round of samples to the trackers of a run. The trackers
+are TensorBoard and Weights & Biases.
 
-A tracker must not disturb a run: random state is restored after each call. If a tracker fails (a
-full disk, a lost network), one line is printed and the tracker is switched off.
+A tracker must not change the results of a run, so the random state is restored after each call. If
+a tracker fails, for example because of a full disk or a network failure, one line is printed and
+the tracker is switched off.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ INIT_TIMEOUT = 30  # seconds to wait for the service before the run continues wi
 class Trackers:
     """Opens the trackers of `run.trackers` in the run folder, and prints where each one writes.
 
-    settings  the run's configuration, section by section
+    settings  the run's configuration as a dictionary of sections
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class Trackers:
 
 
 class TensorBoard:
-    """Writes scalars under names such as `train/loss` and `eval/loss`. `address` is the command
-    that shows them.
+    """Writes scalars with names such as `train/loss` and `eval/loss`. `address` is the command with
+    which the user can view them.
 
-    The file is opened at the first row, because the step of this row is the step at which a
-    resumed run continues.
+    The file is opened when the first row is written. The step of this row says where a resumed run
+    continues.
     """
 
     name = "tensorboard"
@@ -129,8 +130,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes the step as a metric of each row, since wandb's own step counter cannot go back to the
-    checkpoint of a resumed run.
+    """Writes the step as a metric in each row. wandb's own step counter is not used, because it
+    cannot go back to an earlier step when a run is resumed from a checkpoint.
     """
 
     name = "wandb"
@@ -190,8 +191,8 @@ class WeightsAndBiases:
 
 
 def has_wandb_key() -> bool:
-    """Returns True if wandb would find a key without asking the user: in its environment variable
-    or in the netrc file.
+    """Returns True if wandb would find an API key without asking the user. It looks in its
+    environment variable and in the netrc file.
     """
     if os.environ.get("WANDB_API_KEY"):
         return True

@@ -1,20 +1,23 @@
 """Plans how much memory a run will need, by running its first steps on tensors without data.
 
 No formula covers every architecture, attention and recomputation. So the run's own step (forward,
-loss, backward, accumulation, update) runs under FakeTensorMode, where operators compute only shapes
-and dtypes, and `LiveBytes` counts the bytes of live tensors. The result is within 15% of the peak
-resident size of real CPU runs that return freed memory. A process whose C library retains freed
-blocks, as glibc does by default, uses more.
+loss, backward, accumulation, update) runs under FakeTensorMode. In this mode, operators compute
+only shapes and dtypes. `LiveBytes` counts the bytes of the tensors that exist at the same time. The
+result differs by at most 15% from the peak resident size of real CPU runs that return freed memory
+to the system. If the C library keeps freed blocks, as glibc does by default, a process uses more
+memory.
 
-A process that shares its model with others holds 1 / parts of weights, gradients and states; only
-the scales of 4-bit weights are held whole. In addition it holds gathered weights and gradients:
+If `parts` processes share a model, each holds 1 / parts of the weights, the gradients and the
+optimizer states. But each process holds all the scales of 4-bit weights. In addition, a process
+holds gathered weights and gradients:
 
 * the last FSDP unit (norm and head), from forward to backward;
 * two layers, because one runs while the next one is gathered;
-* in backward, the whole gradient of a layer twice: in the dtype in which autograd makes it, and in
-  the dtype in which it is sent.
+* in backward, the whole gradient of a layer twice, once in the dtype in which autograd computes it
+  and once in the dtype in which it is sent.
 
-A forward holds no such gradient. So the peaks of forward and backward are planned separately.
+During forward, there is no such gradient. So the peaks of forward and backward are planned
+separately.
 """
 
 from __future__ import annotations
@@ -54,22 +57,24 @@ from .recomputation import Checkpointing, apply_checkpointing
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The planned memory of a run, in bytes. The first four fields stay allocated during the whole
-    run; `peak` is the maximum at any time.
+    """The planned memory of a run, in bytes. The memory in the first four fields stays allocated
+    during the whole run. `peak` is the largest amount at any time.
 
-    frozen        frozen weights; with blocks in host memory (`model.offload: blocks`), the weights
-                  outside of the blocks and those of the two largest blocks
-    activations   tensors that are live at the end of a forward pass: the tensors that autograd
-                  saved for backward, and the logits
-    working       the most that forward, loss and backward add to the activations
-    forward       the most that a forward pass holds, activations included
-    backward      the most that loss and backward add to the activations
-    update        the most that the optimizer step adds to the first four fields
-    evaluation    the most that an evaluation adds
-    sampling      the most that generating an answer with its cache adds; None if it could not be
-                  simulated
-    gathered      the most bytes of other processes' weights and gradients that this process holds,
-                  if processes share the model
+    frozen        the frozen weights; if the blocks are kept in host memory (`model.offload:
+                  blocks`), the frozen weights outside of the blocks and those of the two largest
+                  blocks
+    activations   the tensors that exist at the end of a forward pass; these are the logits and the
+                  tensors that autograd saved for backward
+    working       the most memory that forward, loss and backward need in addition to the
+                  activations
+    forward       the most memory that a forward pass needs, including the activations
+    backward      the most memory that loss and backward need in addition to the activations
+    update        the most memory that the optimizer step needs in addition to the first four fields
+    evaluation    the most memory that an evaluation needs in addition
+    sampling      the most memory that the generation of an answer, with its cache, needs in
+                  addition; None if it could not be simulated
+    gathered      if processes share the model, the largest number of bytes of other processes'
+                  weights and gradients that this process holds at a time
     rows, length  the number of rows of the largest micro-batch and their length in tokens
     not_simulated the reason why activations, working and update are unknown, or None
     """
@@ -93,7 +98,7 @@ class MemoryPlan:
 
     @property
     def persistent_bytes(self) -> int:
-        """The bytes that stay allocated during the whole run, independent of its rows."""
+        """The bytes that stay allocated during the whole run. They do not depend on the rows."""
         return self.frozen + self.trained + self.gradients + self.optimizer
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,18 +115,19 @@ def plan_memory(
     device_type: str = "cpu",
     earlier_plan: MemoryPlan | None = None,
 ) -> MemoryPlan:
-    """Plans the memory of one optimizer step on the largest micro-batch. The same outline may be
-    planned again with other settings.
+    """Plans the memory of one optimizer step on the largest micro-batch. The function may be called
+    again for the same `model_outline` with other settings.
 
-    model_outline  the run's model without data, whose parameters are replaced by fake ones here
+    model_outline  the run's model without data; this function replaces its parameters by fake ones
     train          the section `train` of the configuration
     step_outline   the task's largest step, evaluation and sample
     checkpointing  which layers are recomputed in backward
     device_type    the device for which the step is planned: cpu or cuda
-    earlier_plan   a plan of the same step with other recomputation. Its figures for evaluation and
-                   sample are reused, since these recompute nothing.
-    A step for a GPU is simulated on meta tensors, whether this machine has a GPU or not. If a step
-    cannot be simulated, `persistent_bytes` is still exact, and `not_simulated` gives the reason.
+    earlier_plan   a plan of the same step with another choice of recomputation. Its numbers for the
+                   evaluation and the sample are used again, because nothing is recomputed in these.
+    A step for a GPU is simulated on meta tensors. This machine does not need a GPU for it. If a
+    step cannot be simulated, `persistent_bytes` is still exact, and `not_simulated` contains the
+    reason.
     """
     persistent_plan = plan_persistent_memory(model_outline.model, train, precision)
     persistent_plan = replace(
@@ -154,7 +160,8 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """The bytes of one FSDP unit, with the padding that splits its rows into equal parts.
+    """The bytes of one FSDP unit. They include the padding with which its rows can be split into
+    equal parts.
 
     weights   bytes of all weights
     trained   bytes of the trained weights
@@ -169,8 +176,8 @@ class UnitBytes:
 
 
 def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
-    """The bytes of every FSDP unit of a model that `distributed.shard` splits over `parts`
-    processes. The root unit is last. The model may be on the meta device.
+    """Returns the bytes of every FSDP unit of a model that `distributed.shard` splits over `parts`
+    processes. The root unit is the last one. The model may be on the meta device.
     """
     inner = inner_model(model)
     visited: set[int] = set()
@@ -196,8 +203,8 @@ def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
 
 
 def padded_elements(weight: Tensor, parts: int) -> int:
-    """The number of elements of a weight whose rows are padded to equal parts, as FSDP2 stores and
-    sends them.
+    """Returns the number of elements of a weight after its rows are padded so that they can be
+    split into equal parts. FSDP2 stores and sends weights in this form.
     """
     if weight.dim() == 0 or weight.numel() == 0:
         return weight.numel()
@@ -268,8 +275,8 @@ def plan_process_memory(
 def plan_persistent_memory(
     model: nn.Module, train: TrainSection, precision: Precision
 ) -> MemoryPlan:
-    """Plans the memory that stays allocated during the whole run: weights, gradients and optimizer
-    states.
+    """Plans the memory that stays allocated during the whole run. It is used by the weights, the
+    gradients and the optimizer states.
     """
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -291,7 +298,9 @@ def plan_persistent_memory(
 
 
 def ema_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
-    """The bytes of the moving averages of `train.ema`; 0 without it."""
+    """Returns the bytes of the moving averages for the setting `train.ema`. Returns 0 if it is not
+    set.
+    """
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if train.ema is None:
         return 0
@@ -416,7 +425,9 @@ def _measure_peak(
     model: nn.Module,
     device: torch.device,
 ) -> int:
-    """The peak bytes of live tensors during `run`, beyond those before it."""
+    """Returns the largest number of bytes of tensors that exist during `run`, minus the bytes that
+    existed before it.
+    """
     live.restart_peak()
     start_bytes = live.current_bytes
     run(model, device)
@@ -436,8 +447,8 @@ def _measure_sampling(
 
 
 def replace_with_fakes(model: nn.Module, device: torch.device) -> None:
-    """Replaces parameters and buffers on the meta device by fake ones. Tied parameters stay tied,
-    and parameters of blocks in host memory are not replaced.
+    """Replaces parameters and buffers on the meta device by fake ones. Tied parameters stay tied.
+    Parameters of blocks that are kept in host memory are not replaced.
     """
     fakes: dict[int, nn.Parameter] = {}
     offloaded_ids = {id(tensor) for tensor in offloaded_tensors(model)}
@@ -460,8 +471,8 @@ def replace_with_fakes(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def simulate_device(device_type: str) -> Iterator[None]:
-    """Within this block operators compute only shapes and dtypes. Tensors of a CPU are fake
-    tensors; tensors of another device are meta tensors.
+    """Within this block, operators compute only shapes and dtypes. If the simulated device is a
+    CPU, its tensors are fake tensors. For another device, they are meta tensors.
     """
     if device_type == "cpu":
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -475,9 +486,10 @@ def simulate_device(device_type: str) -> Iterator[None]:
 def max_step_bytes(
     model: nn.Module, train: TrainSection, precision: Precision, *, length: int
 ) -> int:
-    """An upper bound on the bytes of a step on `train.batch_size` rows of `length` (padded) tokens,
-    even without recomputation: the sum of weights, gradients and states, six fp32 copies of the
-    input and output of every matrix, and the full attention scores.
+    """Returns an upper bound on the bytes of a step on `train.batch_size` rows of `length` tokens,
+    padding included. It also holds if nothing is recomputed. It is the sum of the weights, the
+    gradients, the optimizer states, six fp32 copies of the input and output of every matrix, and
+    the full attention scores.
     """
     widths = [width for module in model.modules() for width in _matrix_widths(module)]
     tokens = train.batch_size * length
@@ -493,8 +505,9 @@ def max_step_bytes(
 
 
 def _matrix_widths(module: nn.Module) -> tuple[int, ...]:
-    """Returns (in, out) of a module with a matrix. Both numbers come from `in_features` and
-    `out_features` if the module has these, because a 4-bit weight has another shape.
+    """Returns the number of inputs and the number of outputs of a module that has a weight matrix.
+    They are read from `in_features` and `out_features` if the module has these attributes, because
+    the shape of a 4-bit weight does not show them.
     """
     weight = module._parameters.get("weight")
     if weight is None or (weight.ndim < 2 and not is_quantised(weight)):
@@ -510,14 +523,15 @@ def _matrix_widths(module: nn.Module) -> tuple[int, ...]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the live tensors that are made while this mode is active. `current_bytes`
-    is their sum, and `peak` its maximum.
+    """Counts the bytes of the tensors that are created while this mode is active and still exist.
+    `current_bytes` is their sum, and `peak` is the largest sum so far.
 
-    device_type  counts only tensors on this device
-    scratch      operator -> function from its arguments to the bytes that it needs in addition to
-                 its results; other operators need none
-    ignored      tensors that are not counted, like their views
-    Each storage is counted once, however many views it has.
+    device_type  only tensors on this device are counted
+    scratch      maps an operator to a function; from the operator's arguments, this function
+                 computes the bytes that the operator needs in addition to its results; operators
+                 that are not listed need no such bytes
+    ignored      tensors that are not counted; views of these tensors are not counted either
+    Each storage is counted once, even if it has several views.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Chooses which layers of a model recompute their activations in backward, and whether their inputs
-are stored in host memory.
+"""Chooses which layers of a model recompute their activations in backward. Also chooses whether the
+inputs of these layers are stored in host memory.
 
-A recomputed layer stores only its input. In transformers the layers that support recomputation have
-one base class with a switch. The switch is set on instances, so that some layers recompute and
-others do not.
-diffusers has one switch for a whole model; so the forward of each block instance is replaced by one
-that recomputes. Recomputing draws the same random numbers, so that the results are bit-identical.
+A layer that recomputes stores only its input. In transformers, all layers that support
+recomputation have the same base class, which has a switch for it. This module sets the switch for
+each layer, so that some layers recompute and others do not. diffusers has only one switch for a
+whole model. Therefore this module replaces the forward of each block that recomputes. The
+recomputation uses the same random numbers, so that the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ PREPARE_ATTRIBUTE = "_isotype_enter"
 class Checkpointing:
     """Which layers of a run recompute their activations.
 
-    kind            none, layers, or layers+offload (their inputs are stored in host memory)
+    kind            `none`, `layers`, or `layers+offload` (the inputs of the layers are stored in
+                    host memory)
     layers          the positions of the recomputed layers
     layer_count     the number of all layers
-    reason          the setting that decides this, or why `auto` chose it
-    keep_attention  whether the attention outputs of recomputed layers are stored
+    reason          the setting that made this choice, or the reason for which `auto` made it
+    keep_attention  whether the layers that recompute store the output of attention
     """
 
     kind: str
@@ -65,7 +66,7 @@ class Checkpointing:
         return f"{self.kind}: {layer_text} of {self.layer_count}{attention_text} ({self.reason})"
 
     def to_settings(self) -> dict[str, Any]:
-        """The settings that give exactly this choice."""
+        """Returns the settings with which a run makes exactly this choice."""
         count = len(self.layers)
         if count == self.layer_count:
             layers: Any = "all"
@@ -114,8 +115,8 @@ def check_settings(train: TrainSection, *, device_type: str) -> None:
 
 
 def configured_checkpointing(model: nn.Module, train: TrainSection) -> Checkpointing:
-    """The choice that the configuration makes for this model, unless it is `auto`. Raises
-    UsageError for a model without layers that could recompute.
+    """Returns the choice that the configuration makes for this model. The setting must not be
+    `auto`. Raises UsageError if the model has no layers that support recomputation.
     """
     assert train.gradient_checkpointing != AUTO
     if train.gradient_checkpointing == NONE:
@@ -136,8 +137,8 @@ def configured_checkpointing(model: nn.Module, train: TrainSection) -> Checkpoin
 
 
 def select_layers(layers: str | int | list[int], total: int) -> tuple[int, ...]:
-    """The positions that `train.checkpointed_layers` names among `total` layers. Raises UsageError
-    for a layer that does not exist.
+    """Returns the positions of the layers that the setting `train.checkpointed_layers` names. The
+    model has `total` layers. Raises UsageError if a named layer does not exist.
     """
     if layers == "all":
         return tuple(range(total))
@@ -157,8 +158,9 @@ def select_layers(layers: str | int | list[int], total: int) -> tuple[int, ...]:
 
 
 def checkpointable_layers(model: nn.Module) -> list[Any]:
-    """The layers that can be checkpointed, in the order of the model. They are the layers that
-    transformers marks, without marked layers inside other ones, or the blocks of a diffusers model.
+    """Returns the layers for which gradient checkpointing is possible, in the order of the model.
+    In transformers, these are the layers with a special base class, except for such layers inside
+    other such layers. In a diffusers model, these are the blocks.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -181,9 +183,7 @@ def checkpointable_layers(model: nn.Module) -> list[Any]:
 
 
 def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> None:
-    """Switches recomputation of every layer on or off. It may be called again with another
-    choice.
-    """
+    """Switches recomputation on or off for every layer. It may be called again with another choice."""
     call: Callable[..., Any] = partial(
         call_and_recompute, keep_attention=checkpointing.keep_attention
     )
@@ -209,8 +209,8 @@ def _prepare_and_run(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Calls `function(run, ...)`, where each call of `run` first copies the block's weights to the
-    device. This includes the calls in backward.
+    """Calls `function(run, ...)`. Whenever `function` calls `run`, the block's weights are first
+    copied to the device. This includes the calls in backward.
     """
 
     def run_prepared(*values: Any, **kwargs: Any) -> Any:
@@ -221,10 +221,11 @@ def _prepare_and_run(
 
 
 class OnWhileRecording:
-    """A switch that is true only while autograd records.
+    """A switch that is true only while autograd records operators.
 
-    transformers disables the cache of every layer that is in training mode and whose switch is on.
-    With a plain True, a generation in training mode would see only the newest token.
+    If a layer is in training mode and its switch is on, transformers disables its cache. If the
+    switch were always True, the layer would see only the newest token when it generates text in
+    training mode.
     """
 
     def __bool__(self) -> bool:

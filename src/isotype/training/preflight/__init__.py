@@ -1,3 +1,4 @@
-"""The checks between the preparation of a run and its first step: static facts, data, memory, and a
-trial step. Imports no torch.
+"""Contains the checks that happen after the preparation of a run and before its first step. They
+check facts that need no step, the data and the memory, and run a trial step. This package does not
+import torch.
 """

@@ -1,8 +1,9 @@
-"""`preflight(subject, skips)`: runs every check before step 1, writes preflight.json, and refuses
-the run when a check finds an error.
+"""Implements the preflight, which runs all checks before step 1 and writes preflight.json. If a
+check finds an error, the run does not start.
 
-Cheap checks run first: static facts, data, memory, then a trial step. After a phase with an error
-no further phase runs. The task adds checks to each phase.
+The checks run in phases, and the fast checks come first. The phases are facts that need no step,
+the data, the memory, and a trial step. If a phase finds an error, the later phases do not run. The
+task adds its own checks to each phase.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ CHECKS: Mapping[str, tuple[Check, ...]] = {
 class Outcome:
     """The result of the preflight.
 
-    findings       what the checks found
-    skipped        code -> the user's reason, of each check that was left out
+    findings       the problems that the checks found
+    skipped        for each check that was left out: its code -> the user's reason
     checked_codes  the codes of the checks that ran
     seconds        the time of each phase
     """
@@ -74,7 +75,9 @@ class Outcome:
         }
 
     def header_rows(self) -> list[tuple[str, str]]:
-        """Rows for the run's header: a summary, each finding, and each check that was left out."""
+        """Returns rows for the run's header. They contain a summary, each problem that was found,
+        and each check that was left out.
+        """
         passed = len(self.checked_codes) - len({f.code for f in self.findings})
         return [
             (
@@ -96,14 +99,15 @@ def preflight(
     checks: Mapping[str, tuple[Check, ...]] = CHECKS,
     world: World = ALONE,
 ) -> Outcome:
-    """Runs the checks, writes preflight.json, and raises PreflightError with all errors. A resumed
-    run gets static checks only.
+    """Runs the checks and writes preflight.json. Raises a PreflightError that contains all errors.
+    For a resumed run, only the checks that need no step are run.
 
     subject  the prepared run that is checked
-    skips    code -> the user's reason, of each check that is left out
-    checks   the checks of each phase, to which those of the task are added
-    world    the processes of the run. Each checks its own machine and step; if one refuses the run,
-             all do. The first process writes its outcome to preflight.json.
+    skips    for each check that is left out: its code -> the user's reason
+    checks   the checks of each phase; the checks of the task are added to them
+    world    the processes of the run. Each process checks its own machine and step. If one process
+             finds an error, the run does not start in any process. The first process writes its
+             result to preflight.json.
     """
     path = subject.folder / PREFLIGHT_FILE
     previous_content = RunFolder(path.parent).read_json(path.name) if subject.is_resuming else {}
@@ -159,8 +163,8 @@ def _format_finding(finding: Finding) -> str:
 
 
 def read_skipped(path: Path) -> dict[str, str]:
-    """The checks that were skipped when the run started, code to reason; invalid entries are
-    ignored.
+    """Returns the checks that were skipped when the run started, as a mapping from code to reason.
+    Invalid entries are ignored.
     """
     skipped = RunFolder(path.parent).read_json(path.name).get("skipped")
     return {

@@ -1,4 +1,6 @@
-"""The preflight's checks by code, and the parser of `--skip CODE=REASON`. Imports no torch."""
+"""Lists the codes of the preflight's checks, and parses the option `--skip CODE=REASON`. This
+module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,12 @@ UNSKIPPABLE_REASONS = {"PF008": "the run would read outside its embeddings"}
 
 
 def check_skips(skips: Mapping[str, str], template: str = "skip={{'{}': '...'}}") -> dict[str, str]:
-    """Returns the skipped checks, code to reason, if all of them are allowed.
+    """Returns the skipped checks as a mapping from code to reason, if it is allowed to skip all of
+    them.
 
-    template  the form in which the user names a code, for the error
-    Raises    UsageError for a code that no check has, or whose check cannot be left out, and for a
-              missing reason
+    template  the form in which the user writes a code, for the error message
+    Raises    UsageError if no check has this code, if the check must not be left out, or if the
+              reason is missing
     """
     for code, reason in skips.items():
         option = template.format(code)
@@ -61,7 +64,9 @@ def check_skips(skips: Mapping[str, str], template: str = "skip={{'{}': '...'}}"
 
 
 def parse_skips(options: Sequence[str]) -> dict[str, str]:
-    """Parses options such as `["PF004=shared disk"]` into code to reason. Raises UsageError."""
+    """Parses options such as `["PF004=shared disk"]`. Returns a mapping from code to reason. Raises
+    UsageError.
+    """
     skips: dict[str, str] = {}
     for option in options:
         code, _, reason = option.partition("=")

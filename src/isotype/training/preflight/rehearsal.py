@@ -1,13 +1,13 @@
-"""PF012 to PF017: runs one step at learning rate 0 on the longest rows, one evaluation batch and
-one sample, then restores the state.
+"""Implements the checks PF012 to PF017. They run one step with learning rate 0 on the longest rows,
+one evaluation batch and one sample. Then they restore the state.
 
-The update of a user-defined optimizer is left out: it may keep state outside `optimizer.state`,
-which could not be restored.
+The update of a user-defined optimizer is left out. Such an optimizer may store a part of its state
+outside `optimizer.state`, and this part could not be restored.
 
-Gradients, optimizer states, buffers, modes, the loss scale and every random generator are restored,
-so that the weights of a run with preflight are bit-identical to those of a run without. At learning
-rate 0 AdamW changes no weight, not even with stochastic rounding, because the unchanged weight is
-exact in its dtype.
+The gradients, optimizer states, buffers, training or evaluation modes, the loss scale and every
+random generator are restored. So the weights of a run are bit-identical with and without these
+checks. With learning rate 0, AdamW does not change any weight. This is true even with stochastic
+rounding, because a weight that does not change needs no rounding.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ _LIBRARY_FOLDERS = (
 
 @contextmanager
 def preserve_state(prepared: CheckedRun) -> Iterator[None]:
-    """Restores, on exit, all state that forward, backward, an evaluation or a generation changes.
-    Gathered weights of a shared model are released, so that each process again has its part.
+    """At the end of this block, restores all state that a forward, a backward, an evaluation or a
+    generation changes. If processes share the model, the gathered weights are freed, so that each
+    process again holds only its part.
     """
     model = prepared.model
     stepper = prepared.stepper
@@ -87,8 +88,8 @@ def preserve_state(prepared: CheckedRun) -> Iterator[None]:
 
 @contextmanager
 def _preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within this block the optimizer has no states and a learning rate of 0. Its states and
-    settings are restored on exit.
+    """Within this block, the optimizer has no states, and its learning rate is 0. At the end of the
+    block, its states and settings are restored.
     """
     settings = [
         {key: value for key, value in group.items() if key != "params"}
@@ -108,8 +109,8 @@ def _preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def rehearse_step(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF012 to PF015: runs forward, backward and update on the longest rows, and checks the
-    gradients before they are freed.
+    """Runs the checks PF012 to PF015. They run forward, backward and an update on the longest rows,
+    and check the gradients before these are freed.
     """
     prepared = subject.prepared
     stepper = prepared.stepper
@@ -146,7 +147,7 @@ def rehearse_step(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def rehearse_evaluation(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF016: runs one evaluation pass on the longest evaluation rows."""
+    """Runs the check PF016, which is one evaluation pass on the longest evaluation rows."""
     prepared = subject.prepared
     result = None
     with _rehearse(subject, "PF016", "an evaluation of the longest rows", EVALUATION) as findings:
@@ -171,7 +172,7 @@ def rehearse_evaluation(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def rehearse_samples(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF017: generates one small sample in the dtype of `precision.generate`."""
+    """Runs the check PF017, which generates one small sample in the dtype of `precision.generate`."""
     prepared = subject.prepared
     if not subject.task.samples or not subject.schedule.sample_every:
         return
@@ -193,8 +194,9 @@ def _rehearse(
     observation_name: str,
     role: str = "compute",
 ) -> Iterator[list[Finding]]:
-    """Runs and observes this block, then restores all state. Yields a list that, after the block,
-    contains the dtypes that are not the declared ones, and a finding if the block failed.
+    """Records the dtypes within this block, and restores all state at its end. Yields a list, which
+    is filled at the end of the block. It then contains the dtypes that are not the declared ones,
+    and an error if the block failed.
     """
     findings: list[Finding] = []
     with preserve_state(subject.prepared):
@@ -207,7 +209,9 @@ def _rehearse(
 
 
 def find_missing_gradients(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF014: finds trained tensors that get no gradient, or only zeros."""
+    """Runs the check PF014, which finds trained tensors that get no gradient, or a gradient that
+    contains only zeros.
+    """
     model = subject.prepared.model
     gradient = subject.prepared.stepper.accumulator.gradient
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -253,7 +257,9 @@ def find_missing_gradients(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def _nonzero_names(tensors: dict[str, Tensor], subject: PreflightSubject) -> set[str]:
-    """The names of tensors with a non-zero element, in any of the processes that share a model."""
+    """Returns the names of the tensors that have a non-zero element. If processes share a model, it
+    is enough that one of them has such an element.
+    """
     stepper = subject.prepared.stepper
     flags = torch.stack([t.any() for t in tensors.values()]).tolist() if tensors else []
     if stepper.sharding is not None and flags:
@@ -267,12 +273,12 @@ def _is_expected_zero(
     nonzero_adapter_names: set[str],
     unused_layers: Sequence[str],
 ) -> bool:
-    """Returns True if a gradient of zeros is correct. LoRA begins with B = 0, so A's gradient is
-    zero at step 1. LoKr begins with one factor 0, so the gradients of the others are zero. An
-    expert may get no token.
+    """Returns True if a gradient of zeros is correct. At the start, LoRA's matrix B is zero, so the
+    gradient of A is zero at step 1. In LoKr, one factor is zero at the start, so the gradients of
+    the other factors are zero. The gradient of an expert is zero if the expert gets no token.
 
-    nonzero_adapter_names  the names of the adapters' matrices that are not zero
-    unused_layers          the names of layers whose result the model does not use
+    nonzero_adapter_names  the names of the adapters' matrices that have a non-zero element
+    unused_layers          the names of the layers whose result the model does not use
     """
     if ".experts." in name or any(f".{layer}." in f".{name}" for layer in unused_layers):
         return True
@@ -296,7 +302,9 @@ def _is_expected_zero(
 
 
 def find_frozen_gradients(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF015: finds tensors that get a gradient although no optimizer updates them."""
+    """Runs the check PF015, which finds tensors that get a gradient although no optimizer updates
+    them.
+    """
     stepper = subject.prepared.stepper
     updated_ids = {id(p) for group in stepper.optimizer.param_groups for p in group["params"]}
     named_parameters = subject.prepared.model.named_parameters()
@@ -381,8 +389,8 @@ def _failure_finding(code: str, description: str, error: Exception, names: Setti
 
 
 def _error_location(error: Exception) -> str | None:
-    """The innermost line of the traceback outside of PyTorch and Isotype, as `file:line in
-    function`. If all lines are in PyTorch or Isotype, the innermost line is returned.
+    """Returns the innermost line of the traceback that is not in PyTorch or Isotype, as `file:line
+    in function`. If all lines are in PyTorch or Isotype, returns the innermost line.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:

@@ -1,5 +1,5 @@
-"""Checks of the preflight that run no step: device (PF001), updates lost by rounding (PF003), disk
-(PF004), memory (PF011).
+"""Contains the checks of the preflight that do not run a step. They check the device (PF001),
+updates that are lost by rounding (PF003), the disk (PF004) and the memory (PF011).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SAMPLED_ELEMENTS = 4096  # number of elements that are tested in each tensor
 
 
 def check_device(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF001: finds a run for which `model.device: auto` chose the CPU although there is a GPU. A
-    device that is given by name is checked earlier, when the run is prepared.
+    """Runs the check PF001, which finds an error if `model.device: auto` chose the CPU although
+    there is a GPU. If the user names a device, it is checked earlier, when the run is prepared.
     """
     if subject.config.model.device != "auto" or subject.prepared.device.type != "cpu":
         return
@@ -68,7 +68,9 @@ def check_device(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def installed_gpu() -> str | None:
-    """A GPU that the operating system or the driver lists, even if torch does not find it."""
+    """Returns a GPU that the operating system or the driver lists, even if torch does not find this
+    GPU.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is not None:
         try:
@@ -88,12 +90,14 @@ def installed_gpu() -> str | None:
 
 
 def check_update_sizes(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF003: compares the size of an update with the distance between neighbouring numbers in each
-    trained tensor's dtype, at the magnitudes of its elements.
+    """Runs the check PF003. For each trained tensor, it compares the size of an update with the
+    distance between two neighbouring numbers of the tensor's dtype. This distance depends on the
+    size of the tensor's elements.
 
-    AdamW moves a weight by the learning rate times m / sqrt(v), which is 1 at the first step and
-    0.2 to 0.4 (root mean square) later (Liu et al. 2025, "Muon is scalable for LLM training"). A
-    step below half the distance to the next number of the dtype is lost.
+    AdamW changes a weight by the learning rate times m / sqrt(v). This factor is 1 at the first
+    step, and 0.2 to 0.4 (root mean square) later (Liu et al. 2025, "Muon is scalable for LLM
+    training"). If the change is smaller than half the distance to the next number of the dtype,
+    rounding removes it and the weight stays the same.
     """
     train = subject.config.train
     precision = subject.prepared.resolved.precision
@@ -166,7 +170,9 @@ def check_update_sizes(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def _update_advice(trainable: str, optimizer: str, rate: float, names: SettingNames) -> str:
-    """Advice for larger or better rounded updates, beyond the current settings."""
+    """Returns advice on how to make updates larger or to round them better. Settings that are
+    already in use are left out.
+    """
     larger_rate = f"a {names.learning_rate} above {rate:g}"
     if trainable == "fp32":
         return larger_rate
@@ -177,8 +183,8 @@ def _update_advice(trainable: str, optimizer: str, rate: float, names: SettingNa
 
 
 def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:
-    """The share of elements that `update` does not change when the result is rounded to nearest in
-    the weight's dtype.
+    """Returns the share of elements that stay the same if `update` is added and the result is
+    rounded to the nearest number of the weight's dtype.
 
     weight  F[...]
     inside  fp32
@@ -191,9 +197,10 @@ def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:
 
 
 def check_disk(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF004: compares the free space with the checkpoints that exist at the same time (`run.keep`,
-    the best one, and one that is written before an old one is removed), the result and the
-    adapters.
+    """Runs the check PF004. It compares the free space on the disk with the space that the result,
+    the adapters and the checkpoints need. Up to `run.keep` checkpoints exist at the same time. In
+    addition, there are the best checkpoint, and a new checkpoint that is written before an old one
+    is removed.
     """
     schedule = subject.schedule
     run = subject.config.run
@@ -242,8 +249,8 @@ def check_disk(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(subject: PreflightSubject) -> int:
-    """Bytes of the trained tensors and the optimizer's states; the other parts of a checkpoint are
-    kilobytes.
+    """Returns the bytes of the trained tensors and the optimizer's states. The other parts of a
+    checkpoint need only kilobytes.
     """
     persistent_plan = plan_persistent_memory(
         subject.prepared.model, subject.config.train, subject.prepared.resolved.precision
@@ -252,7 +259,7 @@ def checkpoint_bytes(subject: PreflightSubject) -> int:
 
 
 def result_bytes(subject: PreflightSubject) -> int:
-    """The bytes of the saved adapter or model, in the dtype in which it is saved."""
+    """Returns the bytes of the saved adapter or model, in the dtype in which it is saved."""
     precision = subject.prepared.resolved.precision
     is_full_model = subject.config.adapter.kind == "none"
     elements = sum(
@@ -265,8 +272,9 @@ def result_bytes(subject: PreflightSubject) -> int:
 
 
 def check_memory(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF011: compares the planned memory of a step with the available memory. Planning takes
-    seconds, so it runs only if a generous upper bound comes near the available memory.
+    """Runs the check PF011, which compares the planned memory of a step with the available memory.
+    Planning takes some seconds. It is not done if a rough upper bound shows that the memory is far
+    more than enough.
     """
     prepared = subject.prepared
     config = subject.config
