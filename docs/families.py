@@ -104,7 +104,7 @@ and adds adapters with `adapter.targets: all-linear`. Each cell of the tables li
 modules keep their own code. A cell `-` means that the family has no module of this kind, or that its modules have a form that no op
 computes (LayerNorm, an MLP without a gate). Families that are not listed are treated in the same way. Isotype does not recognise
 modules by their names: it looks at their structure, calls them with random tensors and compares the result with that of the op.
-`isotype train` prints the list for your model.
+`isotype train --verbose` prints the list for your model.
 
 ## Dense
 """

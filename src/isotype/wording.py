@@ -123,6 +123,23 @@ def remove_control_characters(text: str) -> str:
     return text.translate(_TRANSLATION)
 
 
+def shorten_middle(text: str, max_length: int) -> str:
+    """The text with " ... " in place of its middle, if it is longer than `max_length`."""
+    if len(text) <= max_length:
+        return text
+    half = (max_length - 5) // 2
+    return f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"
+
+
+def shorten_lines(text: str, *, max_lines: int, max_length: int) -> str:
+    """The text without empty lines, shortened in the middle to a number of lines and characters."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    if len(lines) > max_lines:
+        half = max_lines // 2
+        lines = [*lines[:half], "...", *lines[-half:]]
+    return shorten_middle("\n".join(lines), max_length)
+
+
 def closest_file_name(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate most similar to `name`; None if none is similar. Similarity is judged without
     the endings: `a.jsonl` is not similar to `b.jsonl`.

@@ -13,7 +13,14 @@ from tests.api import source_lines, user_prompts
 
 from isotype.config.schema import DataSection
 from isotype.data.load import load_data
-from isotype.data.rows import IGNORE_INDEX, MAX_TOKENS, LoadedData, Row, example_rows
+from isotype.data.rows import (
+    IGNORE_INDEX,
+    MAX_TOKENS,
+    LoadedData,
+    Row,
+    example_rows,
+    format_row,
+)
 from isotype.errors import UsageError
 
 
@@ -413,6 +420,25 @@ def test_examples_are_the_first_the_median_and_the_longest_row_with_what_is_lear
     (one,) = example_rows([row(MAX_TOKENS + 5, 1)], Letters())
     assert one["left_out"] == 5
     assert sum(len(part["text"]) for part in one["parts"]) == MAX_TOKENS
+
+
+def test_a_row_is_shown_up_to_its_first_learnt_part_which_is_marked() -> None:
+    def row(*parts: tuple[str, bool]) -> Row:
+        text = "".join(part for part, _ in parts)
+        learnt = [is_learnt for part, is_learnt in parts for _ in part]
+        labels = [ord(c) if flag else IGNORE_INDEX for c, flag in zip(text, learnt, strict=True)]
+        return Row(tuple(map(ord, text)), tuple(labels), 0)
+
+    characters = SimpleNamespace(decode=lambda ids, **options: "".join(map(chr, ids)))
+    turns = [("Sum of 1 and 2?\n", False), ("It is 3.", True), ("And 4?", False), ("7.", True)]
+    text = format_row(row(*turns), characters)
+    assert text == "Sum of 1 and 2? >>> It is 3. <<<\n(and 1 learnt part more)"
+    assert format_row(row(("all of it", True)), characters) == ">>> all of it <<<"
+    long = format_row(row(("a\n\n" * 90, False), ("x" * 500, True)), characters)
+    assert long.startswith("a\na\n...\na\na >>> xxx")
+    assert long.endswith("xxx <<<")
+    assert "x ... x" in long
+    assert len(long) < 250
 
 
 def test_pairs_of_the_public_form_are_rendered_with_their_system_prompt_and_tools(

@@ -76,6 +76,12 @@ def whole(path: Path, steps: int = 100) -> Path:
         },
         env={"python": "3.11.7", "packages": {"torch": "2.13.0"}},
         result={"status": "done", "base": "some/model", "trained_seconds": 75.0},
+        manifest={
+            "entries": [
+                {"module": f"norm{i}", "part": "norm", "kind": "Norm", "op": "rms_norm"}
+                for i in range(3)
+            ]
+        },
         plan={"total": steps, "parameters": 1000, "trained": 10},
         preflight={
             "findings": [

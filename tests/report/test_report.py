@@ -75,6 +75,7 @@ def test_everything_is_on_the_page(tmp_path: Path) -> None:
         < page.text.index("because 50")
     ), "first and last, then between"
     assert f"isotype merge {run}" in page.text
+    assert "normrms_normNorm3" in page.text
 
 
 def test_it_needs_no_network_and_allows_no_script(tmp_path: Path) -> None:

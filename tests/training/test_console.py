@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from tests.api import fit_progress, format_progress, wrap_header
+from tests.api import RunConsole, fit_progress, format_progress, wrap_header
 
 from isotype.training.task import MetricNames
 
@@ -40,3 +42,18 @@ def test_a_header_row_is_broken_between_words() -> None:
     assert all(line.startswith(" " * 10) for line in lines[1:])
     assert all(len(line) <= 60 for line in lines)
     assert wrap_header(row, 200) == row
+
+
+@pytest.mark.parametrize("is_verbose", [False, True])
+def test_details_of_the_header_are_shown_only_when_asked_for_and_always_logged(
+    is_verbose: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = RunConsole(is_verbose=is_verbose)
+    console.print_header([("model", "tiny")])
+    console.print_details([("ops", "layer  rms_norm")], [("details", "in the log")])
+    console.start_log(tmp_path / "log.txt")
+    shown = capsys.readouterr().out
+    assert "model     tiny" in shown
+    assert ("layer  rms_norm" in shown) is is_verbose
+    assert ("in the log" in shown) is not is_verbose
+    assert (tmp_path / "log.txt").read_text() == "model     tiny\nops       layer  rms_norm\n"

@@ -53,9 +53,16 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, ca
     result = result_of(run)
     assert result["status"] == "done"
     assert result["check"]["reloaded_loss"] == result["check"]["trained_loss"]
-    checked = next(
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("checked")
-    )
+    shown = capsys.readouterr().out
+    header, _, _ = shown.partition("\nstep 0/")
+    labels = [line.split()[0] for line in header.splitlines() if not line.startswith(" ")]
+    for label in ("model", "data", "learnt", "precision", "memory", "preflight", "details"):
+        assert labels.count(label) == 1
+    assert "layers." not in header, "paths of modules are details"
+    answer = header.partition("<<<:")[2].partition(">>> ")[2].partition(" <<<")[0]
+    assert answer in read(run, "examples")["examples"][0]["parts"][1]["text"]
+    assert "layers.0.self_attn" in (run / "log.txt").read_text()
+    checked = next(line for line in shown.splitlines() if line.startswith("checked"))
     assert result["check"]["rows"] == 1
     assert checked.endswith(f"on 1 evaluation row; {result['check']['tensors']} tensors equal")
     precision = json.loads((run / "precision.json").read_text())
@@ -142,7 +149,8 @@ def test_full_fine_tuning_saves_an_ordinary_model(
     assert {json.loads((tmp_path / "run" / file).read_text())["precision"] for file in records} == {
         text
     }
-    assert f"precision {text}  (" in capsys.readouterr().out
+    assert f"precision {text}: trained " in capsys.readouterr().out
+    assert f"precision {text}  (preset " in (tmp_path / "run/log.txt").read_text()
 
 
 def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -72,6 +73,12 @@ Gpus = Annotated[
     int | None,
     typer.Option("--gpus", min=1, help="As --processes, with a GPU for each.", show_default=False),
 ]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", help="Also show the dtype of each role, the ops and where they are placed."
+    ),
+]
 Json = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, progress on stderr.")
 ]
@@ -103,6 +110,7 @@ def train(
     no_cache: NoCache = False,
     processes: Processes = None,
     gpus: Gpus = None,
+    verbose: Verbose = False,
     json_output: Json = False,
 ) -> None:
     """Fine-tune a model under a declared precision.
@@ -151,11 +159,8 @@ def train(
     from ..entry.train import start
     from ..training.console import RunConsole
 
-    raise typer.Exit(
-        start(
-            loaded, resume=resume, console=RunConsole(json_output=json_output), skips=skips
-        ).status
-    )
+    console = RunConsole(json_output=json_output, is_verbose=verbose)
+    raise typer.Exit(start(loaded, resume=resume, console=console, skips=skips).status)
 
 
 def plan(
@@ -202,7 +207,19 @@ def plan(
     from ..tasks.choose import plan_run as build_plan
 
     run_plan = build_plan(loaded, device=device, gpus=gpus)
-    print(json.dumps(run_plan.to_dict(), indent=1) if json_output else run_plan.to_text())
+    if json_output:
+        print(json.dumps(run_plan.to_dict(), indent=1))
+    else:
+        print(fit_plan(run_plan.to_text()))
+
+
+def fit_plan(text: str) -> str:
+    """Breaks the lines of a plan between words where it is shown in a terminal."""
+    if not sys.stdout.isatty():
+        return text
+    from ..training.console import wrap_header
+
+    return wrap_header(text, shutil.get_terminal_size().columns, indent=12)
 
 
 @contextmanager

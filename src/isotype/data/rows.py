@@ -14,6 +14,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ..wording import pluralise, shorten_lines
 from .bad_rows import BadRow
 
 T = TypeVar("T")
@@ -241,6 +242,23 @@ def example_rows(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> l
         {"which": label, "row": i, **_example_facts(sample[i], tokenizer, pictures)}
         for i, label in labels.items()
     ]
+
+
+def format_row(row: Row, tokenizer: Any) -> str:
+    """Returns the text of a row up to its first learnt part, which stands between >>> and <<<. Long
+    parts are shortened in the middle.
+    """
+    shown = []
+    later_parts = list(_example_facts(row, tokenizer, None)["parts"])
+    while later_parts:
+        part = later_parts.pop(0)
+        text = shorten_lines(part["text"], max_lines=4, max_length=200)
+        shown.append(f">>> {text} <<<" if part["learnt"] else text)
+        if part["learnt"]:
+            break
+    learnt_count = sum(part["learnt"] for part in later_parts)
+    rest_text = f"\n(and {pluralise(learnt_count, 'learnt part')} more)" if learnt_count else ""
+    return f"{' '.join(shown)}{rest_text}"
 
 
 # a run of four or more equal tokens, such as the placeholders of a picture

@@ -109,6 +109,10 @@ def render(record: RunRecord, live: LiveState | None = None) -> str:
     ).lstrip()
 
 
+# the keys of an entry of manifest.json that the report shows
+OP_COLUMNS = ("part", "op", "kind", "reason")
+
+
 @dataclass(frozen=True)
 class Tile:
     label: str
@@ -135,6 +139,7 @@ def page(record: RunRecord) -> dict[str, Any]:
         "loss": (loss, line_chart(loss, width=960, height=300)) if loss else None,
         "figures": [(plot, line_chart(plot)) for plot in plots(record)],
         "precision": precision(record),
+        "ops": ops(record),
         "preflight": preflight(record),
         "files": written_files(record),
         "samples": prompts,
@@ -156,6 +161,17 @@ def page(record: RunRecord) -> dict[str, Any]:
         "changes": record.changes,
         "damaged": record.damaged,
     }
+
+
+def ops(record: RunRecord) -> list[tuple[dict[str, str], int]]:
+    """The ops that the run placed in the model, and the modules that it left alone: each kind once,
+    with the number of its modules.
+    """
+    kinds: dict[tuple[str, ...], int] = {}
+    for entry in rows_or_empty(record.manifest.get("entries"), *OP_COLUMNS):
+        kind = tuple(entry.values())
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return [(dict(zip(OP_COLUMNS, kind)), count) for kind, count in kinds.items()]
 
 
 def progress(record: RunRecord) -> tuple[int, int] | None:

@@ -30,6 +30,18 @@ FILES = (
     "config.yaml",
 )
 
+# the attributes of a record that are read from NAME.json
+JSON_FILES = (
+    "precision",
+    "data",
+    "result",
+    "preflight",
+    "plan",
+    "manifest",
+    "resumes",
+    "verify",
+)
+
 
 @dataclass
 class RunRecord:
@@ -45,6 +57,7 @@ class RunRecord:
     result: dict[str, Any] = field(default_factory=dict)
     preflight: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
     resumes: dict[str, Any] = field(default_factory=dict)
     verify: dict[str, Any] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
@@ -147,7 +160,7 @@ def read_run(folder: Path) -> RunRecord:
     """
     require_run_files(folder)
     record = RunRecord(folder)
-    for name in ("precision", "data", "result", "preflight", "plan", "resumes", "verify"):
+    for name in JSON_FILES:
         setattr(record, name, dict_or_empty(_read_json(folder / f"{name}.json", record)))
     record.environment = dict_or_empty(_read_json(folder / "env.json", record))
     examples = dict_or_empty(_read_json(folder / "examples.json", record))

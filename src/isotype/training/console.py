@@ -28,7 +28,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ..wording import remove_control_characters
-from .task import MetricNames, Sample
+from .task import Header, MetricNames, Sample
 
 # parts of the live line that are left out of a narrow terminal, the first one first
 _OPTIONAL_PARTS = ("changed ", "grad ", "lr ")
@@ -125,16 +125,18 @@ class RunConsole:
     """Prints the output of a run to stdout. With `--json`, stdout contains only JSON, so the output
     goes to stderr.
 
-    result  a dictionary with the run's status, its folder and more; it is empty until
-            `report_result` is called
+    is_verbose  also prints the details of the header
+    result      a dictionary with the run's status, its folder and more; it is empty until
+                `report_result` is called
     """
 
-    def __init__(self, *, json_output: bool = False) -> None:
+    def __init__(self, *, json_output: bool = False, is_verbose: bool = False) -> None:
         self.console = _PipeSafeConsole(
             file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True
         )
         self.result: Mapping[str, Any] = {}
         self._prints_json = json_output
+        self._is_verbose = is_verbose
         self._is_silent = False
         self._live: Live | None = None
         self._last_plain_step = 0
@@ -179,12 +181,29 @@ class RunConsole:
         self.console.print(Text(text), style=style)
         self._write_log(remove_control_characters(text))
 
-    def print_header(self, rows: list[tuple[str, str]]) -> None:
+    def print_header(self, rows: Header) -> None:
         for label, text in rows:
-            lines = f"{label:<10}{text}".replace("\n", f"\n{'':<10}")
-            shown = wrap_header(lines, self.console.width) if self.console.is_terminal else lines
-            self.console.print(Text.assemble((shown[:10], "bold"), shown[10:]))
-            self._write_log(remove_control_characters(lines))
+            lines = _format_header_row(label, text)
+            self._show_header_row(lines)
+            self._write_log(lines)
+
+    def print_details(self, rows: Header, hint: Header) -> None:
+        """Writes the details of the header into the log, and shows them under `--verbose`.
+
+        hint  the rows that are shown instead
+        """
+        for label, text in rows:
+            lines = _format_header_row(label, text)
+            self._write_log(lines)
+            if self._is_verbose:
+                self._show_header_row(lines)
+        if not self._is_verbose:
+            for label, text in hint:
+                self._show_header_row(_format_header_row(label, text))
+
+    def _show_header_row(self, lines: str) -> None:
+        shown = wrap_header(lines, self.console.width) if self.console.is_terminal else lines
+        self.console.print(Text.assemble((shown[:10], "bold"), shown[10:]))
 
     def print_progress(
         self,
@@ -222,22 +241,28 @@ class RunConsole:
             self.print_line(f"    {_shorten(output) or '(nothing)'}")
 
 
+def _format_header_row(label: str, text: str) -> str:
+    return remove_control_characters(f"{label:<10}{text}").replace("\n", f"\n{'':<10}")
+
+
 def _shorten(text: str) -> str:
     one_line = remove_control_characters(" ".join(text.split()))
     return one_line if len(one_line) <= 160 else one_line[:159] + "…"
 
 
-def wrap_header(lines: str, width: int) -> str:
+def wrap_header(lines: str, width: int, *, indent: int = 10) -> str:
     """Breaks the lines of a header row between words, so that they fit into the terminal.
     Continuation lines are indented, so that they begin below the text.
+
+    indent  the width of a label
     """
     wrapped = []
     for line in lines.split("\n"):
-        indent = " " * max(10, len(line) - len(line.lstrip()))
+        continuation = " " * max(indent, len(line) - len(line.lstrip()))
         pieces = textwrap.wrap(
             line,
             max(width, 40),
-            subsequent_indent=indent,
+            subsequent_indent=continuation,
             break_long_words=False,
             break_on_hyphens=False,
             drop_whitespace=True,

@@ -16,6 +16,7 @@ from ..precision.resolution import Resolved
 from ..wording import format_binary_bytes, pluralise
 from .console import quiet_libraries
 from .device_setup import DeviceSetup, prepare_data
+from .header import attention_line
 from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
 from .memory.choice import planned_checkpointing
 from .memory.device import memory_saving_advice
@@ -23,7 +24,6 @@ from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, Checkpointing
 from .parallel import HYBRID, REPLICATE, SHARD, Parallel, choose_by_plan
 from .schedule import RunSchedule, learning_rate, repeated_rows_warning, warmup_steps
-from .start import attention_line
 from .step import peak_memory
 from .task import ModelOutline, Task, evaluation_batch_size
 

@@ -30,18 +30,19 @@ from .base import model_settings, setting_lines
 from .callbacks import Callback, Objective, objective_name
 from .console import Interrupt, RunConsole, quiet_libraries
 from .finish import finish, print_result
+from .header import detail_rows, details_hint, header_rows
 from .loop import Loop
 from .memory.device import memory_saving_advice
 from .preflight.check import PREFLIGHT_FILE, Outcome, preflight
+from .preflight.rehearsal import time_longest_batch
 from .run_state import last_good_checkpoint
-from .setup import PreflightSubject, Prepared, prepare
+from .setup import PreflightSubject, Prepared, Trial, prepare
 from .start import (
     RunChange,
     compare_base,
     compare_data,
     compare_objectives,
     compare_settings,
-    header_rows,
     record_resume,
     refuse_fewer_steps,
     report_truncated_files,
@@ -197,7 +198,7 @@ class _TrainingRun:
         self._check_callbacks(prepared)
         self._set_objective(prepared)
         loop = Loop(self.task, prepared, folder, console, callbacks=self.callbacks, world=world)
-        outcome, rehearsals = self._run_preflight(loop, prepared)
+        outcome, rehearsals, trial = self._run_preflight(loop, prepared)
         step: int | None = None
         unusable_checkpoints: list[str] = []
         if self.is_resuming:
@@ -208,7 +209,7 @@ class _TrainingRun:
         if world.is_first:
             folder.write_json(MAPPED_RECORD, loop.mapped_files.sizes())
         console.start_log(folder.path / LOG)
-        self._print_headers(loop, prepared, outcome)
+        self._print_headers(loop, prepared, outcome, trial)
         loop.precision_record.set_watched_phases(rehearsals)
         if self.is_resuming:
             for reason in unusable_checkpoints:
@@ -263,10 +264,10 @@ class _TrainingRun:
 
         prepared.stepper.loss_sum = loss_sum
 
-    def _run_preflight(self, loop: Loop, prepared: Prepared) -> tuple[Outcome, list[str]]:
-        """Runs the checks before step 1. Returns their outcome, and the names of the trial runs
-        whose dtypes were observed. The `PreflightSubject` has a reference to the model. It exists
-        only in this method, so that `finish` can free the model.
+    def _run_preflight(self, loop: Loop, prepared: Prepared) -> tuple[Outcome, list[str], Trial]:
+        """Runs the checks before step 1. Returns their outcome, the names of the trial runs whose
+        dtypes were observed, and the measurements of the trial step. The `PreflightSubject` has a
+        reference to the model. It exists only in this method, so that `finish` can free the model.
         """
         self.world.record_progress(0, "the preflight")
         subject = PreflightSubject(
@@ -281,7 +282,9 @@ class _TrainingRun:
         )
         with self.world.explain_exchange_errors():
             outcome = preflight(subject, self.skips, world=self.world)
-        return outcome, list(subject.observations)
+        if subject.trial.peak_bytes:
+            time_longest_batch(subject)
+        return outcome, list(subject.observations), subject.trial
 
     def _record_resume(self, step: int | None, changes: list[RunChange]) -> None:
         """Records the step from which the run resumes, and the changes since the last start."""
@@ -305,16 +308,19 @@ class _TrainingRun:
             )
         )
 
-    def _print_headers(self, loop: Loop, prepared: Prepared, outcome: Outcome) -> None:
+    def _print_headers(
+        self, loop: Loop, prepared: Prepared, outcome: Outcome, trial: Trial
+    ) -> None:
         """Prints the header. Also calls the task's `prepare_training`, which returns more rows for
         the header.
         """
-        rows = header_rows(self.task, prepared, loop.schedule, self.folder, self.world)
+        rows = header_rows(self.task, prepared, loop.schedule, self.folder, self.world, trial)
         name = objective_name(self.objective)
         if name is not None:
             text = f"{name} instead of the loss of the task, which evaluation keeps"
             rows.append(("objective", text))
         self.console.print_header([*rows, *outcome.header_rows()])
+        self.console.print_details(detail_rows(self.task, prepared), details_hint(self.folder))
         with self.world.explain_exchange_errors():
             task_rows = self.task.prepare_training(
                 prepared.model,

@@ -292,6 +292,19 @@ class CheckedRun(Protocol):
     def stepper(self) -> CheckedStepper: ...
 
 
+@dataclass
+class Trial:
+    """What the trial step of the preflight measured.
+
+    peak_bytes     the peak memory, with the update where it was tried; 0 without a trial step
+    batch_seconds  the time of forward and backward on the longest rows; None where it was not
+                   measured
+    """
+
+    peak_bytes: int = 0
+    batch_seconds: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreflightSubject:
     """The prepared run that the preflight checks.
@@ -306,6 +319,7 @@ class PreflightSubject:
     violation_severity  how severe it is if a dtype is not the declared one
     observations        for each trial step, evaluation or sample: its name -> the recorded dtypes
     names               the names of the settings in messages
+    trial               what the trial step measured
     """
 
     config: RunConfig
@@ -319,6 +333,7 @@ class PreflightSubject:
     violation_severity: Severity = Severity.ERROR
     observations: dict[str, Observation] = field(default_factory=dict)
     names: SettingNames = RUN_FILE_NAMES
+    trial: Trial = field(default_factory=Trial)
 
     @contextmanager
     def watch(self, name: str, role: str = "compute") -> Iterator[None]:

@@ -1,5 +1,5 @@
-"""Starts or resumes a run. This module writes the files that describe the run, finds the changes
-since its last start, and makes the header.
+"""Starts or resumes a run. This module writes the files that describe the run, and finds the
+changes since its last start.
 
 `plan.json` contains the settings, data and objective of the last start. `resumes.json` contains the
 steps after which the run was resumed, with the changes at each resume. The other files of the run
@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
-from torch import nn
 
 from ..config.compare import Change, compare
 from ..config.load import LoadedConfig, load, parse_config
@@ -29,17 +27,13 @@ from ..model.adapter import trainable_share
 from ..model.architecture import AUTO, attention_setting, has_attention
 from ..model.architecture import describe_attention as attention_of_transformers
 from ..model.build import resolve_precision
-from ..optimize import joint_attention
-from ..precision.parts import local_part
-from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import local_row_selector
 from ..runs.folder import RESOLVED, RunFolder
 from ..runs.mapped_files import MAPPED_RECORD, find_truncated_files
-from ..wording import format_bytes, pluralise
+from ..wording import pluralise
 from .base import BASE, compare_bases, describe_base
 from .console import RunConsole
 from .loop import Loop
-from .memory.device import returns_freed_blocks
 from .schedule import RunSchedule
 from .setup import Prepared
 from .task import Task
@@ -511,96 +505,3 @@ def _replace_setting(
     part = getattr(loaded.config, section).model_copy(update={key: value})
     config = loaded.config.model_copy(update={section: part})
     return replace(loaded, config=config, sources={**loaded.sources, f"{section}.{key}": source})
-
-
-def header_rows(
-    task: Task, prepared: Prepared, schedule: RunSchedule, folder: RunFolder, world: World
-) -> list[tuple[str, str]]:
-    """Returns the rows of a run's header. They describe the environment, the model, the precision,
-    the data, the memory and the schedule.
-    """
-    config = task.config
-    hardware = prepared.hardware
-    resolved = prepared.resolved
-    train = config.train
-    trainable, total = trainable_share(prepared.model)
-    precision = resolved.precision
-    if config.adapter.kind != "none":
-        adapter_text = f"{config.adapter.kind} r={config.adapter.r}"
-    else:
-        adapter_text = "every weight"
-    weights = sum(local_part(p).numel() * p.element_size() for p in prepared.model.parameters())
-    attention_text = attention_line(
-        prepared.model, config.model.attention, precision, device_type=prepared.device.type
-    )
-    peak_note = "isotype plan estimates the peak, each step shows the measured one"
-    if returns_freed_blocks():
-        freed_memory_note = "; freed memory is given back at once, since it may become scarce"
-    else:
-        freed_memory_note = ""
-    rows = [
-        ("run", str(folder.path)),
-        ("device", f"{hardware.name}, torch {torch.__version__}"),
-        *_processes_row(world, prepared, config.parallel.kind),
-        (
-            "model",
-            (
-                f"{task.base_name}  {total:,} parameters, {trainable:,} trained"
-                f" ({trainable / total:.2%}, {adapter_text})"
-            ),
-        ),
-        ("precision", f"{resolved.text}  ({resolved.preset_reason})"),
-        ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
-        *task.header(),
-        ("ops", "\n".join(prepared.manifest.lines())),
-        ("attention", attention_text),
-        ("recompute", str(prepared.checkpointing)),
-        (
-            "memory",
-            f"weights {format_bytes(weights)} of {format_bytes(hardware.memory)}; {peak_note}{freed_memory_note}",
-        ),
-        (
-            "schedule",
-            (
-                f"{pluralise(schedule.total, 'step')} of {train.batch_size} x {train.accumulate}"
-                f" {task.metric_names.row}s, learning rate {train.learning_rate:g} {train.schedule}"
-            ),
-        ),
-        ("", schedule.describe_evaluation(task.metric_names.row)),
-        *[("warning", f"{f.code} {f.message}; {f.fix}") for f in resolved.warnings],
-    ]
-    return [(label, text) for label, text in rows if text]
-
-
-def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[str, str]]:
-    if world.size == 1:
-        if kind in ("shard", "hybrid"):
-            return [("processes", f"1: parallel.kind: {kind} has no effect")]
-        return []
-    batching = prepared.batching
-    machines = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
-    share_text = (
-        f"{len(batching.local_micro_batches)} x {batching.micro_batch_size} rows of each step"
-    )
-    return [
-        (
-            "processes",
-            (
-                f"{world.size} {machines}, started by {world.launcher}, {world.backend}:"
-                f" {prepared.parallel}, each computes {share_text}"
-            ),
-        )
-    ]
-
-
-def attention_line(
-    model: nn.Module, implementation: str, precision: Precision, *, device_type: str
-) -> str:
-    """Returns a text that names the attention implementation and the reason for it. For a diffusers
-    model, it lists the attention back ends of the layers. Returns "" if neither is known.
-
-    implementation  `model.attention`
-    """
-    return attention_of_transformers(model, implementation) or joint_attention.describe_backends(
-        model, precision.compute, device_type=device_type
-    )

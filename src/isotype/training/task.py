@@ -27,6 +27,7 @@ from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import random_state, restore_random_state, seed_generators
 
 Row = TypeVar("Row", covariant=True)
+Header = list[tuple[str, str]]  # rows of a label and a text
 
 
 @dataclass(frozen=True)
@@ -352,7 +353,7 @@ class Task(Protocol):
 
     def prepare_training(
         self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
-    ) -> list[tuple[str, str]]:
+    ) -> Header:
         """Does work on the model when the run starts, before a checkpoint is restored. Returns rows
         for the header. Raises UsageError.
         """
@@ -435,8 +436,13 @@ class Task(Protocol):
 
     # what is shown and recorded
 
-    def header(self) -> list[tuple[str, str]]:
-        """Returns the lines about the data for the run's header."""
+    def header(self) -> Header:
+        """Returns the rows about the data for the run's header: how much there is, what is learnt
+        of an example, and what the user has to know.
+        """
+
+    def header_details(self) -> Header:
+        """Returns rows about the data that only `--verbose` and the log show."""
 
     def records(self) -> Mapping[str, Any]:
         """Returns the JSON files that this kind of run writes to the run folder at its start, as a

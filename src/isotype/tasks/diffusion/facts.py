@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from ...training.task import Header
+from ...wording import shorten_middle
 from .data import PictureData
 from .sample import control_thumbnails
+
+MAX_CAPTION = 160  # characters of a caption in the header
 
 
 def plan_facts(data: PictureData) -> dict[str, Any]:
@@ -72,8 +77,18 @@ def _describe_pictures(facts: Mapping[str, Any]) -> str:
     )
 
 
-def header_rows(data: PictureData) -> list[tuple[str, str]]:
-    """Rows of the run's header about its data."""
+def header_rows(data: PictureData) -> Header:
+    """Rows of the run's header about its data, with the first picture and its caption."""
+    pictures, _, *notes = plan_lines(data)
+    rows = [("data", pictures), *(("", note) for note in notes)]
+    first_picture = data.pictures.train[0]
+    caption = shorten_middle(" ".join(first_picture.captions[0].split()), MAX_CAPTION)
+    file_name = Path(first_picture.origin).name
+    return [*rows, ("learnt", f'{file_name} from the caption "{caption}"')]
+
+
+def header_details(data: PictureData) -> Header:
+    """Rows of the header about noise levels and the cache of latents."""
     encoder = data.encoder
     folder = encoder.store.folder
     location = f"in {folder}" if folder else "in memory"
@@ -81,8 +96,7 @@ def header_rows(data: PictureData) -> list[tuple[str, str]]:
         f"{encoder.encoded_count} latents and embeddings made, {encoder.cached_count} found"
         f" {location}"
     )
-    pictures, levels, *notes = plan_lines(data)
-    return [("data", pictures), *(("", line) for line in (*notes, cache_text, levels))]
+    return [("data", cache_text), ("", plan_lines(data)[1])]
 
 
 def run_records(data: PictureData) -> dict[str, Any]:

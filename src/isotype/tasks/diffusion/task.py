@@ -23,6 +23,7 @@ from ...training.memory.plan import plan_persistent_memory
 from ...training.task import (
     Check,
     Evaluation,
+    Header,
     MetricNames,
     ModelOutline,
     StepOutline,
@@ -33,7 +34,7 @@ from .batch_maker import BatchMaker
 from .batches import Batch, PictureStream, PlacedRow, Row, group_by_size
 from .data import PictureData
 from .denoiser import ForwardCost
-from .facts import header_rows, plan_facts, plan_lines, run_records
+from .facts import header_details, header_rows, plan_facts, plan_lines, run_records
 from .loss import evaluate
 from .model import empty_batch, load_model, measure_forward_cost, outline_model
 from .resolved_run import ResolvedRun
@@ -249,8 +250,11 @@ class DiffusionTask:
 
     # what is shown and recorded
 
-    def header(self) -> list[tuple[str, str]]:
+    def header(self) -> Header:
         return header_rows(self.data)
+
+    def header_details(self) -> Header:
+        return header_details(self.data)
 
     def records(self) -> Mapping[str, Any]:
         return run_records(self.data)

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from ...data.pairs import Answer, LabelledAnswers
 from ...data.row_keys import FormatName
-from ...data.rows import LoadedData
+from ...data.rows import LoadedData, format_row
 from ...data.tokens import TokenRows
 from ...distributed.world import World
 from ...errors import UsageError
-from ...training.task import IdleBatch, MetricNames, eval_mode
+from ...training.task import Header, IdleBatch, MetricNames, eval_mode
 from ...wording import pluralise
 from .batches import Batch, collate
 from .preference import BatchOfAnswers, Preference, answer_log_probs, stack_references
@@ -121,6 +121,11 @@ class Kto(Preference):
         fingerprints = data.fingerprints()
         self.fingerprints = {name: f"{value}, seed {seed}" for name, value in fingerprints.items()}
         self.fingerprints["evaluation"] += f", partners of {fingerprints['training']}"
+
+    def describe_example(self, data: LoadedData, tokenizer: Any) -> Header:
+        label = "wanted" if cast(TokenRows, data.train).column("wanted")[0] else "unwanted"
+        answer_text = format_row(data.train[0], tokenizer)
+        return [(label, f"the first answer, between >>> and <<<:\n{answer_text}")]
 
     def collate(self, rows: Sequence[Answer], *, pad_id: int, device_type: str) -> AnswerBatch:
         answers, partners = (

@@ -19,18 +19,16 @@ from torch import Tensor, nn
 from ...config.schema import RunConfig
 from ...data.pictures import Pictures
 from ...data.row_keys import FormatName
-from ...data.rows import LoadedData
+from ...data.rows import LoadedData, format_row
 from ...distributed.world import World
 from ...environment.planned_device import planned_device_type
 from ...errors import UsageError
 from ...optimize.head import compute_loss
 from ...precision.precision import Precision
-from ...training.task import Batch, Check, Feed, MetricNames
+from ...training.task import Batch, Check, Feed, Header, MetricNames
 from .batches import Batch as TokenBatch
 from .batches import collate, model_inputs, needs_single_packed_row, next_tokens, row_feed
 from .checks import CHECKS
-
-Header = list[tuple[str, str]]  # rows of a label and a text
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,12 @@ class Objective(ABC):
 
     @abstractmethod
     def set_data(self, data: LoadedData) -> None: ...
+
+    def describe_example(self, data: LoadedData, tokenizer: Any) -> Header:
+        """Returns rows of the header with the first row of the data, its learnt part marked."""
+        row = data.train[0]
+        count_text = f"{row.supervised} of {len(row.input_ids)} tokens of the first row"
+        return [("learnt", f"{count_text}, between >>> and <<<:\n{format_row(row, tokenizer)}")]
 
     @abstractmethod
     def check_model(self, model: nn.Module) -> None:

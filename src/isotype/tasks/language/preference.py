@@ -24,18 +24,25 @@ from ...config.schema import PreferenceSection, RunConfig
 from ...data.pairs import LabelledAnswers, Pairs
 from ...data.progress import track_progress
 from ...data.row_keys import FormatName
-from ...data.rows import LoadedData, RowStream, Share
+from ...data.rows import LoadedData, RowStream, Share, format_row
 from ...data.tokens import TokenRows
 from ...distributed.agree import fingerprint_of_weights
 from ...distributed.world import World
 from ...errors import UsageError
 from ...optimize.head import compute_loss
 from ...precision.parts import local_part
-from ...training.task import Check, Feed, MetricNames, eval_mode, evaluation_batch_size
+from ...training.task import (
+    Check,
+    Feed,
+    Header,
+    MetricNames,
+    eval_mode,
+    evaluation_batch_size,
+)
 from ...wording import pluralise
 from .batches import Batch, collate, longest_rows, model_inputs, move_to_device, next_tokens
 from .checks import CHECKS, check_end_token
-from .objective import Header, Objective, refuse_balancing_loss
+from .objective import Objective, refuse_balancing_loss
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 # attributes with the dropout of modules that call `torch.nn.functional.dropout`
@@ -196,6 +203,14 @@ class Preference(Objective):
             Share(share.rows // 2, share.weight) for share in data.shares
         ]
         self.fingerprints = data.fingerprints()
+
+    def describe_example(self, data: LoadedData, tokenizer: Any) -> Header:
+        chosen, rejected = (format_row(row, tokenizer) for row in data.train[:2])
+        mark = rejected.find(">>>")
+        return [
+            ("chosen", f"the answer of the first pair between >>> and <<<:\n{chosen}"),
+            ("rejected", rejected[mark:]),
+        ]
 
     def _refuse_pictures(self, data: LoadedData) -> None:
         if data.pictures is not None:

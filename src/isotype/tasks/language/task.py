@@ -40,6 +40,7 @@ from ...training.memory.recomputation import checkpointable_layers
 from ...training.task import (
     Batch,
     Evaluation,
+    Header,
     MetricNames,
     ModelOutline,
     StepOutline,
@@ -250,7 +251,7 @@ class LanguageTask:
 
     def prepare_training(
         self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
-    ) -> list[tuple[str, str]]:
+    ) -> Header:
         return self.objective.prepare_training(
             model, device, folder, world, pad_id=self.tokenizer.pad_token_id, dtype=dtype
         )
@@ -376,7 +377,7 @@ class LanguageTask:
 
     # what is shown and recorded
 
-    def header(self) -> list[tuple[str, str]]:
+    def header(self) -> Header:
         facts = self.data.facts
         data = self.data
         row = self.metric_names.row
@@ -388,7 +389,11 @@ class LanguageTask:
             packed_rows = pluralise(len(data.train), "packed one")
             rows = f"{pluralise(packing['rows'], 'training row')} in {packed_rows}"
         line = f"{rows}, {pluralise(self.eval_rows, f'evaluation {row}')}"
-        return [("data", line), *[("", line) for line in [*source_lines(facts), *facts["notes"]]]]
+        notes = [("", note) for note in facts["notes"]]
+        return [("data", line), *notes, *self.objective.describe_example(data, self.tokenizer)]
+
+    def header_details(self) -> Header:
+        return [("data", "\n".join(source_lines(self.data.facts)))]
 
     def records(self) -> Mapping[str, Any]:
         return {
@@ -483,7 +488,10 @@ class LanguageTask:
             picture_lines = [
                 f"{rows_with_pictures}; rows have {spread}; the memory plan counts no vision tower"
             ]
-        return [line, *picture_lines, *facts["sources"], *facts["notes"]]
+        example_lines = []
+        for label, text in self.objective.describe_example(self.data, self.tokenizer):
+            example_lines += f"{label}: {text}".split("\n")
+        return [line, *picture_lines, *facts["sources"], *facts["notes"], *example_lines]
 
 
 def flops_per_token(model: nn.Module, config: Any) -> float:

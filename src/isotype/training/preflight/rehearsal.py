@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ from ...precision.parts import local_part, reshard_units
 from ...wording import first_line, pluralise
 from ..setting_names import SettingNames
 from ..setup import CheckedRun, PreflightSubject
+from ..step import peak_memory
 from ..task import preserve_modes, preserve_random_state
 
 # the errors that a model's code raises for unsuitable inputs; torch's are subclasses of
@@ -49,6 +51,7 @@ STEP_ERRORS = (
     AssertionError,
     MemoryError,
 )
+MIN_TIMED_BATCHES = 50
 _MAX_NAMES = 3  # largest number of tensors that a finding names
 _LIBRARY_FOLDERS = (
     str(Path(__file__).parents[2]) + os.sep,
@@ -122,6 +125,7 @@ def rehearse_step(subject: PreflightSubject) -> Iterator[Finding]:
             with subject.watch(LONGEST):
                 loss = float(stepper.accumulate([batch]))
                 norm = stepper.norm()
+            subject.trial.peak_bytes = peak_memory(prepared.device)
         except STEP_ERRORS as error:
             yield _failure_finding("PF012", description, error, subject.names)
             return
@@ -142,8 +146,29 @@ def rehearse_step(subject: PreflightSubject) -> Iterator[Finding]:
         try:
             with _preserve_optimizer(stepper.optimizer):
                 stepper.optimizer.step()
+            subject.trial.peak_bytes = peak_memory(prepared.device)
         except STEP_ERRORS as error:
             yield _failure_finding("PF012", f"the update after {description}", error, subject.names)
+
+
+def time_longest_batch(subject: PreflightSubject) -> None:
+    """Measures forward and backward on the longest rows, after the trial step has compiled what
+    they need: the first call takes many times as long. A run of fewer than 50 batches is not
+    measured, since a batch is more than 2% of it, and neither are several processes, whose steps
+    wait for one another.
+    """
+    prepared = subject.prepared
+    stepper = prepared.stepper
+    batches = subject.schedule.total * subject.config.train.accumulate
+    if batches < MIN_TIMED_BATCHES or stepper.world.size > 1:
+        return
+    batch = subject.make_batch(subject.longest_rows)
+    with preserve_state(prepared):
+        prepared.model.train()
+        start_time = time.perf_counter()
+        stepper.accumulate([batch])
+        stepper.norm()  # waits for a GPU
+        subject.trial.batch_seconds = time.perf_counter() - start_time
 
 
 def rehearse_evaluation(subject: PreflightSubject) -> Iterator[Finding]:

@@ -1,0 +1,183 @@
+"""The header of a run: what a newcomer reads before step 1, and the details behind it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..config.schema import AdapterSection
+from ..distributed.world import World
+from ..model.adapter import trainable_share
+from ..model.architecture import describe_attention as attention_of_transformers
+from ..optimize import joint_attention
+from ..precision.parts import local_part
+from ..precision.precision import Precision
+from ..precision.resolution import Resolved
+from ..runs.folder import LOG, RunFolder
+from ..wording import format_bytes, pluralise
+from .console import format_duration
+from .memory.device import returns_freed_blocks
+from .memory.recomputation import NONE
+from .schedule import RunSchedule
+from .setup import Prepared, Trial
+from .task import Header, Task, evaluation_batch_size
+
+
+def header_rows(
+    task: Task,
+    prepared: Prepared,
+    schedule: RunSchedule,
+    folder: RunFolder,
+    world: World,
+    trial: Trial,
+) -> Header:
+    """The rows of a run's header that are always shown: model, data with an example, precision,
+    memory, time and schedule.
+
+    trial  what the preflight's trial step measured
+    """
+    hardware = prepared.hardware
+    train = task.config.train
+    trainable, total = trainable_share(prepared.model)
+    checkpointing = prepared.checkpointing
+    rows = [
+        ("run", str(folder.path)),
+        ("device", f"{hardware.name}, torch {torch.__version__}"),
+        *_processes_row(world, prepared, task.config.parallel.kind),
+        (
+            "model",
+            (
+                f"{task.base_name}  {total:,} parameters, {trainable:,} trained"
+                f" ({trainable / total:.2%}, {_describe_adapter(task.config.adapter)})"
+            ),
+        ),
+        *task.header(),
+        ("precision", _summarise_precision(prepared.resolved, task.config.adapter)),
+        ("", "\n".join(prepared.manifest.notes)),
+        ("memory", _describe_memory(prepared, trial)),
+        *([] if checkpointing.kind == NONE else [("recompute", str(checkpointing))]),
+        ("time", _describe_time(task, schedule, trial)),
+        (
+            "schedule",
+            (
+                f"{pluralise(schedule.total, 'step')} of {train.batch_size} x {train.accumulate}"
+                f" {task.metric_names.row}s, learning rate {train.learning_rate:g} {train.schedule}"
+            ),
+        ),
+        ("", schedule.describe_evaluation(task.metric_names.row)),
+        *[("warning", f"{f.code} {f.message}; {f.fix}") for f in prepared.resolved.warnings],
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def detail_rows(task: Task, prepared: Prepared) -> Header:
+    """The rows that `--verbose` adds, and that the log always has: the dtype of each role with the
+    reason for the preset, the sources of the data, ops by region, attention and recomputation.
+    """
+    resolved = prepared.resolved
+    checkpointing = prepared.checkpointing
+    attention_text = attention_line(
+        prepared.model,
+        task.config.model.attention,
+        resolved.precision,
+        device_type=prepared.device.type,
+    )
+    if returns_freed_blocks():
+        memory_text = "freed memory is given back at once, since it may become scarce"
+    else:
+        memory_text = ""
+    rows = [
+        ("precision", f"{resolved.text}  ({resolved.preset_reason})"),
+        ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
+        *task.header_details(),
+        ("ops", "\n".join(prepared.manifest.lines())),
+        ("attention", attention_text),
+        *([("recompute", str(checkpointing))] if checkpointing.kind == NONE else []),
+        ("memory", memory_text),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def details_hint(folder: RunFolder) -> Header:
+    """The row that says where the details are, for a header without them."""
+    return [("details", f"dtype of each role, ops, layers: {folder.path / LOG}, or --verbose")]
+
+
+def _describe_adapter(adapter: AdapterSection) -> str:
+    if adapter.kind == "none":
+        return "every weight"
+    return f"{adapter.kind} r={adapter.r}"
+
+
+def _summarise_precision(resolved: Resolved, adapter: AdapterSection) -> str:
+    """The precision in one line. `auto` is named as the source, and its reason is a detail."""
+    values = {role: value for role, value, _ in resolved.rows()}
+    source = " (auto)" if resolved.preset_reason.startswith("auto") else ""
+    base_text = "" if adapter.kind == "none" else f"base {values['base']}, "
+    return (
+        f"{resolved.text}{source}: {base_text}trained {values['trainable']},"
+        f" compute {values['compute']}"
+    )
+
+
+def _describe_memory(prepared: Prepared, trial: Trial) -> str:
+    """The memory that the trial step used, or, without a trial, the size of the weights."""
+    hardware = prepared.hardware
+    limit_text = f" of {format_bytes(hardware.memory)}" if hardware.memory else ""
+    if trial.peak_bytes:
+        peak_text = format_bytes(trial.peak_bytes)
+        return f"about {peak_text}{limit_text}: a trial step of the longest rows used this"
+    weight_bytes = sum(
+        local_part(p).numel() * p.element_size() for p in prepared.model.parameters()
+    )
+    return f"weights {format_bytes(weight_bytes)}{limit_text}; each step shows the measured peak"
+
+
+def _describe_time(task: Task, schedule: RunSchedule, trial: Trial) -> str:
+    """The time of all steps and evaluations with the longest rows, "" where no batch was timed."""
+    if trial.batch_seconds is None:
+        return ""
+    train = task.config.train
+    evaluated_batches = (
+        schedule.evaluations * schedule.evaluated_rows / evaluation_batch_size(train)
+    )
+    # an evaluation has no backward pass, which takes at least as long as the forward pass
+    batches = schedule.total * train.accumulate + evaluated_batches / 2
+    return (
+        f"about {format_duration(batches * trial.batch_seconds)} without samples:"
+        f" a batch of the longest rows takes {trial.batch_seconds:.2g} s"
+    )
+
+
+def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[str, str]]:
+    if world.size == 1:
+        if kind in ("shard", "hybrid"):
+            return [("processes", f"1: parallel.kind: {kind} has no effect")]
+        return []
+    batching = prepared.batching
+    machines = "on one machine" if world.nodes == 1 else f"on {world.nodes} machines"
+    share_text = (
+        f"{len(batching.local_micro_batches)} x {batching.micro_batch_size} rows of each step"
+    )
+    return [
+        (
+            "processes",
+            (
+                f"{world.size} {machines}, started by {world.launcher}, {world.backend}:"
+                f" {prepared.parallel}, each computes {share_text}"
+            ),
+        )
+    ]
+
+
+def attention_line(
+    model: nn.Module, implementation: str, precision: Precision, *, device_type: str
+) -> str:
+    """Returns a text that names the attention implementation and the reason for it. For a diffusers
+    model, it lists the attention back ends of the layers. Returns "" if neither is known.
+
+    implementation  `model.attention`
+    """
+    return attention_of_transformers(model, implementation) or joint_attention.describe_backends(
+        model, precision.compute, device_type=device_type
+    )
