@@ -1,6 +1,7 @@
-"""Checks for the tests of other projects: `ampcheck`, `compile_matrix`, and a pytest plugin.
+"""Checks that other projects can use in their tests: `ampcheck`, `compile_matrix`, and a pytest
+plugin.
 
-Attributes are imported when first used.
+Each of these is imported only when it is first used.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Runs Triton kernels on a CPU with correct results, in Triton's interpreter with its faults
-repaired. Kernels need only the usual decorator.
+"""Runs Triton kernels on a CPU. It uses Triton's interpreter and repairs the faults of this
+interpreter, so that the results are correct. Kernels need only the usual decorator `@triton.jit`.
 
     with interpreted():
         silu_mul_forward[grid](gate, up, out, n, BLOCK=128)      # CPU tensors
 
-Neither TRITON_INTERPRET=1 nor a particular order of imports is needed. Within the block, launches
-of ordinary JIT functions run in the interpreter; at its end everything is restored. The interpreter
-of Triton 3.9 has these faults: it stores bf16 as raw bits (uint16), truncates fp32 to bf16, and
-adds, multiplies, compares and reduces the bits; it sums fp16 in fp32; and it does not wrap Python
-floats, so that `.to` on a float fails. In the repaired interpreter every operator widens bf16,
-computes, and rounds once, to nearest even.
+Neither TRITON_INTERPRET=1 nor a particular order of imports is needed. Within the block, ordinary
+JIT functions that are launched run in the interpreter. At the end of the block everything is
+restored. The interpreter of Triton 3.9 has several faults. It stores bf16 values as integers with
+the same bits (uint16), and it adds, multiplies, compares and reduces these integers. When it
+converts fp32 to bf16, it truncates instead of rounding. It sums fp16 in fp32. It does not wrap
+Python floats, so that `.to` on a float fails. In the repaired interpreter, every operator converts
+its bf16 operands to a wider dtype, computes, and rounds the result once, to nearest even.
 """
 
 from __future__ import annotations
@@ -104,12 +105,12 @@ CASTS = (
 
 
 def is_bf16(handle: Any) -> bool:
-    """Whether a value of the interpreter is bf16."""
+    """True if a value of the interpreter is bf16."""
     return isinstance(handle, Handle) and handle.dtype.scalar == tl.bfloat16
 
 
 def _widen_bf16(handle: Any) -> Any:
-    """Returns the value in fp32 if it is bf16, else unchanged."""
+    """Converts a bf16 value to fp32, and returns any other value unchanged."""
     if is_bf16(handle):
         return Handle(widen(handle.data), tl.float32)
     return handle
@@ -149,7 +150,9 @@ def repair_cast(original: Operation) -> Operation:
 
 
 def repair_float_cast(original: Operation) -> Operation:
-    """Wraps the cast between floats. Casts from and to fp8 run the interpreter's code."""
+    """Wraps the cast between floats. Casts from and to fp8 still use the code of Triton's
+    interpreter.
+    """
 
     def operator(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         source = src.dtype.scalar
@@ -198,8 +201,9 @@ def repair_fma(original: Operation) -> Operation:
 
 
 def refuse_bf16(operation: str, original: Operation, get_operand: Operation) -> Operation:
-    """Wraps an operator so that it raises NotImplementedError for bf16. Triton's version would
-    compute with the bits, and no kernel is known that needs the operator in bf16.
+    """Wraps an operator so that it raises NotImplementedError for bf16. Triton's operator would
+    compute with the bits of bf16 values as if they were integers. No kernel is known that needs
+    this operator in bf16, so it is not repaired.
     """
 
     def operator(self: Any, *operands: Any) -> Any:
@@ -213,8 +217,8 @@ def refuse_bf16(operation: str, original: Operation, get_operand: Operation) -> 
 
 
 def _sum_by_halves(data: Any, axis: int, add: Callable[[Any, Any], Any]) -> Any:
-    """Sums like a GPU: the second half is added to the first half until one element is left, and
-    each sum is rounded.
+    """Sums in the same order as a GPU. It adds the second half of the elements to the first half,
+    rounds each sum, and repeats this until one element is left.
     """
     data = np.moveaxis(data, axis, 0)
     while data.shape[0] > 1:
@@ -303,7 +307,9 @@ def wrap_argument(original: Operation) -> Operation:
 
 
 def interpreter_repairs() -> Iterator[Replacement]:
-    """Yields (owner, attribute, replacement) for each fault of the interpreter."""
+    """For each fault of the interpreter, yields the object and the attribute that must be replaced,
+    and the replacement.
+    """
     for name in ELEMENTWISE.split():
         attribute = f"create_{name}"
         if hasattr(Builder, attribute):
@@ -370,7 +376,7 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def interpreted_libdevice(name: str, *arguments: Any) -> Any:
-    """Computes the libdevice function of this name in the interpreter."""
+    """Computes the libdevice function with this name in the interpreter."""
     if name not in FUNCTIONS:
         raise NotImplementedError(
             f"libdevice.{name} has no CPU version; known: {', '.join(sorted(FUNCTIONS))}"
@@ -406,8 +412,9 @@ def _to_torch(argument: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def libdevice_replacements() -> Iterator[tuple[FunctionType, Any]]:
-    """Yields (stub, function whose code replaces the stub's code). The code is replaced and not the
-    name, so that functions that were imported from libdevice earlier change too.
+    """Yields pairs of a stub from libdevice and a function. The code of the stub is replaced by the
+    code of the function. The stub object itself stays the same, so kernels that imported it earlier
+    use the new code too.
     """
     libdevice.__dict__.setdefault("_interpreted_libdevice", interpreted_libdevice)
     for name, stub in list(vars(libdevice).items()):
@@ -462,7 +469,7 @@ def _set_attribute(undo: ExitStack, owner: Any, attribute: str, value: Any) -> N
 
 
 def _diversions() -> Iterator[Replacement]:
-    """Yields the replacements by which launches, device functions and autotuners run in the
+    """Yields the replacements that make launches, device functions and autotuners use the
     interpreter.
     """
     call = jit.JITFunction.__call__
@@ -478,8 +485,8 @@ def _diversions() -> Iterator[Replacement]:
         return _rewrite_function(self.fn)(*args, **kwargs)
 
     def first_configuration(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
-        """Gives every configuration the same time, so that the autotuner takes the first. Nothing
-        is measured on a CPU.
+        """Reports the same time for every configuration, so that the autotuner takes the first one.
+        On a CPU no times are measured.
         """
         return [0.0, 0.0, 0.0]
 
@@ -491,7 +498,9 @@ def _diversions() -> Iterator[Replacement]:
 
 
 def _rewrite_function(function: Any) -> Any:
-    """Returns the function as rewritten by the interpreter. A function is rewritten only once."""
+    """Returns the version of a function that Triton's interpreter rewrote for its own use. Each
+    function is rewritten only once.
+    """
     cache = triton_interpreter.InterpretedFunction.rewritten_fn
     if function not in cache:
         cache[function] = triton_interpreter.FunctionRewriter(function).rewrite_ast()
@@ -501,8 +510,8 @@ def _rewrite_function(function: Any) -> Any:
 def _run_launch(
     function: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any], hooks: list[Any]
 ) -> None:
-    """Runs one launch. `triton.language` is patched once for all device functions that the kernel
-    calls, and is always restored afterwards.
+    """Runs one launch. `triton.language` is patched once for the kernel and all device functions
+    that it calls. It is restored afterwards, also after an error.
     """
     names = list(triton_interpreter.inspect.signature(function).parameters)
     interpreting = triton.knobs.runtime.interpret

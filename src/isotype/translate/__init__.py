@@ -1,5 +1,5 @@
-"""Translates another tool's training configuration into one of Isotype (`isotype import`), and
-reports the outcome of each of its keys. Imports no torch.
+"""Translates the training configuration of another tool into a configuration of Isotype (`isotype
+import`), and reports for each of its keys what became of it. Imports no torch.
 
 source       reads a file: its keys with their lines, and the tool that it belongs to
 TOOL         a module for each tool, with its table `HANDLERS`, `refusal_reason` and `add_defaults`

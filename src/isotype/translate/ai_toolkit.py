@@ -1,4 +1,4 @@
-"""Translates ai-toolkit's YAML of a job, of which only the first process is read."""
+"""Translates the YAML file of an ai-toolkit job. Only the first process of the job is read."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ _FULL_RANK = 100_000
 
 
 def _refuse_if_enabled(alternative: str) -> transforms.Handler:
-    """Returns a handler that reports the key as not offered if it is switched on. It is for keys
-    that can be off with a value that `OFF_VALUES` lacks.
+    """Returns a handler that reports the key as not offered if it is switched on. It is used for
+    keys that have further values for off, which are not in `OFF_VALUES`.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -83,8 +83,9 @@ _FAMILIES_WITHOUT_CLIP = (
 
 
 def _require_clip(handle: transforms.Handler) -> transforms.Handler:
-    """Returns a handler that calls `handle` for SDXL and Stable Diffusion, also if the file names
-    no family, and refuses the key for other families.
+    """Returns a handler for a key that only SDXL and Stable Diffusion support. For these families,
+    and if the file names no family, it calls `handle`. For other families it reports the key as not
+    offered if it is switched on.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -104,7 +105,9 @@ def _require_clip(handle: transforms.Handler) -> transforms.Handler:
 
 
 def _convert_base(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `model.quantize`, with the dtype of `model.qtype`, by default qfloat8."""
+    """Translates `model.quantize`. The dtype is the value of `model.qtype`, which is qfloat8 by
+    default.
+    """
     kind = str(draft.source_values.get("model.qtype") or "qfloat8").lower()
     dtype_name = None
     if "float8" in kind:
@@ -258,7 +261,9 @@ _DEFAULTS = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds ai-toolkit's defaults that differ from Isotype's, and the sources of pictures."""
+    """Adds the defaults of ai-toolkit that differ from the defaults of Isotype. Adds the sources of
+    pictures too.
+    """
     if transforms.is_enabled(source.get("network.lokr_full_rank")):  # overrides `network.linear`
         draft.settings |= {"adapter.r": _FULL_RANK, "adapter.alpha": float(_FULL_RANK)}
     if draft.settings.get("adapter.kind") != "lokr":

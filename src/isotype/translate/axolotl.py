@@ -82,8 +82,8 @@ _RL_METHODS = ("dpo", "ipo", "orpo", "simpo", "kto")
 
 
 def _read_objective(draft: ConfigDraft) -> str | None:
-    """Returns the objective, from the keys of the whole file: settings may come before the key that
-    names the method.
+    """Returns the training objective. It reads the keys of the whole file, because some settings
+    may come before the key that names the method.
     """
     if draft.source_values.get("reward_model"):
         return "reward"
@@ -166,8 +166,8 @@ def _datasets_handler(target: str) -> transforms.Handler:
 def _convert_dataset(
     dataset: dict[str, Any], objective: str | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Translates one entry of `datasets:` into an entry of data.train. Returns it with notes on
-    keys that have no counterpart.
+    """Translates one entry of `datasets:` into an entry of data.train. Returns the new entry, and
+    notes about keys that Isotype does not have.
     """
     entry, notes = _locate_dataset(dataset)
     kind = dataset.get("type")
@@ -205,7 +205,7 @@ _UNREAD_DATASET_KEYS = {
 
 
 def _locate_dataset(dataset: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns an entry with the place of the data set, and notes."""
+    """Returns an entry with the path or hub name of the data set, and notes."""
     notes = []
     files = dataset.get("data_files")
     first_file = files[0] if isinstance(files, list) else files
@@ -255,7 +255,9 @@ def _name_own_fields(
 def _name_by_type(
     entry: dict[str, Any], kind: str, dataset: dict[str, Any], objective: str | None
 ) -> list[str]:
-    """Sets format and columns by `type: alpaca`, `chat_template`, `chatml.intel`. Returns notes."""
+    """Sets the format and the columns according to `type`, which may be `alpaca`, `chat_template`
+    or `chatml.intel`, for example. Returns notes.
+    """
     strategy, _, function = kind.partition(":")[0].partition(".")
     format_name = _FORMATS.get(strategy)
     if has_turns := strategy in ("chat_template", "sharegpt") or "field_messages" in dataset:
@@ -282,7 +284,8 @@ def _name_by_type(
 def _name_turns(
     entry: dict[str, Any], strategy: str, dataset: dict[str, Any], *, row_format: bool
 ) -> None:
-    """Names the list of turns, and the keys and roles of a turn."""
+    """Writes into the entry how the data names the list of turns, and the keys and roles of a turn.
+    """
     default_keys = ("from", "value") if strategy == "sharegpt" else ("role", "content")
     default_field = "conversations" if strategy == "sharegpt" else "messages"
     properties = dict(dataset.get("message_property_mappings") or {})
@@ -409,8 +412,8 @@ _NOT_OFFERED = {
 
 
 def _convert_rope(rope_scaling: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the rotary embedding, with `rope_type`, transformers 5's name of
-    `type`.
+    """Returns the settings of the rotary embedding. The key `type` is renamed to `rope_type`, its
+    name in transformers 5.
     """
     return {("rope_type" if key == "type" else key): value for key, value in rope_scaling.items()}
 

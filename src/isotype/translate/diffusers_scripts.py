@@ -28,7 +28,9 @@ _TEXT_RATE = 5e-6  # default of `text_encoder_lr` in the scripts
 
 
 def _require_scheme(scheme: str, target: str) -> transforms.Handler:
-    """Returns a handler for a number that has an effect only with one weighting scheme."""
+    """Returns a handler for a number that has an effect only if the file chooses this weighting
+    scheme.
+    """
     return transforms.require_key(
         "weighting_scheme",
         scheme,

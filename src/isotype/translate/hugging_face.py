@@ -1,8 +1,8 @@
 """Translates Hugging Face's `TrainingArguments`, TRL's trainers (Python, YAML or command line), and
 Unsloth's notebooks, which use both.
 
-The tables of the other tools for text reuse parts of this module: the rows of the Trainer's
-arguments, and the settings of preference methods.
+Other tools that train on text use parts of this module for their tables: the entries for the
+arguments of Trainer, and the settings of preference methods.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _VISION_MODEL_CLASSES = {"FastVisionModel", "AutoModelForImageTextToText", "Auto
 
 
 def _loss_name(value: object) -> str:
-    """Returns `loss_type` as text. DPO accepts a list, and a script writes it as text."""
+    """Returns the value of `loss_type` as text. TRL's DPO accepts a list of losses, and on a
+    command line such a list is a text.
+    """
     if value is transforms.Computed:
         return "computed by the program"
     names = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
@@ -46,16 +48,17 @@ def _loss_name(value: object) -> str:
 
 
 def _read_objective(draft: ConfigDraft) -> str | None:
-    """Returns the objective, from the keys of the whole file: settings may come before the key that
-    names the method.
+    """Returns the training objective. It reads the keys of the whole file, because some settings
+    may come before the key that names the method.
     """
     losses = _LOSSES.get(str(draft.source_values.get("trl_method")), {})
     return losses.get(_loss_name(draft.source_values.get("loss_type")) or next(iter(losses), ""))
 
 
 def frozen_part_handler(target: str) -> transforms.Handler:
-    """Returns a handler for a key that freezes a vision tower or projector. If it is off, the part
-    is trained like the rest: with an adapter, or in full.
+    """Returns a handler for a key that freezes a vision tower or projector. If the key is switched
+    off, this part is trained in the same way as the rest of the model: with an adapter, or with all
+    of its weights.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -92,8 +95,8 @@ def preference_handler(
 
 
 def add_text_defaults(draft: ConfigDraft) -> None:
-    """Adds defaults that the tools for text share: without evaluation data they train on every row.
-    Removes settings that they ignore for preference methods.
+    """Adds a default that all tools for text have: if there is no evaluation data, they train on
+    every row. Removes settings that these tools ignore for preference methods.
     """
     if "data.eval" in draft.settings:
         draft.settings.pop("data.eval_split", None)
@@ -103,7 +106,7 @@ def add_text_defaults(draft: ConfigDraft) -> None:
 
 
 def drop_preference_conflicts(draft: ConfigDraft) -> None:
-    """Removes settings that Isotype refuses with the objective."""
+    """Removes settings that Isotype does not allow for this objective."""
     objective = draft.settings.get("train.objective")
     conflicts = {
         "train.embedding_noise": (objective is not None, "it is for answers that are learnt"),
@@ -164,7 +167,9 @@ _TRAINERS = {
 
 
 def _refused_class(source: Source) -> str | None:
-    """Returns the reason to refuse a program that calls a trainer or model that is not offered."""
+    """Returns the reason to refuse a program that calls a trainer or a model class that Isotype
+    does not offer.
+    """
     for name in sorted(source.called_names):
         if match := _OTHER_METHOD_CLASS.match(name):
             return (
@@ -199,14 +204,14 @@ def _command_line_reason(source: Source) -> str | None:
 
 
 def _is_text_class(name: str) -> bool:
-    """Whether a program that calls this class trains a kind of model that is offered."""
+    """True if a program that calls this class trains a kind of model that Isotype offers."""
     if name in _VISION_MODEL_CLASSES or name in ("SFTTrainer", "SFTConfig"):
         return True
     return "CausalLM" in name or name.startswith("Fast")
 
 
 def _refused_model_class(source: Source, *, has_method: bool) -> str | None:
-    """Returns the reason to refuse a program with another kind of model."""
+    """Returns the reason to refuse a program that trains another kind of model."""
     if has_method or any(map(_is_text_class, source.called_names)):
         return None
     for name in sorted(source.called_names):
@@ -218,7 +223,7 @@ def _refused_model_class(source: Source, *, has_method: bool) -> str | None:
 
 
 def _refused_loss(method: SourceKey, source: Source) -> str | None:
-    """Returns the reason to refuse a preference method whose loss is not offered."""
+    """Returns the reason to refuse a preference method with a loss that Isotype does not offer."""
     losses = _LOSSES[str(method.value)]
     loss = _loss_name(source.get("loss_type"))
     if not loss or loss in losses:
@@ -228,7 +233,7 @@ def _refused_loss(method: SourceKey, source: Source) -> str | None:
 
 
 def _refused_command(source: Source) -> str | None:
-    """Returns the reason to refuse a command line or script of another method."""
+    """Returns the reason to refuse a command line or a script that uses another training method."""
     offered = "Isotype trains on given answers (SFT) and on preferences"
     command = source.method.split(" ")[0]
     if command in ("grpo", "rloo", "prm"):
@@ -240,7 +245,7 @@ def _refused_command(source: Source) -> str | None:
 
 
 def _refused_key(source: Source) -> str | None:
-    """Returns the reason to refuse a file with a key of another method."""
+    """Returns the reason to refuse a file that contains a key of another training method."""
     if source_key := source.find_key(*_PREFERENCE_KEYS):
         return (
             f"line {source_key.line}: {source_key.name_in_file or source_key.name} belongs to a"
@@ -328,7 +333,7 @@ def _convert_mixture(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def _convert_schedule_kwargs(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `lr_scheduler_kwargs`, of which only the minimum of the learning rate is offered."""
+    """Translates `lr_scheduler_kwargs`. Only the minimum of the learning rate is offered."""
     details = source_key.value if isinstance(source_key.value, dict) else {}
     rate = details.get("min_lr_rate")
     if (
@@ -380,8 +385,8 @@ convert_liger = transforms.set_if_enabled(
 
 
 def _convert_push(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `push_to_hub`. The repository is `hub_model_id`, else the name of the output
-    folder, as in transformers.
+    """Translates `push_to_hub`. The repository is `hub_model_id`. If it is not set, the repository
+    has the name of the output folder, as in transformers.
     """
     if not transforms.is_enabled(source_key.value):
         draft.report_no_effect(source_key, "off")
@@ -617,7 +622,9 @@ HANDLERS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds the defaults that differ from Isotype's. Without PEFT every weight is trained."""
+    """Adds the defaults of Hugging Face's trainers that differ from the defaults of Isotype. If the
+    file does not use PEFT, every weight is trained.
+    """
     has_peft = source.find_key(
         "lora_r", "lora_alpha", "lora_target_modules"
     ) or source.called_names & {

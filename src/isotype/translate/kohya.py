@@ -34,7 +34,9 @@ def refusal_reason(source: Source) -> str | None:
 
 
 def _parse_arguments(value: Any) -> dict[str, str]:
-    """Parses `["algo=lokr", "factor=8"]`, or the same as text with spaces."""
+    """Parses a list such as `["algo=lokr", "factor=8"]`, or a text in which these items are
+    separated by spaces.
+    """
     arguments = value if isinstance(value, list) else str(value or "").split()
     return dict(
         str(argument).strip("\"'").split("=", 1) for argument in arguments if "=" in str(argument)
@@ -121,7 +123,9 @@ def _parse_samples(text: str) -> list[Any]:
 
 
 def _convert_keep_tokens(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `keep_tokens` of the run or of a subset, if shuffle_caption is on for the same."""
+    """Translates `keep_tokens` of the run or of a subset. It has an effect only if
+    `shuffle_caption` is switched on for the same run or subset.
+    """
     if transforms.is_enabled(
         draft.source_values.get(
             "shuffle_caption",
@@ -308,7 +312,9 @@ HANDLERS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds kohya's defaults that differ from Isotype's, and the sources of pictures."""
+    """Adds the defaults of kohya's scripts that differ from the defaults of Isotype. Adds the
+    sources of pictures too.
+    """
     is_full_training = not source.get("network_module") and not source.get("network_dim")
     if not draft.set_adapter_defaults("none" if is_full_training else "lora", 4, 1.0):
         pictures.drop_adapter_files(draft)

@@ -20,8 +20,8 @@ _PREF_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"
 
 
 def _read_objective(draft: ConfigDraft) -> str | None:
-    """Returns the objective, from the keys of the whole file: settings may come before the key that
-    names the method.
+    """Returns the training objective. It reads the keys of the whole file, because some settings
+    may come before the key that names the method.
     """
     stage = draft.source_values.get("stage")
     if stage == "dpo":
@@ -34,8 +34,9 @@ _preference_handler = partial(preference_handler, read_objective=_read_objective
 
 
 def _convert_pref_ftx(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `pref_ftx`, a weight of the chosen answer's likelihood. ORPO's loss already has
-    this likelihood with weight 1, so the result is 1 + `pref_ftx`.
+    """Translates `pref_ftx`, the weight with which the likelihood of the chosen answer is added to
+    the loss. The loss of ORPO already contains this likelihood with weight 1. So the weight for
+    ORPO is 1 + `pref_ftx`.
     """
     if _read_objective(draft) == "orpo":
         draft.set(
@@ -125,8 +126,8 @@ def _dataset_names(value: Any) -> list[str]:
 
 
 def _convert_max_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Sets data.limit if the file has one data set. With several, each entry of data.train gets
-    the limit instead.
+    """Sets data.limit if the file has one data set. If the file has several data sets, each entry
+    of data.train gets the limit instead.
     """
     if len(_dataset_names(draft.source_values.get("dataset", ""))) == 1:
         transforms.convert_count("data.limit")(draft, source_key)
@@ -139,8 +140,8 @@ def _data_folder(draft: ConfigDraft) -> str:
 
 
 def _read_registry(draft: ConfigDraft) -> dict[str, Any]:
-    """Reads dataset_info.json from `dataset_dir`, relative to the file or to the working directory.
-    Returns {} if it cannot be read.
+    """Reads dataset_info.json from `dataset_dir`, which is relative to the folder of the file or to
+    the working directory. Returns {} if dataset_info.json cannot be read.
     """
     dataset_folder = draft.source_values.get("dataset_dir", "data")
     for folder in (Path(draft.folder), Path(".")):
@@ -192,7 +193,9 @@ _DEFAULT_TAGS = {
 def _convert_dataset(
     draft: ConfigDraft, name: str, description: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Translates an entry of dataset_info.json into one of data.train. Returns it with notes."""
+    """Translates an entry of dataset_info.json into an entry of data.train. Returns the new entry,
+    and notes.
+    """
     hub = description.get("hf_hub_url")
     file_name = description.get("file_name", f"{name}.json")
     entry: dict[str, Any] = {"name": f"hf:{hub}" if hub else f"{_data_folder(draft)}/{file_name}"}

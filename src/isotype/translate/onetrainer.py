@@ -1,5 +1,5 @@
-"""Translates OneTrainer's JSON, with its concepts (datasets) in the same file or in the file that
-it names.
+"""Translates OneTrainer's JSON. Its datasets, which OneTrainer calls concepts, are in the same file
+or in a file that it names.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ _CLIP_ENCODERS = {
 
 
 def _convert_text_encoder(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `text_encoder.train`, `text_encoder_2.learning_rate` and similar keys. Encoders
-    are trained only if all encoders of the model are.
+    """Translates `text_encoder.train`, `text_encoder_2.learning_rate` and similar keys. Isotype can
+    only train all text encoders of a model, or none of them.
     """
     encoders = ("text_encoder", "text_encoder_2")[
         : _CLIP_ENCODERS.get(draft.lowercase_value("model_type"), 0)
@@ -254,7 +254,9 @@ HANDLERS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds OneTrainer's defaults that differ from Isotype's, and the sources of pictures."""
+    """Adds the defaults of OneTrainer that differ from the defaults of Isotype. Adds the sources of
+    pictures too.
+    """
     if not draft.set_adapter_defaults("lora", 16, 1.0):
         pictures.drop_adapter_files(draft)
     pictures.set_default_preset(

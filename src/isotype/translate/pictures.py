@@ -1,5 +1,6 @@
-"""Reads the files of tools that train on pictures as keys with lines, and provides handlers that
-their tables share. The keys of the N-th dataset are named `dataset.N.KEY`.
+"""For tools that train on pictures, this module reads the keys of their files, with the line of
+each key. It also defines handlers that several of these tools use. The keys of the N-th dataset are
+named `dataset.N.KEY`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def read_picture_keys(tool: str, tree: Tree, path: Path) -> list[SourceKey]:
 
 
 def _kohya_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
-    """Yields the keys of all TOML tables of a file, without the names of the tables."""
+    """Yields the keys of all TOML tables in a file. The names of the tables are left out."""
     for key, value in tree.data.items():
         if isinstance(value, dict) and key != "general":
             for inner, inner_value in value.items():
@@ -107,8 +108,8 @@ def _kohya_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
 
 
 def kohya_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
-    """Yields the keys of the file that `--dataset_config` names, nothing if it is missing. Raises
-    UsageError if it is broken.
+    """Yields the keys of the file that `--dataset_config` names. If the file does not exist, yields
+    nothing. Raises UsageError if the file cannot be read.
     """
     if (
         isinstance(file_name, str)
@@ -158,8 +159,8 @@ def nested_keys(
 ) -> Iterator[SourceKey]:
     """Yields a key such as `optimizer.lr` for each value in a nested mapping.
 
-    position        the path of `node` in the file, for the lines
-    mapping_values  keys whose mapping is one value
+    position        the path of `node` in the file, from which the lines of the keys are found
+    mapping_values  keys whose value is a mapping that is not split into further keys
     dataset_list    the key of the list of datasets
     """
     for key, value in node.items():
@@ -215,8 +216,8 @@ def _onetrainer_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
 
 
 def find_file(file_name: str, *folders: Path) -> Path | None:
-    """Returns a file that another file names, searched in the folders by its path and then by its
-    file name; None if it is missing.
+    """Finds a file that another file names. It searches in these folders, first for the path of the
+    file and then for its name only. Returns None if there is no such file.
     """
     candidates = [
         *(folder / file_name for folder in folders),
@@ -235,8 +236,8 @@ def _read_tree(file: Path, reader: Callable[[str], Tree]) -> Tree:
 
 
 def redact_key(source_key: SourceKey) -> SourceKey:
-    """Returns a key with secrets replaced. A secret is recognised by the key's name, by its own
-    form, or by a flag before it in a text.
+    """Returns a key in whose value all secrets are replaced. A secret is recognised by the name of
+    the key, by the form of the secret, or by a command-line flag before it.
     """
     return replace(source_key, value=_redact_value(source_key.name, source_key.value))
 
@@ -257,15 +258,16 @@ def _redact_value(name: str, value: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Replaces the secrets in a text."""
+    """Replaces all secrets in a text."""
     return _SECRET_VALUE.sub(_REDACTED, _SECRET_FLAG.sub(rf"\1{_REDACTED}", text))
 
 
 def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
-    """Returns the keys of SimpleTuner's JSON or TOML, or of the text of a config.env, and of the
-    dataset file that it names. Raises UsageError.
+    """Returns the keys of a configuration file of SimpleTuner (JSON, TOML or config.env), together
+    with the keys of the dataset file that this configuration names. Raises UsageError.
 
-    Lines of a config.env that are not assignments are skipped, although a shell would run them.
+    A shell would run the lines of a config.env that are not assignments. Here such lines are
+    skipped.
     """
     keys: dict[str, SourceKey] = {}
     if isinstance(tree, str):
@@ -312,8 +314,9 @@ def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
 
 
 def _simpletuner_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
-    """Yields the keys of SimpleTuner's dataset file, nothing if it is missing. SimpleTuner is
-    started in a folder above its configuration, so the path is tried from each of these folders.
+    """Yields the keys of SimpleTuner's dataset file. If the file does not exist, yields nothing.
+    Its path is relative to the folder in which SimpleTuner is started, which is a folder above the
+    configuration. So the file is searched in each of these folders.
     """
     if (
         not isinstance(file_name, str)
@@ -360,8 +363,8 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 def dataset_handler(
     table: Mapping[str, transforms.Handler], label: str = "dataset"
 ) -> transforms.Handler:
-    """Returns a handler for keys of datasets, `dataset.0.KEY`. The sources themselves are set by
-    `set_sources`.
+    """Returns a handler for the keys of datasets, such as `dataset.0.KEY`. It does not set the
+    sources of pictures themselves; `set_sources` does this.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -376,7 +379,7 @@ def dataset_handler(
 
 
 def collect_datasets(draft: ConfigDraft) -> list[dict[str, Any]]:
-    """Returns the keys of each dataset, key -> value."""
+    """Returns the keys and values of each dataset."""
     datasets: dict[int, dict[str, Any]] = {}
     for name, value in draft.source_values.items():
         if name.startswith(f"{DATASET_PREFIX}."):
@@ -410,8 +413,8 @@ def picture_source(
 
 
 def set_sources(draft: ConfigDraft, sources_by_setting: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Sets `images.train` and similar settings in their shortest form: a source whose only
-    resolution is the run's does not name it.
+    """Sets `images.train` and similar settings in the shortest form. If the only resolution of a
+    source is the resolution of the run, it is left out of the entry of the source.
     """
     for setting, sources in sources_by_setting.items():
         for source in sources:
@@ -428,8 +431,9 @@ def set_sources(draft: ConfigDraft, sources_by_setting: Mapping[str, list[dict[s
 
 
 def read_numbered_folders(folder: str, base: Path, **settings: Any) -> list[dict[str, Any]]:
-    """Reads kohya's folders such as `10_sks dog`: the number is the repeats of the pictures, the
-    text their caption if they have no text file.
+    """Reads folders with kohya's names, such as `10_sks dog`. The number in the name tells how
+    often each picture is repeated. The text in the name is the caption of the pictures, if the
+    folder contains no text files.
     """
     root = next((match for match in (Path(folder), base / folder) if match.is_dir()), None)
     sources = []
@@ -456,16 +460,16 @@ def largest_side(value: Any) -> int:
 
 
 def parse_resolutions(value: Any) -> list[int]:
-    """Returns the resolutions in `[512, 768, 1024]` or `"512,768"`, sorted. Each picture comes once
-    at each resolution.
+    """Returns the resolutions in `[512, 768, 1024]` or `"512,768"`, sorted. Each picture is used
+    once in each of these resolutions.
     """
     parts = value if isinstance(value, list) else str(value).split(",")
     return sorted({largest_side(part) for part in parts})
 
 
 def convert_resolution(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Sets `images.resolution` to the largest resolution. Sources with other resolutions get their
-    own setting.
+    """Sets `images.resolution` to the largest resolution. For sources with other resolutions, the
+    resolution is set in the entry of the source.
     """
     resolutions = parse_resolutions(source_key.value)
     largest = max(*resolutions, int(draft.settings.get("images.resolution", 0)))
@@ -495,8 +499,10 @@ def _optimizer_name(draft: ConfigDraft) -> str:
 
 
 def convert_rate(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates a learning rate. DAdapt and similar optimizers find their rate themselves, and the
-    rate in the file is only a factor, usually 1.0. AdamW replaces them and gets a usual rate.
+    """Translates a learning rate. DAdapt and similar optimizers find their learning rate
+    themselves. With them, the rate in the file is only a factor of this learning rate, and it is
+    usually 1.0. Isotype replaces these optimizers by AdamW, with a learning rate that is usual for
+    AdamW.
     """
     optimizer = _optimizer_name(draft)
     if transforms.OPTIMIZERS.get(optimizer) != "prodigy" and (
@@ -512,8 +518,9 @@ def convert_rate(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def convert_text_encoder_rate(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates the learning rate of text encoders, or one for each. The factor of an optimizer
-    that finds its rate is not used.
+    """Translates the learning rate of the text encoders, which may be a list with one rate for each
+    encoder. If the optimizer finds its learning rate itself, the value is only a factor and is not
+    used.
     """
     values = source_key.value if isinstance(source_key.value, list) else [source_key.value]
     rates = [float(value) for value in values]
@@ -547,7 +554,7 @@ def convert_min_snr(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def convert_timestep(target: str) -> transforms.Handler:
-    """Returns a handler that converts a timestep of 1000 into a share."""
+    """Returns a handler for a timestep between 0 and 1000. It divides the timestep by 1000."""
     return transforms.convert_to(
         target, lambda value: float(value) / 1000, "a share of 1000 timesteps"
     )
@@ -556,8 +563,8 @@ def convert_timestep(target: str) -> transforms.Handler:
 def set_default_preset(
     draft: ConfigDraft, mixed_precision: object, *, half_weights: bool = False
 ) -> None:
-    """Sets `precision.preset` by the dtype of the products, if it is not set. `half_weights`: the
-    weights have this dtype too.
+    """Sets `precision.preset` if it is not set. The preset follows from the dtype of matrix
+    products (`mixed_precision`). `half_weights` tells whether the weights have this dtype too.
     """
     has_adapter = draft.settings.get("adapter.kind") != "none"
     dtype_name = (
@@ -578,14 +585,15 @@ def set_default_preset(
 
 
 def drop_text_encoders(draft: ConfigDraft) -> None:
-    """Removes the settings of text encoders unless a LoRA adapter is trained."""
+    """Removes the settings of the text encoders, unless a LoRA adapter is trained."""
     if draft.settings.get("adapter.kind") != "lora":
         for key in ("adapter.text_encoders", "adapter.text_encoder_rate"):
             draft.settings.pop(key, None)
 
 
 def drop_adapter_files(draft: ConfigDraft) -> None:
-    """Removes settings of adapter files, for a run that trains every weight."""
+    """Removes the settings about adapter files. This is needed for a run that trains every weight.
+    """
     for key in ("run.adapters_every", "run.adapter_format"):
         draft.settings.pop(key, None)
 

@@ -1,5 +1,6 @@
-"""Translates other tools' names for the keys of rows and turns into `columns` and `roles` of an
-entry of data.train.
+"""In the data of another tool, the keys of a row and of a chat message (a turn) may have other
+names than in Isotype. This module writes these names into `columns` and `roles` of an entry of
+data.train.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ _MESSAGE_TURN = ("role", "content")
 
 
 def add_columns(entry: dict[str, Any], columns: Mapping[str, Any]) -> None:
-    """Adds names to the entry's `columns` (Isotype's key -> the data's name). Empty names, and
-    names that are already Isotype's, are left out.
+    """Adds names to the entry's `columns`, which maps each key of Isotype to the name that the data
+    uses. A name is left out if it is empty or equal to Isotype's key.
     """
     renamed_keys = {
         key: str(name) for key, name in columns.items() if name not in (None, "") and name != key
@@ -35,11 +36,12 @@ def set_turn_columns(
 ) -> None:
     """Sets `columns`, `format` and `roles` of an entry whose rows contain a list of turns.
 
-    list_key      the row's key of the list
-    turn_keys     the keys of role and content in a turn
-    role_names    Isotype's role -> the data's names of it
-    turn_columns  other keys of a turn: Isotype's key -> the data's
-    sets_format   whether to set `format`; pairs and labels have only one format
+    list_key      the key under which a row has the list of turns
+    turn_keys     the keys under which a turn has its role and its content
+    role_names    Isotype's name of a role -> the names that the data uses for this role
+    turn_columns  other keys of a turn: Isotype's key -> the key that the data uses
+    sets_format   whether to set `format`; this is not needed for preference pairs and labels, which
+                  have only one format
     """
     is_sharegpt = turn_keys == _SHAREGPT_TURN
     columns: dict[str, Any] = {"conversations" if is_sharegpt else "messages": list_key}

@@ -1,4 +1,4 @@
-"""Translates SimpleTuner's config.env, JSON and TOML, with the dataset file that they name
+"""Translates SimpleTuner's config.env, JSON and TOML files, and the dataset file that they name
 (multidatabackend.json).
 """
 
@@ -178,7 +178,9 @@ def _read_prompts(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def _parse_pixels(value: Any, kind: object) -> int:
-    """Returns the side of a square in pixels. `value` is in megapixels if `kind` is area."""
+    """Returns the side of a square in pixels. If `kind` is `area`, `value` is a number of
+    megapixels.
+    """
     size = float(value)
     return int(size) if str(kind) != "area" else max(64, round((size * 1e6) ** 0.5 / 64) * 64)
 
@@ -562,7 +564,9 @@ HANDLERS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds SimpleTuner's defaults that differ from Isotype's, and the datasets."""
+    """Adds the defaults of SimpleTuner that differ from the defaults of Isotype. Adds the datasets
+    too.
+    """
     is_flux = str(source.get("model_family")) == "flux"
     if draft.set_adapter_defaults("none", 16):
         draft.set_defaults(

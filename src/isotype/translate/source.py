@@ -1,5 +1,5 @@
-"""Reads another tool's file: its keys with their lines, and the tool that it belongs to. Programs
-are parsed like in `isotype doctor check`, and never run.
+"""Reads a file of another tool: its keys with their lines, and the tool to which it belongs.
+Programs are only parsed, as in `isotype doctor check`, and never run.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Source:
     """The keys of a file, and the tool that it belongs to.
 
     called_names  names of functions and classes that a Python file calls, for `refusal_reason`
-    method        the words after `trl`, `tune run` or the like in a command, for `refusal_reason`
+    method        the words after `trl`, `tune run` or a similar command, for `refusal_reason`
     config        the file of settings that a command names; this file decides the precision
     """
 
@@ -161,7 +161,7 @@ def read_source(path: Path, requested_tool: str | None = None) -> Source:
     """Reads the keys of a file, and detects the tool. Raises UsageError with file and line if it
     cannot be read.
 
-    requested_tool  the tool that the user named
+    requested_tool  the tool that the user named on the command line
     """
     try:
         if path.is_dir():
@@ -293,7 +293,7 @@ def _read_script(text: str, path: Path) -> Source:
 class _Program:
     """The training program of a command.
 
-    executable    `trl`, `axolotl` and the like; "" for a Python script
+    executable    an executable such as `trl` or `axolotl`; "" for a Python script
     script        the file of a Python script; "" for an executable
     start         the position in the command at which the program's arguments begin
     launcher_end  the position at which the launcher's arguments end
@@ -320,8 +320,8 @@ def _find_program(arguments: list[str]) -> _Program | None:
 def _named_config(
     program: _Program, arguments: list[str], lines: list[int], keys: list[SourceKey], path: Path
 ) -> SourceKey | None:
-    """Returns the file of settings that a command names: by `--config`, or as the first argument of
-    `axolotl train`, `llamafactory-cli train` and LLaMA-Factory's `train.py`.
+    """Returns the configuration file that a command names. It is the value of `--config`, or the
+    first argument of `axolotl train`, `llamafactory-cli train` and LLaMA-Factory's `train.py`.
     """
     if program.executable == "tune":
         return None
@@ -338,8 +338,8 @@ def _named_config(
 
 
 def _find_config(name: str, path: Path) -> Path | None:
-    """Returns the file that a command of the script `path` names: below the script's folder or one
-    above it, or the working directory.
+    """Finds a file that a command of the script `path` names. Its name may be relative to the
+    folder of the script, to a folder above it, or to the working directory.
     """
     return find_file(name, path.parent, *path.absolute().parents[1:4], Path("."))
 
@@ -358,8 +358,8 @@ def _override_keys(arguments: list[str], lines: list[int]) -> list[SourceKey]:
 
 
 def _option_value(option: shell.Option) -> Any:
-    """Returns the value of an option: True for a flag, a list for several values, a parsed object
-    for JSON.
+    """Returns the value of an option. The value of a flag is True. Several values become a list. A
+    value in JSON is parsed.
     """
     if not option.values:
         return True
@@ -434,8 +434,9 @@ _PRECISION_OPTIONS = {"bf16", "fp16", "dtype", "torch_dtype", "load_in_4bit", "l
 def _add_config_keys(
     keys: list[SourceKey], config: SourceKey, path: Path
 ) -> tuple[list[SourceKey], str, str | None]:
-    """Returns the command's keys with those of the file that it names, the file, and its tool. An
-    option of the command takes precedence.
+    """Combines the options of a command with the keys of the configuration file that the command
+    names. If a key is in both, the option takes precedence. Returns all keys, the name of the file,
+    and the tool to which the file belongs.
     """
     value = str(config.value)
     label = "--config " if config.name_in_file == "--config" else ""
@@ -472,7 +473,7 @@ def _read_picture_command(tool: str, keys: list[SourceKey], path: Path, script: 
 
 
 def _call_keys(calls: list[Call]) -> Iterator[SourceKey]:
-    """Yields every argument of the calls that configure training."""
+    """Yields every argument of the calls that contain training settings."""
     for call in calls:
         names = _argument_names(call)
         if names is None:
@@ -493,7 +494,9 @@ def _call_keys(calls: list[Call]) -> Iterator[SourceKey]:
 
 
 def _argument_names(call: Call) -> dict[str, str] | None:
-    """Returns argument -> its name in the tables; None for a call that configures nothing."""
+    """Returns the name that the tables use for each argument of a call. Returns None if the call
+    contains no training settings.
+    """
     if call.name == "from_pretrained":
         if _MODEL_CLASS.match(call.owner.rpartition(".")[2]):
             return {**_MODEL_ARGUMENTS, "max_seq_length": "max_length"}
@@ -514,8 +517,8 @@ def _call_label(call: Call) -> str:
 
 
 def _literal_value(value: Any) -> Any:
-    """Returns the value of an argument if it is a literal. Values that the program computes, also
-    by calls such as `is_bfloat16_supported()`, become `Computed`.
+    """Returns the value of an argument if it is a literal. If the program computes the value, for
+    example by calling `is_bfloat16_supported()`, the result is `Computed`.
     """
     if value is UnknownValue or (isinstance(value, dict) and "__call__" in value):
         return Computed

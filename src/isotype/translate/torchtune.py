@@ -148,8 +148,8 @@ def _convert_checkpointing(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def _convert_template(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates a prompt template, which is the path of a class of torchtune. A mapping with texts
-    for each role is not offered.
+    """Translates a prompt template that is given as the path of a class in torchtune. A template
+    that is given as a mapping with texts for each role is not offered.
     """
     name = str(source_key.value).rpartition(".")[2].lower()
     is_class_path = (

@@ -1,5 +1,5 @@
-"""The draft of the translated configuration, and the handlers that translate single keys. The
-tables of all tools are built from these handlers.
+"""Defines the draft of the translated configuration (`ConfigDraft`), and the functions that
+translate single keys (handlers). For each tool, a table assigns one of these handlers to each key.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class SourceKey:
-    """A key of the other tool. `name` is its name in the table, `name_in_file` its name in the
-    file.
+    """A key in the other tool's configuration, with its value. `name` is the name of the key in the
+    table of handlers, and `name_in_file` is its name in the file.
     """
 
     name: str
@@ -55,13 +55,15 @@ class SourceKey:
 
 
 class Computed:
-    """Stands for the value of a key that is known only when the program runs."""
+    """Used as the value of a key if the program computes the value, so that it is unknown before
+    the program runs.
+    """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one key. `result`: the resulting setting, such as `train.learning_rate:
-    0.0002`, or "" if there is none.
+    """What became of one key. `result` is the resulting setting, such as `train.learning_rate:
+    0.0002`, or "" if no setting results.
     """
 
     source_key: SourceKey
@@ -82,16 +84,17 @@ class Outcome:
 
 @dataclass
 class ConfigDraft:
-    """Isotype's configuration while it is translated from another tool's. The handler of each key
-    calls one of the draft's methods.
+    """The configuration of Isotype while it is being translated. The handler of each key calls one
+    of the methods of the draft.
 
-    source_values   every key of the file -> its value, for handlers that need other keys
-    folder          the file's folder, for keys that name other files
+    source_values   every key of the file -> its value; for handlers that need the values of other
+                    keys
+    folder          the folder of the file; for keys that name other files
     settings        `train.learning_rate` -> value
     sources         `train.learning_rate` -> the source's key
     outcomes        the outcome of each key that was handled
-    precision_keys  the keys that decide the precision together, which are handled last
-    defaults        the settings that come from the other tool's defaults
+    precision_keys  the keys that together decide the precision; they are handled last
+    defaults        the settings whose values are defaults of the other tool
     notes           notes that do not belong to a single key
     """
 
@@ -122,9 +125,9 @@ class ConfigDraft:
         *,
         alpha_per_rank: float = 1.0,
     ) -> bool:
-        """Sets the other tool's defaults of an adapter. If `alpha` is None, alpha is
-        `alpha_per_rank` times the rank. Returns False if every weight is trained; the adapter's
-        settings are then removed.
+        """Sets the defaults that the other tool has for an adapter. If `alpha` is None, the default
+        of alpha is `alpha_per_rank` times the rank. If every weight is trained, the function
+        removes the settings of the adapter and returns False.
         """
         self.set_default("adapter.kind", kind)
         if self.settings["adapter.kind"] == "none":
@@ -143,13 +146,13 @@ class ConfigDraft:
         return True
 
     def lowercase_value(self, key: str) -> str:
-        """Returns the value of a key of the file in lower case; "" if it is not set."""
+        """Returns the value of a key in lower case, or "" if the file does not set the key."""
         value = self.source_values.get(key)
         return "" if value is None else str(value).lower()
 
     def set(self, source_key: SourceKey, target: str, value: Any, note: str = "") -> None:
-        """Sets one setting from one key. The outcome is `changed` if there is a note or the value
-        differs from the source's.
+        """Sets one setting from one key. The key is reported as `changed` if there is a note, or if
+        the new value differs from the value in the file.
         """
         self.settings[target] = value
         self.sources[target] = source_key
@@ -161,7 +164,7 @@ class ConfigDraft:
         self.outcomes.append(Outcome(source_key, fate, f"{target}: {write_value(value)}", note))
 
     def report_changed(self, source_key: SourceKey, note: str) -> None:
-        """Reports that Isotype does something else for this key, without a setting."""
+        """Reports that Isotype has no setting for this key and behaves differently."""
         self.outcomes.append(Outcome(source_key, Fate.CHANGED, note=note))
 
     def report_no_effect(self, source_key: SourceKey, reason: str) -> None:
@@ -171,14 +174,14 @@ class ConfigDraft:
         self.outcomes.append(Outcome(source_key, Fate.NOT_OFFERED, note=alternative))
 
     def add_precision_key(self, source_key: SourceKey) -> None:
-        """Stores a key of the precision. These keys decide together, and are reported when all are
-        known.
+        """Stores a key that concerns the precision. Several such keys together decide the
+        precision, so they are reported only when all of them are known.
         """
         self.precision_keys.append(source_key)
 
 
 def _is_same_value(value: Any, source_value: Any) -> bool:
-    """Whether two values are the same, possibly written differently (`2e-4` and 0.0002)."""
+    """True if two values are the same, even if they are written differently (`2e-4` and 0.0002)."""
     if value == source_value or str(value) == str(source_value):
         return True
     try:
@@ -205,8 +208,8 @@ def is_enabled(value: Any) -> bool:
 
 
 def same_handler(handler: Handler, names: str) -> dict[str, Handler]:
-    """Returns rows of a table for keys with the same handler. A name that ends in `*` stands for a
-    family of keys.
+    """Returns table entries that give several keys the same handler. A name that ends in `*`
+    matches every key that begins with the text before it.
     """
     return dict.fromkeys(names.split(), handler)
 
@@ -214,7 +217,9 @@ def same_handler(handler: Handler, names: str) -> dict[str, Handler]:
 def handlers_by_reason(
     make_handler: Callable[[str], Handler], keys_by_reason: Mapping[str, str]
 ) -> dict[str, Handler]:
-    """Returns key -> handler for a mapping of reason -> keys, which are separated by spaces."""
+    """Returns the handler of each key. `keys_by_reason` maps a reason to a text with the keys,
+    separated by spaces.
+    """
     return {
         name: handler
         for reason, names in keys_by_reason.items()
@@ -233,8 +238,10 @@ def convert_number(target: str) -> Handler:
 
 
 def copy_values(**sections: str) -> dict[str, Handler]:
-    """Returns rows of keys that keep their value, by section: `train="seed clip=max_grad_norm"`.
-    `clip=max_grad_norm` is Isotype's name and the other tool's; `seed` is the name in both.
+    """Returns table entries for keys whose value is copied unchanged. An argument such as
+    `train="seed clip=max_grad_norm"` lists the keys for one section. `clip=max_grad_norm` means
+    that the setting is called `clip` in Isotype and `max_grad_norm` in the other tool. `seed` has
+    the same name in both.
     """
     pairs = [
         (section, *pair.partition("="))
@@ -273,12 +280,14 @@ def _convert_by_schema(target: str) -> Handler:
 
 
 def convert_switch(target: str, enabled_value: Any, disabled_value: Any) -> Handler:
-    """Returns a handler that sets one value if the key is on, and another if it is off."""
+    """Returns a handler that sets one value if the key is switched on, and another value if it is
+    switched off.
+    """
     return convert_to(target, lambda value: enabled_value if is_enabled(value) else disabled_value)
 
 
 def convert_list(target: str) -> Handler:
-    """Returns a handler for a list, or for text that is separated by commas."""
+    """Returns a handler for a list, or for a text whose items are separated by commas."""
 
     def split_commas(value: Any) -> Any:
         if isinstance(value, str):
@@ -289,7 +298,8 @@ def convert_list(target: str) -> Handler:
 
 
 def convert_count(target: str) -> Handler:
-    """Returns a handler for a positive integer. 0 and -1 leave Isotype's default."""
+    """Returns a handler for a positive integer. If the value is 0 or -1, Isotype's default is kept.
+    """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         value = parse_number(source_key.value)
@@ -312,8 +322,9 @@ def convert_choice(
     *,
     fallback: str = "report_not_offered",
 ) -> Handler:
-    """Returns a handler that looks the value up in `choices` (source's value -> value, or (value,
-    note)). For other values it calls the draft's method `fallback` with `fallback_note`.
+    """Returns a handler that looks up the value in `choices`, which maps a value of the other tool
+    to Isotype's value, or to (value, note). If the value is not in `choices`, the handler calls the
+    draft's method `fallback` with `fallback_note`.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -331,10 +342,10 @@ def convert_choice(
 def set_if_enabled(
     target: str, value: Any, *, off_note: str = "switched off", note: str = ""
 ) -> Handler:
-    """Returns a handler that sets `target` to `value` if the key is on.
+    """Returns a handler that sets `target` to `value` if the key is switched on.
 
-    off_note  the note of the outcome if the key is off
-    note      the note of the outcome if the key is on
+    off_note  the note to report if the key is switched off
+    note      the note to report if the key is switched on
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -347,9 +358,10 @@ def set_if_enabled(
 
 
 def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handler:
-    """Returns a handler that calls `convert` if another key of the file has one of the `accepted`
-    values. The value `on` stands for a key that is switched on, an empty value for a key that is
-    not set. Otherwise the handled key is reported as without effect.
+    """Returns a handler for a key that has an effect only together with another key. It calls
+    `convert` if the file's value of `key` is one of the `accepted` values. If `accepted` is `on`,
+    `key` must be switched on. If `accepted` is empty, `key` must not be set. In all other cases the
+    handler reports that its own key has no effect.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -368,7 +380,8 @@ def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handl
 def choose_handler(
     condition: Callable[[ConfigDraft, SourceKey], object], handler: Handler, alternative: Handler
 ) -> Handler:
-    """Returns a handler that calls `handler` if `condition` is true, else `alternative`."""
+    """Returns a handler that calls `handler` if `condition` returns true, and `alternative` if not.
+    """
 
     def choose(draft: ConfigDraft, source_key: SourceKey) -> None:
         if condition(draft, source_key):
@@ -395,8 +408,8 @@ _TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 
 
 def convert_template(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates a chat template that is given by its name or file. For the text of a template
-    Isotype has no setting.
+    """Translates a chat template that is given by its name or its file. A template that is written
+    as text is not translated, because Isotype has no setting for it.
     """
     value = str(source_key.value)
     name = re.sub(r"[-. ]", "_", value.lower())
@@ -428,7 +441,9 @@ def convert_template(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def resolve_template_conflict(draft: ConfigDraft) -> None:
-    """Removes the chat template if every row is plain text, because a run refuses this combination."""
+    """Removes the chat template if every row is plain text, because Isotype refuses to train with
+    this combination.
+    """
     sources = draft.settings.get("data.train")
     formats = {
         source.get("format") if isinstance(source, dict) else None
@@ -440,25 +455,26 @@ def resolve_template_conflict(draft: ConfigDraft) -> None:
 
 
 def set_constant(target: str, value: Any, note: str = "") -> Handler:
-    """Returns a handler that sets a constant, for every value of the key."""
+    """Returns a handler that always sets the same value, whatever the value of the key is."""
     return convert_to(target, lambda _: value, note)
 
 
 def report_no_effect(reason: str) -> Handler:
-    """Returns a handler that reports the key as without effect."""
+    """Returns a handler that reports that the key has no effect."""
     return lambda draft, source_key: draft.report_no_effect(source_key, reason)
 
 
 def report_changed(note: str) -> Handler:
-    """Returns a handler that reports a note, in which {} is replaced by the value."""
+    """Returns a handler that reports `note`. In the note, {} is replaced by the value of the key.
+    """
     return lambda draft, source_key: draft.report_changed(
         source_key, note.replace("{}", str(source_key.value))
     )
 
 
 def report_not_offered(alternative: str) -> Handler:
-    """Returns a handler that reports the key as not offered if it is switched on, else as without
-    effect.
+    """Returns a handler for a feature that Isotype does not offer. If the key is switched on, it is
+    reported as not offered. Otherwise it is reported as having no effect.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -471,8 +487,9 @@ def report_not_offered(alternative: str) -> Handler:
 
 
 def accept_only(accepted: str, reason: str, alternative: str) -> Handler:
-    """Returns a handler for a key with one offered behaviour: the `accepted` values have no effect,
-    others are reported as not offered. In `alternative`, {} is replaced by the value.
+    """Returns a handler for a key with which Isotype offers only one behaviour. The `accepted`
+    values, which mean this behaviour, are reported as having no effect. All other values are
+    reported as not offered. In `alternative`, {} is replaced by the value of the key.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -510,7 +527,7 @@ _LAUNCHER_NOT_OFFERED = {
 
 
 def _convert_launcher_precision(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Uses the launcher's precision if the program's options do not set it."""
+    """Uses the precision that the launcher sets, unless the options of the program set it."""
     program_key = next(
         (key for key in ("bf16", "fp16", "mixed_precision") if key in draft.source_values), None
     )
@@ -570,7 +587,9 @@ convert_optimizer = convert_choice("train.optimizer", OPTIMIZERS, OTHER_OPTIMIZE
 
 
 def resolve_optimizer_conflicts(draft: ConfigDraft) -> None:
-    """Removes or replaces settings that the optimizer refuses, with a note for each."""
+    """Removes or replaces the settings that the optimizer does not support, and adds a note for
+    each of them.
+    """
     name = draft.settings.get("train.optimizer", "adamw")
     settings = draft.settings
     optimizer_key = draft.sources.get("train.optimizer")
@@ -686,8 +705,8 @@ def convert_trackers(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def convert_eval_split(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `val_set_size` and `val_size`, a share of the rows. A number of rows is not
-    offered.
+    """Translates `val_set_size` and `val_size` if they are a fraction of the rows. A number of rows
+    is not offered.
     """
     value = parse_number(source_key.value or 0)
     if value >= 1:

@@ -1,5 +1,6 @@
-"""Translates a configuration file of another tool into one of Isotype. The tool's table translates
-each key, the precision is chosen from several keys together, and the result is checked.
+"""Translates a configuration file of another tool into a configuration of Isotype. The tool's table
+has a handler that translates each key. The precision is chosen from several keys together. At the
+end the translated configuration is checked.
 """
 
 from __future__ import annotations
@@ -80,9 +81,10 @@ _TOOL_TITLES = {
 class Translation:
     """The result of translating a file.
 
-    text      the configuration as YAML; a comment after each setting names the source's key
+    text      the configuration as YAML; a comment after each setting names the key from which it
+              was translated
     outcomes  the outcome of each key, in the order of the file
-    findings  contradictions in the source, from `isotype doctor check`
+    findings  contradictions that `isotype doctor check` found in the file
     notes     notes that do not belong to a single key
     """
 
@@ -179,8 +181,9 @@ def _choose_tool(source: Source, requested: str | None) -> str:
 
 
 def _resolve_references(source: Source) -> dict[str, Any]:
-    """Returns key -> value, with references such as `${output_dir}` replaced by the value of that
-    key (torchtune uses OmegaConf).
+    """Returns the value of each key. References such as `${output_dir}` are replaced by the value
+    of the key that they name. (torchtune's files have such references, because torchtune uses
+    OmegaConf.)
     """
     values = {source_key.name: source_key.value for source_key in source.keys}
     for name, value in values.items():
@@ -229,8 +232,9 @@ def _translate_key(
 
 
 def _find_handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
-    """Returns the handler of a key. Tried in this order: the key itself, a key above it (`profiler`
-    for `profiler.enabled`), a family of keys (`galore_*` for `galore_rank`).
+    """Returns the handler of a key. The table is searched first for the key itself, then for a key
+    above it (`profiler` for `profiler.enabled`), and last for a pattern (`galore_*` for
+    `galore_rank`).
     """
     prefix = name
     while prefix:
@@ -250,8 +254,8 @@ def _find_handler(name: str, table: Mapping[str, Handler]) -> Handler | None:
 def _check_source(
     path: Path, is_torchtune: bool, source: Source
 ) -> tuple[list[Finding], Record | None]:
-    """Returns the findings of `isotype doctor check` for the file, without those of severity note,
-    and its record of the precision.
+    """Runs `isotype doctor check` on the file. Returns its warnings and errors, and the precision
+    that it determined for the run.
     """
     checked = check([source.config or str(path)])
     findings = [finding for finding in checked.findings if finding.severity > Severity.NOTE]
@@ -273,8 +277,8 @@ def _redact_finding(finding: Finding) -> Finding:
 
 
 def _refuse_contradictions(path: Path, findings: list[Finding]) -> None:
-    """Raises UsageError if `isotype doctor check` finds errors: the file contradicts itself, and a
-    translation would have to guess which setting is meant.
+    """Raises UsageError if `isotype doctor check` found errors. The settings of the file then
+    contradict each other, and the translation would have to guess which of them is meant.
     """
     errors = [
         finding
@@ -292,8 +296,9 @@ def _refuse_contradictions(path: Path, findings: list[Finding]) -> None:
 
 
 def _set_precision(draft: ConfigDraft, record: Record | None) -> None:
-    """Sets the precision preset that corresponds to the other tool's settings, from the record of
-    `isotype doctor check`, and adds the outcome of each key of the precision.
+    """Sets the precision preset that corresponds to the settings of the other tool. It uses the
+    precision that `isotype doctor check` determined (`record`). Then it reports what became of each
+    key that concerns the precision.
     """
     chosen, note = _choose_precision(draft, record)
     draft.settings.update(chosen)
@@ -324,7 +329,7 @@ def _precision_note(name: str, note: str) -> str:
 
 
 def _choose_precision(draft: ConfigDraft, record: Record | None) -> tuple[dict[str, str], str]:
-    """Returns the settings of the section `precision`, and the reason."""
+    """Returns the settings for the section `precision`, and the reason for them."""
     if record is None:
         return {}, _PRESET_REASONS[""]
     has_adapter = draft.settings.get("adapter.kind", "lora") == "lora"
@@ -373,8 +378,8 @@ _PRESET_REASONS = {
 def _choose_preset(
     compute: str | None, trained: str | None, parameters: str | None, *, has_adapter: bool
 ) -> str:
-    """Chooses a preset by the dtypes of products, trained weights and loaded weights. Returns "" if
-    the device shall decide.
+    """Chooses a preset from three dtypes: the dtype of matrix products, of the trained weights and
+    of the loaded weights. Returns "" if the preset should depend on the device.
     """
     if compute == "fp16":
         return "fp16-mixed"
@@ -388,7 +393,9 @@ def _choose_preset(
 
 
 def _add_required_settings(draft: ConfigDraft, data_key: str) -> None:
-    """Adds settings that Isotype requires and the file lacks, with notes that ask for them."""
+    """Isotype requires some settings that the file may not have. Adds such settings with example
+    values, and notes that ask the user to replace these values.
+    """
     if "model.name" not in draft.settings:
         draft.settings["model.name"] = "path/to/model"
         draft.notes.append("model.name: the file names no model; put its folder or hub id there")
@@ -412,8 +419,8 @@ def _add_required_settings(draft: ConfigDraft, data_key: str) -> None:
 
 
 def _write_yaml(draft: ConfigDraft, source: Source, tool: str) -> str:
-    """Writes the YAML. Sections are in Isotype's order; a comment after each setting names the
-    source's key and line.
+    """Writes the YAML. The sections are in the order of Isotype's schema. A comment after each
+    setting names the key and the line from which it was translated.
     """
     lines = [
         f"# From {source.file} ({tool}), by `isotype import`. See what it would do: isotype plan"

@@ -55,7 +55,7 @@ class Origin:
     backward  the autograd node, if the op ran in backward
     upstream  the origin of the operand of a cast, or of the operand that forced a promotion
     writer    the op and the module that wrote this operand last
-    promotion  the promotion that created the tensor; None when the tensor has been cast back
+    promotion  the recorded promotion that made the tensor wide, if there is one
     """
 
     dtype: torch.dtype

@@ -1,8 +1,9 @@
 """One run of the checked function under one setting (unchanged, in fp64, or as plain PyTorch) and
 its outcome.
 
-The gradients that hand-written backwards receive and return are recorded before the autograd engine
-silently casts them. `Fault` is the result of a rule.
+The autograd engine silently casts gradients. So the module records the gradients that hand-written
+backwards receive and return before the engine casts them. `Fault` is the type of the results of
+rules.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class BackwardCall:
 
 @contextmanager
 def record_backward_calls() -> Iterator[list[BackwardCall]]:
-    """Within this block every call of a hand-written backward is recorded, of any autograd
-    Function.
+    """Within this block every call of a hand-written backward is recorded, for all autograd
+    Functions.
     """
     calls: list[BackwardCall] = []
     originals = {
@@ -153,7 +154,9 @@ def fp64_arithmetic() -> Iterator[None]:
 
 
 class _PlainContext:
-    """A ctx for a forward that autograd differentiates. Data stored for backward is never used."""
+    """A `ctx` for a forward that runs as ordinary code. Autograd differentiates this code, so the
+    data that forward stores for backward is not used.
+    """
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -197,7 +200,8 @@ class Outcome:
     """The results of one run, or its error.
 
     stage           the stage at which `error` was raised, or None
-    grads           name -> gradient that the caller gets (after the engine's cast), or None
+    grads           name -> the gradient that the caller gets (after the cast by the autograd
+                    engine), or None
     watched_inputs  name -> the tensor that was passed, and a copy of its values before the run
                     (only with `watch_inputs`)
     values          copies of the outputs as they were when forward returned
@@ -218,11 +222,11 @@ class Outcome:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the run ended without an error."""
+        """True if the run ended without an error."""
         return self.error is None
 
     def results(self) -> dict[str, Tensor]:
-        """Returns outputs and gradients by name."""
+        """Returns the outputs and the gradients by their names."""
         if len(self.outputs) == 1:
             results = {"output": self.values[0]}
         else:
@@ -249,11 +253,11 @@ def attempt(
 ) -> Outcome:
     """Runs forward and backward once.
 
-    widen_to         cast all tensors to this dtype after they are rounded to the setting's dtypes;
-                     autocast is then off
+    widen_to         the dtype to which all tensors are cast after they were rounded to the
+                     setting's dtypes; autocast is then off
     gradient         function that replaces `incoming_gradient`
     backward_passes  number of times that backward runs over the graph
-    forward_only     stop after forward
+    forward_only     whether to run no backward
     """
     outcome = Outcome()
     autocast = None
@@ -320,8 +324,8 @@ def attempt(
 
 
 def _name_tensors(leaves: list[Any], sample: Sample) -> dict[str, Tensor]:
-    """Returns the tensors among the leaves by name. A tensor without a slot is named `argument 3`,
-    by its position.
+    """Returns the tensors in the flattened arguments (`leaves`) by their names. A tensor that has
+    no slot is named after its position, such as `argument 3`.
     """
     names = {slot.index: slot.name for slot in sample.slots}
     tensors = {}
@@ -334,8 +338,8 @@ def _name_tensors(leaves: list[Any], sample: Sample) -> dict[str, Tensor]:
 
 
 def _seed_generators(seed: int) -> None:
-    """Does the same as torch.manual_seed, which stores a stack trace at every call if CUDA is not
-    initialised.
+    """Does the same as torch.manual_seed in less time. If CUDA is not initialised,
+    torch.manual_seed stores a stack trace at every call.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -373,10 +377,11 @@ def make_fault(
     details: tuple[tuple[str, str], ...] = (),
     **values: Any,
 ) -> Fault:
-    """Returns a finding and its key. Findings with the same key are the same fault. The key is the
-    code with `key`, or by default with the location and severity.
+    """Returns a finding and its key. Two findings with the same key describe the same fault. The
+    key contains the code and the values of `key`. If `key` is empty, it contains the code, the
+    location and the severity.
 
-    values  values of the placeholders in the text of the code in findings.txt
+    values  values for the placeholders in the text that findings.txt has for this code
     """
     finding = format_finding(code, location, details, **values)
     if not key:
@@ -385,8 +390,8 @@ def make_fault(
 
 
 def faulty_method_location(subject: Subject, outcome: Outcome, stage: str) -> Place:
-    """Returns the location of the hand-written method that has the fault, or else of the checked
-    function.
+    """Returns the location of the hand-written method that has the fault. If there is none, returns
+    the location of the checked function.
     """
     if outcome.calls:
         function = outcome.calls[0].function
@@ -395,8 +400,8 @@ def faulty_method_location(subject: Subject, outcome: Outcome, stage: str) -> Pl
 
 
 def registered_function(function: type, method: str) -> Any:
-    """For a Function that torch generated for a torch.library operator, returns the function that
-    the operator's author registered; else None.
+    """If torch generated this Function for a torch.library operator, returns the function that the
+    author of the operator registered. Returns None for other Functions.
     """
     backward = getattr(function, "backward", None)
     if not function.__name__.startswith("GeneratedBackwardFor_") or backward is None:

@@ -1,5 +1,5 @@
 """`ampcheck` runs a differentiable function under every dtype combination that a trainer produces,
-and reports faults. `load_target` loads a function that is named on the command line.
+and reports faults. `load_target` loads the function that the command line names.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from .samples import LOW, Sample, Setting, Subject, read_samples, settings
 
 
 class ConformanceError(AssertionError):
-    """The function fails under mixed precision. `report` holds the findings; the message is the
-    whole report.
+    """Raised if the function has faults under mixed precision. `report` contains the findings. The
+    message of the error is the text of the whole report.
     """
 
     def __init__(self, report: Report) -> None:
@@ -54,9 +54,9 @@ class Report:
     """The result of `ampcheck(..., raises=False)`.
 
     tried    number of combinations that were run
-    refused  (setting, reason) of each combination that the function may refuse, since for example
-             plain PyTorch refuses it too
-    skipped  checks that could not be made, with the reason
+    refused  setting and reason of each combination for which the function raises an error and may
+             do so, for example because plain PyTorch raises an error too
+    skipped  checks that were not possible, with the reason
     """
 
     subject: str
@@ -67,7 +67,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no finding of severity warning or error."""
+        """True if there is no finding of severity warning or error."""
         return not self.at_least(Severity.WARNING)
 
     def at_least(self, severity: Severity) -> list[Finding]:
@@ -88,7 +88,7 @@ class Report:
 
 
 class Occurrence(NamedTuple):
-    """A finding under one setting. Occurrences with the same key are the same fault."""
+    """A finding under one setting. Occurrences with the same key belong to the same fault."""
 
     key: tuple[object, ...]
     finding: Finding
@@ -96,8 +96,8 @@ class Occurrence(NamedTuple):
 
 
 def merge_findings(occurrences: Sequence[Occurrence]) -> list[Finding]:
-    """Returns one finding for each fault: the most severe, with the settings in which the fault
-    occurred.
+    """Returns one finding for each fault. This is the most severe finding of the fault, with a list
+    of all settings in which the fault occurred.
     """
     worst: dict[tuple[object, ...], Finding] = {}
     settings_by_key: dict[tuple[object, ...], dict[str, None]] = {}
@@ -134,10 +134,10 @@ def ampcheck(
     inputs     one call: a tensor, a tuple of arguments or a dict of keyword arguments; or a list of
                calls. If no tensor requires a gradient, all floating tensors are treated as if they
                did
-    reference  the same mathematics in plain PyTorch. Numerical errors, output dtypes, and which
-               combinations must run are compared with it. Without it, results are compared with
-               `fn` in fp64, and the allowed error follows from the forward of `fn`, differentiated
-               by autograd
+    reference  the same mathematics in plain PyTorch. The reference tells how large numerical errors
+               may be, which dtypes the outputs must have, and which combinations must work. Without
+               a reference, results are compared with `fn` in fp64. The allowed error is then
+               measured with the forward of `fn` as ordinary code that autograd differentiates
     params     further arguments, after `inputs`, that a trainer keeps in another dtype (weights).
                Without params and contract, tensors whose leading size differs from the first
                tensor's are treated as weights
@@ -211,7 +211,7 @@ class _Check:
         self.numerics = Numerics(self.subject, self.reference, self.sample, inside_fp32=inside_fp32)
 
     def run(self) -> None:
-        """Runs every setting, and applies the rules."""
+        """Runs the function under every setting, and applies the rules to the results."""
         # an in-place operator cannot write to a leaf that requires a gradient
         error = attempt(self.subject, self.sample, Setting(None)).error
         if "leaf Variable that requires grad" in str(error):
@@ -262,12 +262,12 @@ class _Check:
         )
 
     def _record(self, faults: Sequence[Fault], setting: Setting) -> None:
-        """Stores the faults of one setting."""
+        """Stores the faults that were found under one setting."""
         label = setting.describe()
         self.occurrences += [Occurrence(key, finding, label) for key, finding in faults]
 
     def _check_dtypes(self, setting: Setting, outcome: Outcome) -> None:
-        """Applies the rules about dtypes to a run."""
+        """Applies the rules about dtypes to the result of one run."""
         self._record(gradient_faults(outcome, setting), setting)
         if self.contract is not None:
             self._record(contract_faults(outcome, setting, self.subject, self.contract), setting)
@@ -282,7 +282,9 @@ class _Check:
             )
 
     def _classify_failure(self, setting: Setting, outcome: Outcome) -> None:
-        """Records a run that raised, either as refused or as a fault."""
+        """Decides about a run that raised an error, and records it. The function may refuse some
+        combinations; for all others the error is a fault.
+        """
         if self.reference is not None:
             does_reference_run = attempt(self.reference, self.sample, setting).succeeded
         else:
@@ -312,7 +314,7 @@ class _Check:
         self._record([fault], setting)
 
     def _is_deterministic(self, setting: Setting) -> bool:
-        """Whether the function draws no random numbers."""
+        """True if the function does not use random numbers."""
         first = attempt(self.subject, self.sample, setting, seed=0).results()
         second = attempt(self.subject, self.sample, setting, seed=1).results()
         if not set(first) <= set(second):
@@ -320,8 +322,9 @@ class _Check:
         return all(_is_close(second[result], value) for result, value in first.items())
 
     def _check_numerics(self, outcomes: dict[Setting, Outcome]) -> None:
-        """Checks numerical errors. For plain code without a reference there is nothing to compare
-        with, so only weights that are rounded before their use are reported.
+        """Checks numerical errors. If the function has no reference and no hand-written backward,
+        there is nothing to compare with. In this case the check only reports weights that are
+        rounded before they are used.
         """
         settings_to_check = [
             s for s in outcomes if not s.is_backward_in_autocast and s.is_produced_by_trainer
@@ -366,7 +369,7 @@ class _Check:
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Whether two runs with different random seeds have the same result."""
+    """True if two runs with different random seeds have the same result."""
     actual = actual.detach().double()
     expected = expected.detach().double()
     distance = torch.nan_to_num(actual - expected).norm()
@@ -378,8 +381,8 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _drop_repeated_notes(findings: list[Finding]) -> list[Finding]:
-    """Removes notes for guessed combinations if a warning or an error has the same code and
-    function.
+    """Removes findings of severity note for guessed combinations, if there is a warning or an error
+    with the same code for the same function.
     """
     faults = [finding for finding in findings if finding.severity > Severity.NOTE]
     reported = {(fault.code, fault.place.symbol) for fault in faults}
@@ -406,11 +409,11 @@ class Target:
 
 
 def load_target(text: str) -> Target:
-    """Calls a function without parameters, which returns `(callable, inputs)` or `(callable,
-    inputs, options)`, and returns the target.
+    """Loads a function without parameters and calls it. It must return `(callable, inputs)` or
+    `(callable, inputs, options)`. From this, the target is made and returned.
 
     text    FILE or FILE:NAME; the name is `build` by default
-    Raises  UsageError with a message of one line, for a file or a function that cannot be used
+    Raises  UsageError with a message of one line, if the file or the function cannot be used
     """
     source, colon, name = text.rpartition(":")
     if not colon or not name.replace(".", "").isidentifier():
@@ -444,7 +447,7 @@ def load_target(text: str) -> Target:
 
 def triton_interpreted_without_gpu() -> AbstractContextManager[None]:
     """Returns a context in which Triton kernels run in the repaired interpreter if there is no GPU.
-    The context has no effect if Triton was not imported.
+    If Triton was not imported, the context has no effect.
     """
     if torch.cuda.is_available() or "triton" not in sys.modules:
         return nullcontext()

@@ -1,8 +1,9 @@
 """Finds the line of the user's code that raised an exception, or at which a result lost its
 precision.
 
-For an exception, `find_failure` also collects the tensors in the failing expression. For an inexact
-result, `locate` compares a run with the same run in fp64, operator by operator.
+For an exception, `find_failure` also collects the tensors in the failing expression. If a result is
+not precise enough, `locate` compares each operator of the run with the same operator in a run in
+fp64.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Failure:
     function  `Class.forward` or `Class.backward` if the traceback contains a hand-written Function,
               else None
     operands  the tensors in the failing expression: name -> tensor
-    chain     user frames from the outermost to the innermost, as `file:line symbol`
+    chain     the frames of the user's code as `file:line symbol`, the outermost first
     """
 
     location: Place
@@ -48,13 +49,13 @@ class Failure:
 
     @property
     def expression(self) -> str:
-        """The source of the failing expression without a comment."""
+        """The source code of the expression that failed, without comments."""
         return self.source.split("#")[0].strip()
 
 
 def find_failure(error: BaseException) -> Failure | None:
-    """Returns the failure of an exception, or None if its traceback has no frame of the user's
-    code.
+    """Returns the place where an exception was raised, or None if its traceback has no frame of the
+    user's code.
     """
     entries = list(_traceback_entries(error.__traceback__))
     # the line in a Triton kernel is in the traceback of the cause
@@ -98,13 +99,15 @@ def _traceback_entries(tb: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def qualified_name(frame: FrameType) -> str:
-    """Returns the frame's name, such as `Class.method`, without enclosing functions."""
+    """Returns the name of the frame's function, such as `Class.method`, without the names of
+    functions around it.
+    """
     return frame.f_code.co_qualname.split("<locals>.")[-1]
 
 
 def function_method(frame: FrameType | None) -> str | None:
-    """Returns `Class.forward` or `Class.backward` of the hand-written Function that this frame
-    belongs to or was called from, or None.
+    """If this frame is in the forward or backward of a hand-written Function, or was called from
+    there, returns `Class.forward` or `Class.backward`. Otherwise returns None.
     """
     while frame is not None:
         if may_be_at_fault(frame.f_code.co_filename) and _is_function_method(frame):
@@ -114,7 +117,7 @@ def function_method(frame: FrameType | None) -> str | None:
 
 
 def _is_function_method(frame: FrameType) -> bool:
-    """Whether the frame is a method of a hand-written autograd Function."""
+    """True if the frame is in a method of a hand-written autograd Function."""
     first = frame.f_code.co_varnames[:1]
     owner = frame.f_code.co_qualname.rpartition(".")[0]
     return (
@@ -175,7 +178,7 @@ _ACCUMULATING_ADDITIONS = split_names(
 
 @dataclass(frozen=True)
 class _Step:
-    """One arithmetic operator of a run, with its values in fp64."""
+    """One arithmetic operator of a run, with its inputs and outputs converted to fp64."""
 
     operator: str
     outputs: tuple[Tensor, ...]
@@ -191,7 +194,7 @@ class ImpreciseStep:
 
     input_error, output_error  relative errors of the step's inputs and outputs
     repeats      the number of additions that the same line makes
-    accumulates  whether the step adds to its first input
+    accumulates  whether the step adds its second input to its first input, as in a running sum
     """
 
     location: Place
@@ -214,7 +217,7 @@ class _Recorder:
         self.tape = Tape(self._record)
 
     def _record(self, op: Operator, args: tuple, kwargs: dict) -> Any:
-        """Computes an operator, and appends its step."""
+        """Computes an operator, and adds a step for it to the list."""
         if op.name in _NO_ARITHMETIC:
             return op(*args, **kwargs)
         inputs = _copy_floats((args, kwargs))
@@ -240,8 +243,8 @@ class _Recorder:
 
 
 def _adds_to_first(op: Operator, args: tuple, kwargs: dict, output: Tensor) -> bool:
-    """Whether an addition accumulates into its first argument. This is so if the addition writes in
-    place, or if its result has the shape of that argument.
+    """True if an addition may be part of a running sum in its first argument. This is the case if
+    the addition writes in place, or if its result has the same shape as the first argument.
     """
     if not args or not isinstance(args[0], Tensor):
         return False
@@ -258,8 +261,8 @@ def _user_location() -> Place | None:
     """Returns the innermost line of the user's code that runs inside `attempt`, or None if there is
     none.
 
-    Frames are not stored. A stored frame would keep its tensors alive, and autograd would then copy
-    a gradient that it otherwise uses again.
+    The frames themselves are not stored. A stored frame would keep its tensors alive, and autograd
+    would then copy gradients that it can otherwise use without a copy.
     """
     for frame in running_frames(2):
         if frame.f_code is attempt.__code__:
@@ -279,8 +282,8 @@ def locate(
     """Returns the line at which the result lost its precision. Returns None if the two runs do not
     call the same operators, or if the code does not consist of operators.
 
-    is_long_sum  the error grew with the number of rows; the line that adds most often to a
-              low-precision tensor is then returned, if there is one
+    is_long_sum  whether the error grew with the number of rows. The function then returns the line
+              that adds most often to a low-precision tensor, if there is one
     """
     narrow_recorder = _Recorder()
     wide_recorder = _Recorder()
@@ -333,8 +336,8 @@ def _last_of_busiest_sum(steps: list[_Step]) -> int | None:
 def _first_inexact(
     located_steps: list[int], errors: list[float], input_errors: list[float]
 ) -> int | None:
-    """Returns the first step whose error is much larger than the error of its inputs and close to
-    the final error.
+    """Returns the first step whose error is much larger than the error of its inputs, and is not
+    much smaller than the error of the final result.
     """
     if not located_steps:
         return None
@@ -369,7 +372,7 @@ def _make_imprecise_step(
 
 
 def _is_low_precision(dtype: torch.dtype | None) -> bool:
-    """Whether a dtype has fewer than 32 bits."""
+    """True if a dtype has fewer than 32 bits."""
     return dtype is not None and dtype.is_floating_point and torch.finfo(dtype).bits < 32
 
 

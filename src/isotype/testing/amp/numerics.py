@@ -1,19 +1,21 @@
 """Rules about numerical errors.
 
-AC006, AC007  results with a larger error than their dtypes explain
-AC022         a value made from a weight that is rounded before it is used, as in
-              `x * (1 + weight)` in bf16 (four norms of transformers 5.23)
+AC006, AC007  results with a larger error than rounding to their dtypes can cause
+AC022         a value that is computed from a weight and is rounded before it is used. In bf16 this
+              is the sum in `x * (1 + weight)` (found in four norms of transformers 5.23)
 
-Errors are differences from the truth: the results of the reference (or of the function itself) in
-fp64, for inputs that were rounded to the narrow dtypes. The allowed error is `SLACK` times the
-error of the yardstick with the same dtypes. The yardstick is the reference. Without a reference it
-is the function's plain twin, which is its forward as ordinary code that autograd differentiates. If
-there is no yardstick, errors are not checked. There is no other tolerance.
+The error of a result is its difference from the exact result. To get the exact results, the inputs
+are rounded to the narrow dtypes, and then the reference (or the function itself) computes in fp64.
+The allowed error is `SLACK` times the error that plain PyTorch code makes with the same dtypes.
+This plain code is called the yardstick. It is the reference, if there is one. Otherwise it is the
+forward of the function as ordinary code that autograd differentiates (its plain twin). If neither
+exists, errors are not checked. There is no other tolerance.
 
-For AC022 the error of each column is regressed on the truth over many rows. Roundings of
-activations differ from row to row and average out, but the rounding of a weight is the same in
-every row. So a weight was rounded if the slopes differ between columns by more than the noise of
-the rows.
+For AC022, a linear regression over many rows computes, for each column, how the error depends on
+the exact value. Rounding errors of activations differ from row to row and average out. The rounding
+error of a weight is the same in every row, so it changes the slope of its column. A weight was
+rounded if the slopes of the columns differ by more than the random differences between rows can
+explain.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ REORDERING_STEPS = 16
 
 @dataclass(frozen=True)
 class Excess:
-    """A result whose error is larger than allowed. Errors are relative to the truth's norm."""
+    """A result whose error is larger than allowed. Errors are divided by the norm of the exact
+    result.
+    """
 
     result: str
     error: float
@@ -60,8 +64,8 @@ class Excess:
 
 @dataclass
 class Numerics:
-    """Measures the errors of one function on one sample. Truths are computed once for each dtype
-    combination.
+    """Measures the errors of one function on one sample. The exact results are computed only once
+    for each dtype combination.
     """
 
     subject: Subject
@@ -71,12 +75,13 @@ class Numerics:
     _truths: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
 
     def with_sample(self, sample: Sample) -> Numerics:
-        """Returns the same check on another sample."""
+        """Returns the same measurement for another sample."""
         return Numerics(self.subject, self.reference, sample, self.inside_fp32)
 
     def truth(self, setting: Setting) -> dict[str, Tensor]:
-        """Returns the results of the reference, or of the checked function itself, in fp64. If
-        the function raises in fp64, the results are in fp32; if it raises in both, there are none.
+        """Returns the exact results: those of the reference, or else of the checked function
+        itself, in fp64. If the function raises an error in fp64, they are computed in fp32. If it
+        raises an error in fp32 too, there are no exact results.
         """
         if setting.dtypes not in self._truths:
             self._truths[setting.dtypes] = self._compute_truth(setting)
@@ -98,8 +103,8 @@ class Numerics:
 
     @cached_property
     def has_plain_twin(self) -> bool:
-        """Whether the checked function consists of hand-written Functions, and autograd gets the
-        same gradients by differentiating their forward.
+        """True if the checked function consists of hand-written Functions, and their forward can
+        run as ordinary code from which autograd computes the same gradients.
         """
         function_results = self._attempt_in_fp64(fp64_arithmetic).results()
         outcome = self._attempt_in_fp64(_exact_twin)
@@ -151,9 +156,10 @@ class Numerics:
         setting: Setting,
         typical_result: Tensor | None = None,
     ) -> bool:
-        """Whether two results differ at most as much as another order of additions can explain.
+        """True if two results differ so little that another order of the additions can be the
+        reason.
 
-        typical_result  a result of usual size, for the case that `expected` consists only of
+        typical_result  a result of normal size; it is needed if `expected` would be zero without
                         rounding errors
         """
         if actual is None or expected is None:
@@ -167,7 +173,9 @@ class Numerics:
         return _distance(actual, expected) <= REORDERING_STEPS * step * size
 
     def _yardstick(self, setting: Setting) -> tuple[dict[str, Tensor], str]:
-        """Returns the results of the yardstick, and its name in messages."""
+        """Returns the results of the plain code whose error determines the allowed error, and the
+        name of this code for messages.
+        """
         if self.reference is not None and self.inside_fp32:
             outcome = attempt(
                 self.reference, self.sample, Setting(setting.dtypes), widen_to=torch.float32
@@ -189,7 +197,9 @@ class Numerics:
 
 @contextmanager
 def _exact_twin() -> Iterator[None]:
-    """Within this block the plain twin runs in fp64."""
+    """Within this block, hand-written Functions run as ordinary code that autograd differentiates,
+    in fp64.
+    """
     with fp64_arithmetic(), plain_functions():
         yield
 
@@ -202,14 +212,15 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _norm(tensor: Tensor) -> float:
-    """Returns the norm of the finite elements."""
+    """Returns the norm of a tensor. Infinite elements and NaN are left out."""
     values = tensor.detach().double()
     return float(values[torch.isfinite(values)].norm())
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Returns the norm of the difference over elements whose truth is finite. The norm is infinite
-    if the result is not finite for one of these elements.
+    """Returns the norm of the difference between a result and the exact result. Elements whose
+    exact value is not finite are left out. If another element of the result is not finite, the norm
+    is infinite.
     """
     actual = actual.detach().double()
     expected = expected.detach().double()
@@ -235,7 +246,9 @@ FP32_ORDER_ERROR = 64 * torch.finfo(torch.float32).eps
 
 
 def precision_faults(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Fault]:
-    """Returns AC006 for the worst excess of one run."""
+    """Returns a fault AC006 for the result of a run whose error is furthest above the allowed
+    error.
+    """
     _, excesses = numerics.measure(outcome, setting)
     if not excesses:
         return []
@@ -246,8 +259,8 @@ def precision_faults(outcome: Outcome, setting: Setting, numerics: Numerics) -> 
 
 
 def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], str | None]:
-    """Returns AC007 for errors that appear only with thousands of rows, and the reason why they
-    could not be checked, or None.
+    """Returns a fault AC007 if an error appears only with thousands of rows. The second result is
+    the reason why this could not be checked, or None.
     """
     subject = numerics.subject
     sample = numerics.sample
@@ -282,20 +295,21 @@ def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], 
 def _grows_linearly(
     short_outcome: Outcome, outcome: Outcome, sample: Sample, long_sample: Sample
 ) -> bool:
-    """Whether the number of results grew in proportion to the rows. A result of rows times rows (as
-    in attention, or if weights were taken for rows) would take too long with thousands of rows.
+    """True if the number of output elements grew in proportion to the number of rows. If it grows
+    with the square of the rows (as in attention, or if the weights were mistaken for rows), a run
+    with thousands of rows would take too long.
     """
     growth = _count_rows(long_sample) * _count_results(short_outcome)
     return _count_results(outcome) * _count_rows(sample) <= 1.5 * growth
 
 
 def _largest_excess(excesses: list[Excess]) -> Excess:
-    """Returns the excess that is the largest multiple of the allowed error."""
+    """Returns the result whose error is the largest multiple of the allowed error."""
     return max(excesses, key=lambda e: e.error / max(e.allowed, 1e-30))
 
 
 def _count_rows(sample: Sample) -> int:
-    """Returns the leading size of the first tensor with a dimension."""
+    """Returns the first size of the first tensor that has at least one dimension."""
     for slot in sample.slots:
         tensor = sample.tensor(slot)
         if tensor.dim():
@@ -304,14 +318,16 @@ def _count_rows(sample: Sample) -> int:
 
 
 def _count_results(outcome: Outcome) -> int:
-    """Returns the number of elements of all outputs."""
+    """Returns the total number of elements in all outputs."""
     return sum(tensor.numel() for tensor in outcome.values)
 
 
 def _precision_fault(
     code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample
 ) -> Fault:
-    """Returns the finding for one excess, at the line at which the precision was lost."""
+    """Returns the finding for one result whose error is too large. Its location is the line at
+    which the precision was lost.
+    """
     imprecise_step = locate(subject, sample, setting, is_long_sum=code == "AC007")
     error = format_error(excess.error)
     allowed = format_error(excess.allowed)
@@ -377,8 +393,9 @@ OUTLIER_FACTOR = 6.0  # a row whose error exceeds this multiple of the median er
 
 
 def rounded_weight_faults(numerics: Numerics, setting: Setting) -> list[Fault]:
-    """Returns AC022 for a setting in which all tensors have the same low dtype. Returns nothing if
-    there are no weights or no rows.
+    """Returns a fault AC022 if a weight is rounded before it is used. The check is made only under
+    settings in which all tensors have the same low-precision dtype. It is not made if there are no
+    weights or no rows.
     """
     subject = numerics.subject
     sample = numerics.sample
@@ -415,7 +432,8 @@ def rounded_weight_faults(numerics: Numerics, setting: Setting) -> list[Fault]:
 
 
 def _are_correlated(slopes: Tensor, repeated_slopes: Tensor) -> bool:
-    """Whether two sets of rows give similar slopes."""
+    """True if the slopes from one set of rows are similar to the slopes from another set of rows.
+    """
     if slopes.shape != repeated_slopes.shape:
         return False
     coefficients = torch.corrcoef(torch.stack([slopes, repeated_slopes]))
@@ -425,8 +443,8 @@ def _are_correlated(slopes: Tensor, repeated_slopes: Tensor) -> bool:
 def _column_slopes(
     numerics: Numerics, setting: Setting, *, seed: int
 ) -> dict[str, tuple[Tensor, float, torch.dtype]]:
-    """Returns for each low-precision output (the slopes of its columns, the noise of the slopes,
-    its dtype).
+    """Returns, for each low-precision output, the slopes of its columns, the noise of these slopes,
+    and the dtype of the output.
     """
     varied_sample = _vary_rows(numerics.sample, seed)
     if varied_sample is None:
@@ -453,8 +471,8 @@ def _column_slopes(
 
 
 def _vary_rows(sample: Sample, seed: int) -> Sample | None:
-    """Draws rows of the sample again and scales each element by a random factor, so that no two
-    rows are rounded in the same way.
+    """Draws many rows from the sample, with repetition, and multiplies each element by a random
+    factor. So no two rows have the same rounding errors.
     """
     long_sample = lengthen(sample, ROWS)
     if long_sample is None:
@@ -472,7 +490,9 @@ def _vary_rows(sample: Sample, seed: int) -> Sample | None:
 
 
 def _regress_columns(actual: Tensor, expected: Tensor) -> tuple[Tensor, float] | None:
-    """Returns the slope of each column's error on its truth, and the noise of the slopes."""
+    """For each column, fits the error as a multiple of the exact value. Returns these multiples
+    (the slopes) and their noise.
+    """
     truth = expected.flatten(0, -2)  # [rows columns]
     error = actual.flatten(0, -2) - truth
     # rows with a much larger error are left out, since rounding does not explain it; for example a

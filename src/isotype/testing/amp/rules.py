@@ -1,14 +1,16 @@
-"""Rules about exceptions, dtypes, memory and frozen inputs.
+"""Rules that find faults with exceptions, dtypes, memory and frozen inputs.
 
 AC001, AC002  exceptions in forward and in backward
 AC003, AC004  gradients and outputs in the wrong dtype
 AC008, AC011  writes into the incoming gradient, and into an input
-AC009, AC010  wrong gradients for an expanded incoming gradient, and in a second backward
+AC009, AC010  wrong gradients if the incoming gradient is an expanded tensor, and in a second
+              backward
 AC012         gradients that depend on which other inputs are frozen
-AC014         an OpContract that is not kept
+AC014         results that differ from the OpContract
 
-AC008 to AC012 are checked in one setting that runs. The gradients are compared with the function's
-gradients in the same setting, so no tolerance for dtypes is needed.
+AC008 to AC012 are checked under only one setting, in which the function runs without an error. The
+gradients are compared with gradients of the same function under the same setting, so the comparison
+needs no tolerance for dtypes.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def accepted_failure_reason(
     does_reference_run: bool | None,
     has_contract: bool,
 ) -> str | None:
-    """Returns the reason why an exception is accepted under this setting, or None if it is a fault.
+    """Returns the reason why the function may raise this exception under this setting, or None if
+    the exception is a fault.
 
     does_reference_run  whether the reference runs under this setting; None without a reference
     has_contract        whether a contract declares that this combination runs
@@ -111,8 +114,8 @@ def accepted_failure_reason(
 def failure_finding(
     outcome: Outcome, setting: Setting, subject: Subject, *, severity: Severity
 ) -> tuple[tuple[object, ...], Finding]:
-    """Returns the key and the finding for a run that raised. Findings with the same key are the
-    same fault.
+    """Returns the key and the finding for a run that raised an error. Two findings with the same
+    key describe the same fault.
     """
     assert outcome.error is not None
     failure = find_failure(outcome.error)
@@ -201,8 +204,8 @@ def _describe_operands(failure: Failure, outcome: Outcome) -> list[str]:
 
 
 def _input_role(operand_name: str, tensor: Tensor, outcome: Outcome) -> str:
-    """Returns a text such as ` (input weight)` if the tensor is an input with another name, else
-    "".
+    """Returns a text such as ` (input weight)` if the tensor is an input that has another name
+    outside the function. Returns "" otherwise.
     """
     for input_name, candidate in outcome.tensors.items():
         if _same_storage(tensor, [candidate]):
@@ -213,8 +216,8 @@ def _input_role(operand_name: str, tensor: Tensor, outcome: Outcome) -> str:
 
 
 def _same_storage(tensor: Tensor, candidates: list[Tensor]) -> bool:
-    """Whether a candidate shares the tensor's memory and dtype. The result is False for a tensor
-    without memory.
+    """True if one of the candidates has the same memory and the same dtype as the tensor. False if
+    the tensor has no memory.
     """
     try:
         address = tensor.untyped_storage().data_ptr()
@@ -229,18 +232,20 @@ def _same_storage(tensor: Tensor, candidates: list[Tensor]) -> bool:
 
 
 def _skips_autocast(failure: Failure) -> bool:
-    """Whether the failing line has an out= or in-place product."""
+    """True if the line that failed contains a matrix product that writes in place or has an
+    argument `out=`. Autocast does not cast the operands of such products.
+    """
     return bool(_OUT.search(failure.source) or _IN_PLACE_PRODUCT.search(failure.source))
 
 
 def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
-    """Returns AC003 for gradients that the autograd engine had to cast.
+    """Returns a fault AC003 for each gradient that the autograd engine had to cast.
 
-    A gradient that is narrower than every tensor of the call is an error, since precision is lost.
-    A gradient in the autocast dtype is accepted, since plain operators under autocast return it. A
-    gradient in the dtype of another tensor of the call is accepted too, since the backward of a
-    cast returns it. A gradient that is wider than its tensor is a note, since it can be cast
-    without loss.
+    A gradient that is narrower than every tensor of the call is an error, because precision is
+    lost. A gradient in the autocast dtype is accepted, because plain operators return such
+    gradients under autocast. A gradient with the dtype of another tensor of the call is accepted
+    too, because the backward of a cast returns such gradients. A gradient that is wider than its
+    tensor is reported as a note, because it can be cast without loss.
     """
     faults = []
     for call in outcome.calls:
@@ -268,7 +273,7 @@ def _gradient_fault(
     wider: bool,
     setting: Setting,
 ) -> Fault:
-    """Returns AC003 for one input of a backward."""
+    """Returns the fault AC003 for the gradient of one input."""
     owner = method_name(call.function, "backward")
     argument = _argument_name(call.function, index)
     autocast = "off"
@@ -289,8 +294,8 @@ def _gradient_fault(
 def output_faults(
     outcome: Outcome, setting: Setting, sample: Sample, subject: Subject, reference: Outcome | None
 ) -> list[Fault]:
-    """Returns AC004 for outputs that are narrower than every tensor of the call, or that have
-    another dtype than the reference's.
+    """Returns a fault AC004 for each output that is narrower than every tensor of the call, or that
+    has another dtype than the same output of the reference.
     """
     inputs = sample.dtypes_in_play(setting.group_dtypes)
     classes = outcome.functions
@@ -343,7 +348,7 @@ def _output_name(index: int, outputs: Sequence[Any]) -> str:
 
 
 def _argument_name(function: type[torch.autograd.Function], index: int) -> str:
-    """Returns the name of a Function's argument."""
+    """Returns the name of the argument of a Function at this index."""
     names = parameter_names(function.forward)
     if function.setup_context is torch.autograd.Function.setup_context:
         # the first parameter is ctx
@@ -356,7 +361,7 @@ def _argument_name(function: type[torch.autograd.Function], index: int) -> str:
 def contract_faults(
     outcome: Outcome, setting: Setting, subject: Subject, contract: OpContract
 ) -> list[Fault]:
-    """Returns AC014 for dtypes and shapes of one run that differ from the contract."""
+    """Returns a fault AC014 for each dtype or shape in a run that differs from the contract."""
     # the dtype of each free letter, and each named size, for the inputs of this call
     letters: dict[str, str] = {}
     sizes: dict[str, Any] = {}
@@ -371,8 +376,9 @@ def contract_faults(
 def declared_output(
     spec: TensorSpec, setting: Setting, contract: OpContract, letters: dict[str, str]
 ) -> TensorSpec:
-    """Returns an output's spec under this setting. Autocast may change a free letter to its dtype
-    or to fp32.
+    """Returns what the contract requires of an output under this setting. A contract can use a
+    letter for a dtype that is not fixed. Under autocast, depending on the contract, such a letter
+    may mean the autocast dtype or fp32.
     """
     if setting.autocast is not None:
         if contract.autocast == "follows" and spec.is_free:
@@ -392,7 +398,9 @@ def _declared_output_faults(
     letters: dict[str, str],
     sizes: dict[str, Any],
 ) -> list[Fault]:
-    """Returns AC014 for outputs whose number, dtypes or shapes differ from the contract."""
+    """Returns a fault AC014 if the number, the dtypes or the shapes of the outputs differ from the
+    contract.
+    """
     floats = [
         spec
         for spec in contract.outputs
@@ -446,8 +454,9 @@ def _declared_output_faults(
 def _declared_gradient_faults(
     outcome: Outcome, setting: Setting, contract: OpContract, letters: dict[str, str]
 ) -> list[Fault]:
-    """Returns AC014 for gradients with another dtype than declared. Only gradients that reach an
-    argument directly are checked, since a cast in between changes the dtype.
+    """Returns a fault AC014 for each gradient whose dtype differs from the contract. Only gradients
+    of the arguments themselves are checked. If the function casts an argument first, this cast
+    changes the dtype of its gradient.
     """
     names = {id(tensor): argument for argument, tensor in outcome.tensors.items()}
     faults = []
@@ -494,7 +503,7 @@ def _contract_fault(
 def aliasing_faults(
     numerics: Numerics, setting: Setting, baseline: Outcome, *, is_stable: bool
 ) -> list[Fault]:
-    """Returns the faults AC008 to AC012.
+    """Checks the rules AC008 to AC012 and returns their faults.
 
     baseline   an ordinary run under the same setting, with `watch_inputs`
     is_stable  whether two such runs have the same results
@@ -510,7 +519,7 @@ def aliasing_faults(
 
 
 def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
-    """Returns AC011 for arguments whose values have changed."""
+    """Returns a fault AC011 for each argument whose values the function has changed."""
     faults = []
     for argument, (tensor, original) in baseline.watched_inputs.items():
         if is_bit_identical(tensor.detach(), original):
@@ -529,7 +538,7 @@ def _overwritten_inputs(subject: Subject, baseline: Outcome) -> list[Fault]:
 
 
 def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
-    """Returns AC008 if the values of an incoming gradient have changed."""
+    """Returns a fault AC008 if backward has changed the values of an incoming gradient."""
     expected_gradients = []
     for i, output in enumerate(baseline.outputs):
         if output.requires_grad:
@@ -541,8 +550,9 @@ def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
 
 
 def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    """Returns AC009 if an expanded incoming gradient gives other gradients. `f(x).sum().backward()`
-    passes one number that is expanded to the output's shape.
+    """Returns a fault AC009 if the gradients are different when the incoming gradient is an
+    expanded tensor. Such a gradient comes from `f(x).sum().backward()`: it is a single number that
+    is expanded to the shape of the output.
     """
     subject = numerics.subject
     sample = numerics.sample
@@ -564,7 +574,9 @@ def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) 
 
 
 def _second_backward(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    """Returns AC010 unless two runs of backward over one graph give twice the gradients."""
+    """Runs backward twice over one graph. Returns a fault AC010 if the accumulated gradients are
+    not twice the gradients of a single backward.
+    """
     subject = numerics.subject
     sample = numerics.sample
     twice_outcome = attempt(subject, sample, setting, backward_passes=2)
@@ -588,8 +600,8 @@ def _compare_gradients(
     numerics: Numerics,
     typical_outcome: Outcome | None = None,
 ) -> list[Fault]:
-    """Returns a fault if a run raises or gives other gradients than expected. An exception that the
-    function itself raises with `raise` is not a fault.
+    """Returns a fault if a run raises an error, or if its gradients differ from the expected
+    gradients. An exception that the function itself raises with `raise` is not a fault.
     """
     if actual.error is None:
         wrong_arguments = _differing_gradients(actual, expected, setting, numerics, typical_outcome)
@@ -607,7 +619,7 @@ def _compare_gradients(
 
 
 def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
-    """Returns AC012 if the gradients of other inputs change when an input is frozen."""
+    """Returns a fault AC012 if freezing one input changes the gradients of other inputs."""
     subject = numerics.subject
     sample = numerics.sample
     faults: list[Fault] = []
@@ -658,8 +670,8 @@ def _differing_gradients(
     numerics: Numerics,
     typical_outcome: Outcome | None = None,
 ) -> str:
-    """Returns the names of gradients that differ by more than another order of additions can
-    explain.
+    """Returns the names of the gradients that differ too much. (A small difference can be the
+    result of another order of the additions, and is allowed.)
     """
     typical_grads: dict[str, Tensor | None] = {}
     if typical_outcome is not None:
@@ -677,12 +689,14 @@ def _differing_gradients(
 
 
 def is_bit_identical(first: Tensor, second: Tensor) -> bool:
-    """Whether shapes, dtypes and all bits are equal; NaN equals NaN."""
+    """True if two tensors have the same shape, the same dtype and the same bits. NaN counts as
+    equal to NaN.
+    """
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     return torch.equal(torch.nan_to_num(first), torch.nan_to_num(second))
 
 
 def _share_storage(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have the same memory."""
+    """True if two tensors use the same memory."""
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

@@ -1,6 +1,6 @@
-"""The checked function (`Subject`), the inputs of one call (`Sample`), and the dtype combinations
-that a trainer produces (`Setting`): dtypes of inputs and parameters, autocast, and whether backward
-runs under autocast.
+"""Defines the checked function (`Subject`), the inputs of one call (`Sample`), and the dtype
+combinations that a trainer produces (`Setting`). A setting determines the dtypes of inputs and
+parameters, the autocast dtype, and whether backward runs under autocast.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ TRAINED = tuple(map(to_torch, TRAINING_FLOATS))
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of a sample: its name, its index among the leaves, its group (tensors of a group
-    share a dtype), and whether it requires a gradient.
+    """Describes one tensor of a sample: its name, its index in the flattened arguments, its group,
+    and whether it requires a gradient. All tensors of a group have the same dtype.
 
-    group  `input`, `param`, a contract's free letter, or `fixed` (never changes dtype)
+    group  `input`, `param`, the letter that a contract uses for a dtype that is not fixed, or
+           `fixed` for a tensor that always keeps its dtype
     """
 
     name: str
@@ -50,8 +51,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Sample:
-    """The flattened arguments of one call. `leaves` are all arguments in order; `slots` describe
-    the floating tensors among them.
+    """The arguments of one call as a flat list. `leaves` are all values in these arguments, in
+    order. `slots` describe the floating-point tensors among them.
     """
 
     leaves: tuple[Any, ...]
@@ -73,25 +74,25 @@ class Sample:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups whose dtype may change, each once."""
+        """The groups whose dtype may change, without duplicates."""
         groups = [slot.group for slot in self.slots]
         return tuple(group for group in dict.fromkeys(groups) if group != FIXED)
 
     def tensor(self, slot: Slot) -> Tensor:
-        """Returns the tensor of a slot, as passed by the caller."""
+        """Returns the original tensor that the slot describes."""
         leaf: Tensor = self.leaves[slot.index]
         return leaf
 
     def built_dtypes(self) -> dict[str, torch.dtype]:
-        """Returns group -> original dtype of the group's first tensor."""
+        """For each group, returns the original dtype of its first tensor."""
         dtypes: dict[str, torch.dtype] = {}
         for slot in self.slots:
             dtypes.setdefault(slot.group, self.tensor(slot).dtype)
         return dtypes
 
     def dtypes_in_play(self, dtypes: GroupDtypes) -> set[torch.dtype]:
-        """Returns all floating dtypes of a call with these dtypes of groups (None: the original
-        dtypes).
+        """Returns all floating-point dtypes that occur in a call if the groups have these dtypes.
+        None means that they keep their original dtypes.
         """
         if dtypes is not None:
             return set(dtypes.values())
@@ -104,12 +105,13 @@ class Sample:
         widen_to: torch.dtype | None = None,
         frozen: str | None = None,
     ) -> tuple[list[Any], dict[str, Tensor]]:
-        """Returns copies of the leaves with these dtypes of groups (None: the original dtypes), and
-        the tensors by name.
+        """Returns copies of all values in the arguments, and the copied tensors by their names. The
+        tensors are cast to the dtypes of their groups. If `dtypes` is None, they keep their
+        original dtypes.
 
-        widen_to  the dtype to which each tensor is cast afterwards; its values stay rounded to the
-                  narrow dtype
-        frozen    the name of a tensor that requires no gradient in this run
+        widen_to  the dtype to which each tensor is cast afterwards; the values remain rounded to
+                  the dtype of the group
+        frozen    the name of a tensor that must not require a gradient in this run
         """
         leaves = list(self.leaves)
         for index, leaf in enumerate(leaves):
@@ -135,12 +137,12 @@ class Sample:
         return leaves, tensors
 
     def call_arguments(self, leaves: Sequence[Any]) -> Arguments:
-        """Returns the arguments of a call with these leaves."""
+        """Builds the positional and keyword arguments of a call from these values."""
         arguments: Arguments = pytree.tree_unflatten(list(leaves), self.tree)
         return arguments
 
     def with_tensors(self, tensors: Mapping[int, Tensor]) -> Sample:
-        """Returns the sample with some leaves replaced, by index."""
+        """Returns a copy of the sample in which the values at these indices are replaced."""
         leaves = list(self.leaves)
         for index, tensor in tensors.items():
             leaves[index] = tensor
@@ -188,7 +190,7 @@ def _read_sample(
     names: Sequence[str],
     grads_by_default: bool,
 ) -> Sample:
-    """Creates the sample of one call."""
+    """Creates a sample from the arguments of one call."""
     args, kwargs = _split_arguments(item)
     paths, tree = pytree.tree_flatten_with_path(((*args, *params), kwargs))
     leaves = tuple(leaf for _, leaf in paths)
@@ -222,8 +224,8 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _position(path: Sequence[Any]) -> int | None:
-    """Returns the index of the positional argument that contains a leaf, or None for a keyword
-    argument.
+    """Returns the index of the positional argument that contains this value. Returns None if a
+    keyword argument contains it.
     """
     root, argument = path[:2]
     if root.idx != 0:
@@ -233,8 +235,8 @@ def _position(path: Sequence[Any]) -> int | None:
 
 
 def _declared_group(spec: TensorSpec, group: str) -> str:
-    """Returns the group of an argument with this spec, which is `group` if the spec allows any
-    dtype.
+    """Returns the group that the contract gives to an argument. If the contract allows any dtype
+    for the argument, this is `group`.
     """
     if spec.is_free:
         return spec.dtype
@@ -253,8 +255,8 @@ def _split_arguments(item: Any) -> Arguments:
 
 
 def _label(path: Sequence[Any], names: Sequence[str]) -> str:
-    """Returns the name of a leaf, from the argument's name and the keys inside it, such as `gate`,
-    `input 2` or `batch['mask']`.
+    """Returns the name of a value in the arguments, such as `gate`, `input 2` or `batch['mask']`.
+    It consists of the name of the argument and the keys inside it.
     """
     argument, *keys = path[1:]
     index = getattr(argument, "idx", None)
@@ -273,9 +275,9 @@ def _guess_groups(tensors: Sequence[Tensor]) -> list[str]:
     """Guesses from dtypes and shapes whether each tensor is an activation or a weight, and returns
     their groups.
 
-    Tensors with different dtypes are grouped by dtype. If all have the same dtype, tensors with the
-    leading size of the first are activations. The others are weights, which a trainer keeps in
-    another dtype than activations.
+    If the tensors have different dtypes, they are grouped by dtype. If all have the same dtype, the
+    shapes decide: tensors whose first size is the same as that of the first tensor are activations,
+    and the others are weights. (A trainer keeps weights in another dtype than activations.)
     """
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
     if len(dtypes) > 1:
@@ -294,8 +296,8 @@ def _guess_groups(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]:
-    """Returns the names of the positional parameters. The list is empty if there is no signature or
-    only `*args`.
+    """Returns the names of the positional parameters. The list is empty if the function has no
+    signature, or only `*args`.
     """
     try:
         signature = inspect.signature(function)
@@ -313,11 +315,12 @@ def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]
 
 
 def lengthen(sample: Sample, rows: int) -> Sample | None:
-    """Returns the sample with at least `rows` rows, which are drawn from its rows with repetition.
-    Returns None if that is not possible.
+    """Returns a longer sample with at least `rows` rows. These are drawn at random from the rows of
+    the sample, with repetition. Returns None if this is not possible.
 
-    Indices of the leading dimension of the first tensor are drawn. Every tensor with the same
-    leading size, except weights, is indexed with them, so that labels stay with their rows.
+    The random indices select entries of the first dimension. They are applied to every tensor with
+    the same first size as the first tensor, except weights. So labels stay with the rows to which
+    they belong.
     """
     inputs = [sample.tensor(slot) for slot in sample.slots if slot.group != PARAM]
     first = next((tensor for tensor in inputs if tensor.dim()), None)
@@ -352,7 +355,7 @@ class Setting:
 
     dtypes                   group -> dtype; None leaves the original dtypes
     is_backward_in_autocast  whether backward runs inside the autocast region (trainers run it
-                             outside)
+                             outside of the region)
     is_produced_by_trainer   whether a trainer is known to produce the combination; faults of other
                              combinations are reported as notes
     """
@@ -364,7 +367,7 @@ class Setting:
 
     @property
     def group_dtypes(self) -> dict[str, torch.dtype] | None:
-        """Group -> dtype; None: as built."""
+        """The dtype of each group, or None if all tensors keep their original dtypes."""
         if self.dtypes is None:
             return None
         return dict(self.dtypes)
@@ -377,8 +380,8 @@ class Setting:
         return max(dtypes, key=_step, default=torch.float32)
 
     def may_come_from_trainer(self, sample: Sample) -> bool:
-        """Whether a trainer may produce the combination: no input is wider than a weight, which
-        torch's layers reject under autocast.
+        """True if a trainer may produce the combination. This is the case if no input is wider than
+        a weight. (Torch's layers raise an error for wider inputs under autocast.)
         """
         dtypes = self.group_dtypes
         if dtypes is None:
@@ -425,9 +428,11 @@ def uniform_setting(
 def settings(sample: Sample, groups: tuple[str, ...], *, is_exhaustive: bool) -> Iterator[Setting]:
     """Yields the combinations to try, the most probable first.
 
-    groups         the sample's groups, and `param` for the parameters of a module
-    is_exhaustive  also yields combinations that only a reference or a contract can judge: every
-                   dtype of every group under every autocast dtype
+    groups         the groups of the sample, and `param` if the checked function is a module with
+                   parameters
+    is_exhaustive  whether to yield every dtype of every group under every autocast dtype too; only
+                   a reference or a contract can tell whether the function must support such
+                   combinations
     """
     distinct: dict[Any, Setting] = {}
     for setting in _candidate_settings(sample, groups, is_exhaustive):
@@ -441,7 +446,7 @@ def settings(sample: Sample, groups: tuple[str, ...], *, is_exhaustive: bool) ->
 def _candidate_settings(
     sample: Sample, groups: tuple[str, ...], is_exhaustive: bool
 ) -> Iterator[Setting]:
-    """Yields the combinations in order; some may be duplicates."""
+    """Yields the combinations in this order. Some of them may be equal."""
     low_as_built = set(LOW) & sample.dtypes_in_play(None)
     autocasts = (None, *LOW)
     for autocast in autocasts:
@@ -523,7 +528,7 @@ class Subject:
 
     @property
     def location(self) -> Place:
-        """The place at which the target is defined, as far as `inspect` can find it."""
+        """The place at which the checked function is defined, if `inspect` can find it."""
         target = self.target
         if self.function_class is not None:
             target = self.function_class
@@ -544,7 +549,7 @@ class Subject:
 
     @property
     def argument_names(self) -> list[str]:
-        """Names of the positional parameters, as far as the signature has them."""
+        """The names of the positional parameters, as far as the signature contains them."""
         if self.function_class is not None:
             # without setup_context the first parameter is ctx
             skip = 0 if self.sets_up_context else 1
@@ -556,13 +561,16 @@ class Subject:
 
     @property
     def sets_up_context(self) -> bool:
-        """Whether the Function has a `setup_context`, so that its forward takes no ctx."""
+        """True if the Function has a method `setup_context`. Its forward then has no parameter ctx.
+        """
         assert self.function_class is not None
         return self.function_class.setup_context is not torch.autograd.Function.setup_context
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """(`param`,) if the function has floating parameters, else ()."""
+        """The tuple (`param`,) if the function has floating-point parameters, otherwise an empty
+        tuple.
+        """
         if self.parameter_dtypes():
             return (PARAM,)
         return ()
@@ -609,13 +617,14 @@ class Subject:
         return run, parameters
 
     def shares_parameters(self, module: nn.Module) -> bool:
-        """Whether a plain callable refers to parameters of this module."""
+        """True if a plain callable refers to parameters of this module."""
         parameter_ids = {id(p) for p in module.parameters()}
         return any(id(t) in parameter_ids for t in self._captured_tensors())
 
     def captured_dtypes(self) -> set[torch.dtype]:
-        """Returns the dtypes of floating tensors to which a plain callable refers (in its closure,
-        default or partial arguments, or globals).
+        """Returns the dtypes of the floating-point tensors to which a plain callable refers. The
+        callable may refer to them in its closure, its default arguments, the arguments of a partial
+        function, or its globals.
         """
         return {t.dtype for t in self._captured_tensors() if t.is_floating_point()}
 
@@ -629,7 +638,8 @@ class Subject:
 
 
 def _find_captured_tensors(target: Any, depth: int) -> Iterator[Tensor]:
-    """Yields the tensors to which an object refers, through at most `depth` functions."""
+    """Yields the tensors to which an object refers, directly or through at most `depth` functions.
+    """
     if isinstance(target, Tensor):
         yield target
         return
