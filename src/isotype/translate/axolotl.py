@@ -284,8 +284,7 @@ def _name_by_type(
 def _name_turns(
     entry: dict[str, Any], strategy: str, dataset: dict[str, Any], *, row_format: bool
 ) -> None:
-    """Writes into the entry how the data names the list of turns, and the keys and roles of a turn.
-    """
+    """Writes into the entry how the data names the list of turns, and the keys and roles of a turn."""
     default_keys = ("from", "value") if strategy == "sharegpt" else ("role", "content")
     default_field = "conversations" if strategy == "sharegpt" else "messages"
     properties = dict(dataset.get("message_property_mappings") or {})

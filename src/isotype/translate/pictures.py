@@ -592,8 +592,7 @@ def drop_text_encoders(draft: ConfigDraft) -> None:
 
 
 def drop_adapter_files(draft: ConfigDraft) -> None:
-    """Removes the settings about adapter files. This is needed for a run that trains every weight.
-    """
+    """Removes the settings about adapter files. This is needed for a run that trains every weight."""
     for key in ("run.adapters_every", "run.adapter_format"):
         draft.settings.pop(key, None)
 

@@ -298,8 +298,7 @@ def convert_list(target: str) -> Handler:
 
 
 def convert_count(target: str) -> Handler:
-    """Returns a handler for a positive integer. If the value is 0 or -1, Isotype's default is kept.
-    """
+    """Returns a handler for a positive integer. If the value is 0 or -1, Isotype's default is kept."""
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
         value = parse_number(source_key.value)
@@ -380,8 +379,7 @@ def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handl
 def choose_handler(
     condition: Callable[[ConfigDraft, SourceKey], object], handler: Handler, alternative: Handler
 ) -> Handler:
-    """Returns a handler that calls `handler` if `condition` returns true, and `alternative` if not.
-    """
+    """Returns a handler that calls `handler` if `condition` returns true, and `alternative` if not."""
 
     def choose(draft: ConfigDraft, source_key: SourceKey) -> None:
         if condition(draft, source_key):
@@ -465,8 +463,7 @@ def report_no_effect(reason: str) -> Handler:
 
 
 def report_changed(note: str) -> Handler:
-    """Returns a handler that reports `note`. In the note, {} is replaced by the value of the key.
-    """
+    """Returns a handler that reports `note`. In the note, {} is replaced by the value of the key."""
     return lambda draft, source_key: draft.report_changed(
         source_key, note.replace("{}", str(source_key.value))
     )

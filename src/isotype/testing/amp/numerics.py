@@ -432,8 +432,7 @@ def rounded_weight_faults(numerics: Numerics, setting: Setting) -> list[Fault]:
 
 
 def _are_correlated(slopes: Tensor, repeated_slopes: Tensor) -> bool:
-    """True if the slopes from one set of rows are similar to the slopes from another set of rows.
-    """
+    """True if the slopes from one set of rows are similar to the slopes from another set of rows."""
     if slopes.shape != repeated_slopes.shape:
         return False
     coefficients = torch.corrcoef(torch.stack([slopes, repeated_slopes]))

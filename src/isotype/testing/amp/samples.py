@@ -561,8 +561,7 @@ class Subject:
 
     @property
     def sets_up_context(self) -> bool:
-        """True if the Function has a method `setup_context`. Its forward then has no parameter ctx.
-        """
+        """True if the Function has a method `setup_context`. Its forward then has no parameter ctx."""
         assert self.function_class is not None
         return self.function_class.setup_context is not torch.autograd.Function.setup_context
 
@@ -638,8 +637,7 @@ class Subject:
 
 
 def _find_captured_tensors(target: Any, depth: int) -> Iterator[Tensor]:
-    """Yields the tensors to which an object refers, directly or through at most `depth` functions.
-    """
+    """Yields the tensors to which an object refers, directly or through at most `depth` functions."""
     if isinstance(target, Tensor):
         yield target
         return
