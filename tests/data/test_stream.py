@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,3 +124,47 @@ def test_sources_that_cannot_be_streamed_are_refused(load: Any, train: Any, said
     with pytest.raises(UsageError) as caught:
         load(train)
     assert str(caught.value).startswith(said)
+
+
+class Threads:
+    """One of several processes, which are threads here."""
+
+    def __init__(self, rank: int, values: list[Any], barrier: Barrier) -> None:
+        self.rank, self.size = rank, len(values)
+        self.values, self.barrier = values, barrier
+
+    def gather(self, value: Any) -> list[Any]:
+        self.barrier.wait()  # all have read the values before
+        self.values[self.rank] = json.dumps(value)
+        self.barrier.wait()
+        return [json.loads(text) for text in self.values]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_each_of_three_processes_tokenises_a_part_of_the_stream(load: Any, packing: bool) -> None:
+    """Every process tokenised every row."""
+    whole = load(WEIGHTED, packing=packing).stream
+    expected = [whole.take(3) for _ in range(30)]
+    values: list[Any] = [None] * 3
+    barrier = Barrier(3)
+    streams = [load(WEIGHTED, packing=packing).stream for _ in values]
+    encoded = [0] * 3
+
+    def read(rank: int) -> list[Any]:
+        stream = streams[rank]
+        stream.processes = Threads(rank, values, barrier)
+        encode_rows = stream.encoder.encode_rows
+
+        def count_rows(examples: Any, tally: Any) -> Any:
+            for encoded_row in encode_rows(examples, tally):
+                encoded[rank] += 1
+                yield encoded_row
+
+        stream.encoder.encode_rows = count_rows
+        return [stream.take(3) for _ in range(30)]
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(read, range(3))) == [expected] * 3
+    blocks = streams[0].block
+    assert all(blocks * 5 <= count <= blocks * 6 for count in encoded)
+    assert streams[0].state() == whole.state()

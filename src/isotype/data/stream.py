@@ -7,6 +7,9 @@ of each source at the beginning of the block, and the number of rows of the bloc
 used. A resumed run reads this block again and continues with the next unused row. A hash of a row's
 tokens decides whether the row is held out for evaluation. Evaluation uses the first rows that are
 held out. Training uses none of the rows that are held out.
+
+Several processes each tokenise a part of every block and exchange the tokens, so that all have the
+same block.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,10 +31,29 @@ from .formats import Example
 from .prompts import SAMPLES, example_prompts, text_prompt
 from .rows import LoadedData, Row, SamplePrompt
 from .sources import Source
-from .tokens import TokenRows, TokenWriter, is_held_out, pack_rows, row_digest
+from .tokens import TokenBlock, TokenRows, TokenWriter, is_held_out, pack_rows, row_digest
 
 MAX_EVALUATED_ROWS = 256  # number of held-out rows that are evaluated
 _MAX_SEARCHED_ROWS = 20_000  # number of first rows among which held-out rows are searched
+
+
+class Processes(Protocol):
+    """The processes that read a stream together."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+
+class OneProcess:
+    """A stream that is read by one process."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 class StreamedRows:
@@ -53,6 +75,7 @@ class StreamedRows:
         self.encoder = encoder
         self.seed = seed
         self.held_out = held_out
+        self.processes: Processes = OneProcess()
         self.on_bad_rows: Callable[[Sequence[BadRow]], None] = lambda rows: None
         self._reset([[0, 0]] * len(sources), block=0)
 
@@ -85,6 +108,16 @@ class StreamedRows:
             )
             counts[source_index] += 1
             yield self._next_example(source_index)
+
+    def _local_examples(self) -> Iterator[Example | BadRow]:
+        """Yields the rows of a block that this process tokenises. The other rows are only read."""
+        count = self.data.shuffle_buffer
+        rank = self.processes.rank
+        size = self.processes.size
+        local_rows = range(count * rank // size, count * (rank + 1) // size)
+        for number, example in enumerate(self._examples(count)):
+            if number in local_rows:
+                yield example
 
     def _next_example(self, source_index: int) -> Example | BadRow:
         iterator = self._iterators[source_index]
@@ -130,9 +163,12 @@ class StreamedRows:
         sources.
         """
         try:
-            tokens, _, tally = tokenize_examples(
-                self._examples(self.data.shuffle_buffer), self.encoder
-            )
+            tokens, _, tally = tokenize_examples(self._local_examples(), self.encoder)
+            if self.processes.size > 1:
+                texts = self.processes.gather([block.to_json() for block in tokens.blocks])
+                blocks = [TokenBlock.from_json(block) for blocks in texts for block in blocks]
+                tally = Tally.sum(block.facts["tally"] for block in blocks)
+                tokens = TokenRows([TokenBlock.join(blocks, {"tally": tally.to_dict()})])
             if self.data.on_bad_row == "error":
                 tally.bad.refuse(usable_rows=len(tokens))
             self.on_bad_rows(tally.bad.listed)

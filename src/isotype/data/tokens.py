@@ -19,6 +19,7 @@ pictures_end int64[R]  end of each row's references in `pictures`
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 from abc import abstractmethod
@@ -64,6 +65,35 @@ class TokenBlock:
         self.pictures = columns["pictures"]
         self.pictures_end = columns["pictures_end"]
         self.facts = facts
+
+    def to_json(self) -> dict[str, Any]:
+        """The block as JSON, for another process."""
+        columns = {
+            name: base64.b64encode(np.ascontiguousarray(getattr(self, name)).data).decode()
+            for name in COLUMNS
+        }
+        return {"columns": columns, "facts": self.facts}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> TokenBlock:
+        columns = {
+            name: np.frombuffer(base64.b64decode(value["columns"][name]), dtype)
+            for name, dtype in COLUMNS.items()
+        }
+        return cls(columns, value["facts"])
+
+    @classmethod
+    def join(cls, blocks: Sequence[TokenBlock], facts: dict[str, Any]) -> TokenBlock:
+        """The rows of several blocks as one block."""
+        columns = {
+            name: np.concatenate([getattr(block, name) for block in blocks]) for name in COLUMNS
+        }
+        # the ends of a block's rows are counted from the beginning of the block
+        for name, part in (("ends", "ids"), ("pictures_end", "pictures")):
+            sizes = [len(getattr(block, part)) for block in blocks]
+            starts = np.cumsum([0, *sizes[:-1]])
+            columns[name] = columns[name] + np.repeat(starts, [len(block) for block in blocks])
+        return cls(columns, facts)
 
     def __len__(self) -> int:
         return len(self.ends)

@@ -252,6 +252,8 @@ class LanguageTask:
     def prepare_training(
         self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
     ) -> Header:
+        if self.data.stream is not None:
+            self.data.stream.processes = world
         return self.objective.prepare_training(
             model, device, folder, world, pad_id=self.tokenizer.pad_token_id, dtype=dtype
         )
