@@ -182,6 +182,7 @@ INNER = {
     ),
     "isotype.runs.value_limits": "parse_json",
     "isotype.runs.mapped_files": "mapped_paths",
+    "isotype.runs.metrics": "runs_metrics= LAST_ROWS Metrics read_last_rows read_thinned_rows",
     "isotype.tasks.diffusion.batches": "Batch PictureStream Row row_generator",
     "isotype.tasks.diffusion.denoiser": (
         "build_denoiser keep_time_exact load_frozen_denoiser time_embeddings"

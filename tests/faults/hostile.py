@@ -274,8 +274,8 @@ def run_folder(material: Material, folder: Path, draw: random.Random) -> None:
     """
     from isotype.config.load import load
     from isotype.runs.checkpoint.store import CheckpointStore
-    from isotype.runs.folder import LOCK, Metrics, RunFolder
-    from tests.api import SEAL, _describe_run, compare, read_run, read_skipped, seal
+    from isotype.runs.folder import LOCK, RunFolder
+    from tests.api import SEAL, Metrics, _describe_run, compare, read_run, read_skipped, seal
 
     place = folder / "run"
     shutil.copytree(

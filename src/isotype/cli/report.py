@@ -139,19 +139,25 @@ def _format_cell(value: Any) -> str:
 
 def _describe_run(folder: Path) -> dict[str, Any]:
     from ..config.sources import short_source_names
-    from ..report.record import read_run
+    from ..report.record import dict_or_empty, read_run_summary
 
     try:
-        record = read_run(folder)
+        record = read_run_summary(folder)
     except UsageError as error:
         row = dict.fromkeys(_COLUMNS)
         return row | {"folder": str(folder), "status": f"cannot be read: {error.message}"}
+    # the settings of the last start as JSON; resolved.yaml takes a hundred times as long to parse
+    settings = dict_or_empty(record.plan.get("settings")) or record.settings
     status = record.status
     if record.damaged:
         status = f"{status}, damaged: {record.damaged[0].partition(':')[0]}"
     if record.truncated_files:
         status = f"{status}: {record.truncated_files[0]}"
     losses = record.curve("loss")
+
+    def setting(section: str, key: str) -> Any:
+        return dict_or_empty(settings.get(section)).get(key)
+
     return {
         "folder": str(folder),
         "status": status,
@@ -159,8 +165,6 @@ def _describe_run(folder: Path) -> dict[str, Any]:
         "loss": record.last_value("loss"),
         "eval_loss": record.best_evaluation,
         "precision": str(record.precision.get("precision", "")),
-        "model": Path(str(record.setting("model", "name") or "built")).name,
-        "data": short_source_names(
-            record.setting("data", "train") or record.setting("images", "train")
-        ),
+        "model": Path(str(setting("model", "name") or "built")).name,
+        "data": short_source_names(setting("data", "train") or setting("images", "train")),
     }

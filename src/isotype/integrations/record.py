@@ -27,7 +27,8 @@ from transformers import TrainerCallback
 
 from ..environment.versions import environment
 from ..report.page import write_report
-from ..runs.folder import Metrics, RunFolder
+from ..runs.folder import RunFolder
+from ..runs.metrics import Metrics
 from ..training.memory.device import trim_freed_blocks
 from .attachment import Attachment, MethodWrappers
 from .monitor import StepMonitor

@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import IsotypeError, UsageError
 from ..runs.folder import LOCK, LOG, RESOLVED, find_training_process, is_locked, open_inside
+from ..runs.metrics import read_thinned_rows
 from .page import STEPS_SCRIPT, LiveState, render
 from .record import RunRecord, read_picture, read_run, require_run_files
 
@@ -77,7 +78,7 @@ class WatchServer(ThreadingHTTPServer):
         with self._lock:
             tag = self._compute_tag()
             if tag != self._cached_page[0]:
-                record = read_run(self.folder)
+                record = read_run(self.folder, read_metrics=read_thinned_rows)
                 self._cached_page = (
                     tag,
                     render(record, live=self._live_state(record)).encode(

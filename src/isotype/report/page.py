@@ -21,6 +21,7 @@ from ..config.sources import short_source_names
 from ..errors import RunError, UsageError
 from ..precision import ROLES
 from ..runs.checkpoint.atomic_folder import write_text
+from ..runs.metrics import read_thinned_rows
 from ..wording import (
     format_bytes,
     format_compact,
@@ -77,7 +78,11 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     """
     target = out or run_folder / REPORT
     # the name of a file may not be valid UTF-8
-    text = render(read_run(run_folder)).encode("utf-8", "backslashreplace").decode()
+    text = (
+        render(read_run(run_folder, read_metrics=read_thinned_rows))
+        .encode("utf-8", "backslashreplace")
+        .decode()
+    )
     try:
         write_text(target, text)
     except RunError as error:
@@ -253,7 +258,9 @@ def tiles(record: RunRecord) -> list[Tile]:
     seconds, speed, memory = (
         finite_values(record, key) for key in ("seconds", f"{units}_per_second", "memory_bytes")
     )
-    training_seconds = record.result.get("trained_seconds") or sum(seconds)
+    training_seconds = record.result.get("trained_seconds") or (
+        sum(seconds) / record.metrics_rows.step_share
+    )
     if isinstance(training_seconds, int | float) and training_seconds > 0:
         result.append(Tile("training time", format_duration(training_seconds), "in steps alone"))
     if speed:

@@ -222,11 +222,10 @@ def plots(record: RunRecord) -> list[Plot]:
             )
         )
     result.append(_gradient_norm_plot(record))
-    overflowed = [row.get("overflow") is True for row in record.metrics if "loss_scale" in row]
-    if any(overflowed):
-        skipped = (
-            f" {sum(overflowed)} of {len(overflowed)} logged steps overflowed and were skipped."
-        )
+    overflow_count = record.metrics_rows.overflow_count
+    if overflow_count:
+        scaled_count = record.metrics_rows.scaled_count
+        skipped = f" {overflow_count} of {scaled_count} logged steps overflowed and were skipped."
     else:
         skipped = ""
     for key, title, note, format_value in _STEP_PLOTS:

@@ -8,15 +8,18 @@ import base64
 import io
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..config.yaml_text import read_sections
 from ..errors import UsageError
-from ..runs.folder import is_locked, open_inside, parse_metrics, read_inside
+from ..runs.folder import is_locked, open_inside, read_inside
 from ..runs.mapped_files import MAPPED_RECORD, find_truncated_files
-from ..runs.value_limits import check_limits, parse_json
+from ..runs.metrics import MetricsRows, read_all_rows, read_last_rows
+from ..runs.value_limits import MAX_BYTES, check_limits, parse_json
 from ..wording import first_line
 
 FILES = (
@@ -50,7 +53,7 @@ class RunRecord:
     """
 
     folder: Path
-    metrics: list[dict[str, Any]] = field(default_factory=list)
+    metrics_rows: MetricsRows = field(default_factory=MetricsRows)
     precision: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -63,11 +66,14 @@ class RunRecord:
     examples: list[dict[str, Any]] = field(default_factory=list)
     before_edits: dict[str, Any] = field(default_factory=dict)
     is_running: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
     settings_text: str = ""
     samples: list[dict[str, Any]] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     truncated_files: list[str] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return self.metrics_rows.rows
 
     def curve(self, key: str) -> list[tuple[float, float]]:
         """The points (step, value) of a metric, in order. Values that are not finite become NaN."""
@@ -82,6 +88,15 @@ class RunRecord:
     def last_value(self, key: str) -> float | None:
         """The last finite value of a metric; None if no value is finite."""
         return next((v for _, v in reversed(self.curve(key)) if math.isfinite(v)), None)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The sections of resolved.yaml, which take longer to parse than all other small files."""
+        try:
+            return parse_settings(self.settings_text)
+        except ValueError as error:
+            self.damaged.append(f"resolved.yaml: {first_line(error)}")
+            return {}
 
     @property
     def best_evaluation(self) -> float | None:
@@ -154,10 +169,27 @@ def require_run_files(folder: Path) -> None:
         raise UsageError(f"{folder}: not a run folder: it has none of {', '.join(FILES[:4])}")
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(
+    folder: Path, *, read_metrics: Callable[[IO[bytes]], MetricsRows] = read_all_rows
+) -> RunRecord:
     """Reads all files of a run. Raises UsageError if the folder is missing or holds no file of a
     run.
+
+    read_metrics  reads metrics.jsonl: all rows, or a selection
     """
+    record = _read_files(folder, read_metrics)
+    _ = record.settings  # parsed here, so that damage is listed
+    return record
+
+
+def read_run_summary(folder: Path) -> RunRecord:
+    """Like `read_run`, with only the evaluations and the last rows of the metrics. `resolved.yaml`
+    is parsed when `settings` is read.
+    """
+    return _read_files(folder, read_last_rows)
+
+
+def _read_files(folder: Path, read_metrics: Callable[[IO[bytes]], MetricsRows]) -> RunRecord:
     require_run_files(folder)
     record = RunRecord(folder)
     for name in JSON_FILES:
@@ -171,16 +203,12 @@ def read_run(folder: Path) -> RunRecord:
     record.is_running = is_locked(folder)
     if record.status == "stopped":
         record.truncated_files = find_truncated_files(_read_json(folder / MAPPED_RECORD, record))
-    record.metrics, broken = parse_metrics(_read_text(folder / "metrics.jsonl", record) or "")
-    if broken:
+    record.metrics_rows = _read_metrics(folder / "metrics.jsonl", record, read_metrics)
+    if broken := record.metrics_rows.broken:
         record.damaged.append(
             f"metrics.jsonl: {len(broken)} lines cut short or broken (first: line {broken[0]})"
         )
     record.settings_text = _read_text(folder / "resolved.yaml", record) or ""
-    try:
-        record.settings = parse_settings(record.settings_text)
-    except ValueError as error:
-        record.damaged.append(f"resolved.yaml: {first_line(error)}")
     for path in folder.glob("samples/step_*.json"):
         value = _read_json(path, record)
         if not isinstance(value, dict) or _number(value.get("step")) is None:
@@ -193,6 +221,19 @@ def read_run(folder: Path) -> RunRecord:
         record.samples.append(value | {"samples": samples[:MAX_SAMPLES]})
     record.samples.sort(key=lambda sample: sample["step"])
     return record
+
+
+def _read_metrics(
+    path: Path, record: RunRecord, read_metrics: Callable[[IO[bytes]], MetricsRows]
+) -> MetricsRows:
+    try:
+        with open_inside(record.folder, path, max_bytes=MAX_BYTES) as file:
+            return read_metrics(file)
+    except FileNotFoundError:
+        return MetricsRows()
+    except OSError as error:
+        record.damaged.append(f"{path.name}: {error.strerror}")
+        return MetricsRows()
 
 
 def parse_settings(text: str) -> dict[str, Any]:

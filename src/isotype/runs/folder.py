@@ -143,42 +143,11 @@ class RunFolder:
                     path.rmdir()
 
 
-class Metrics:
-    """Appends rows of metrics to a file. On resume, a last line that a kill left incomplete is
-    dropped.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def write(self, **facts: Any) -> None:
-        with self.file.open("a", encoding="utf-8") as f:
-            f.write(json.dumps({k: v for k, v in facts.items() if v is not None}) + "\n")
-
-    def sync(self) -> None:
-        """Syncs the file to the disk, so that after a power failure no checkpoint exists without
-        its earlier lines.
-        """
-        if self.file.is_file():
-            with self.file.open("rb") as f:
-                os.fsync(f.fileno())
-
-    def cut_after(self, step: int) -> None:
-        """Removes the lines after `step`, which the resumed run will write again."""
-        rows, _ = parse_metrics(
-            self.file.read_text(encoding="utf-8", errors="replace") if self.file.is_file() else ""
-        )
-        remaining = [
-            row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step
-        ]
-        write_text(self.file, "".join(json.dumps(row) + "\n" for row in remaining))
-
-
-def open_inside(folder: Path, path: Path) -> IO[bytes]:
+def open_inside(folder: Path, path: Path, *, max_bytes: int | None = None) -> IO[bytes]:
     """Opens a file of a run folder from an untrusted source. No file outside the folder is opened.
 
-    Raises  OSError for a link that leads out of the folder, and for a pipe or a device; the folder
-            itself may be a link
+    Raises  OSError for a link that leads out of the folder, for a pipe or a device, and for a file
+            of more than `max_bytes`; the folder itself may be a link
     """
     resolved = path.resolve()
     if not resolved.is_relative_to(folder.resolve()):
@@ -188,33 +157,20 @@ def open_inside(folder: Path, path: Path) -> IO[bytes]:
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # not every system has them
         flags |= getattr(os, name, 0)
     handle = os.open(resolved, flags)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "not a file", str(path))
+    if max_bytes is not None and status.st_size > max_bytes:
+        os.close(handle)
+        raise OSError(errno.EFBIG, f"more than {max_bytes >> 20} MiB", str(path))
     return os.fdopen(handle, "rb")
 
 
 def read_inside(folder: Path, path: Path) -> str:
     """The text of a file of a run folder, opened by `open_inside`."""
-    with open_inside(folder, path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_BYTES:
-            raise OSError(errno.EFBIG, f"more than {MAX_BYTES >> 20} MiB", str(path))
+    with open_inside(folder, path, max_bytes=MAX_BYTES) as file:
         return file.read(MAX_BYTES).decode("utf-8", "replace")
-
-
-def parse_metrics(text: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows of metrics.jsonl, and the numbers of lines that are broken."""
-    rows = []
-    broken = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            row = parse_json(line)
-        except ValueError:
-            broken.append(number)
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows, broken
 
 
 def require_run(path: Path) -> Path:

@@ -23,7 +23,7 @@ from ..model.initialisation import SUBTRACTED_STARTS
 from ..observe import Observation
 from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import local_row_selector, restore_model, restore_optimizer
-from ..runs.folder import parse_metrics
+from ..runs.metrics import read_last_value
 from ..wording import pluralise
 from .console import RunConsole, format_duration
 from .loop import Loop
@@ -177,9 +177,8 @@ def _whole_evaluation_loss(loop: Loop, step: int) -> float | None:
 def _evaluation_metric(loop: Loop, step: int, key: str) -> float | None:
     if not loop.task.eval_rows or not loop.folder.metrics.is_file():
         return None
-    rows, _ = parse_metrics(loop.folder.metrics.read_text(encoding="utf-8", errors="replace"))
-    losses = [row[key] for row in rows if row.get("step") == step and key in row]
-    return losses[-1] if losses else None
+    value: float | None = read_last_value(loop.folder.metrics, step, key)
+    return value
 
 
 def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:

@@ -24,8 +24,9 @@ from ..observe.continuity import (
 )
 from ..runs.checkpoint.snapshot import seed_rank
 from ..runs.checkpoint.store import Checkpoint, CheckpointStore
-from ..runs.folder import Metrics, RunFolder
+from ..runs.folder import RunFolder
 from ..runs.mapped_files import MappedFiles
+from ..runs.metrics import Metrics
 from ..runs.record import PrecisionRecord
 from .callbacks import Callback, Moment, run_callbacks
 from .console import Interrupt, RunConsole

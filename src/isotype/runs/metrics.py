@@ -1,0 +1,229 @@
+"""The metrics of a run, in `metrics.jsonl`: one line per logged step and one per evaluation.
+
+A run of 200,000 steps has 57 MB of lines. Its report needs some thousand of them, and `ls` only the
+evaluations and the last lines, so that lines are selected while they are read. A resume reads the
+file from its end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from ..errors import RunError
+from .checkpoint.atomic_folder import suggest_fix, write_text
+from .value_limits import parse_json
+
+EVEN_ROWS = 8_000  # about how many evenly spaced steps a thinned curve has
+BUCKETS = 1_000  # parts of a curve; each also keeps its extreme losses
+MAX_OTHER_ROWS = 20_000  # rows without a training loss, such as evaluations
+LAST_ROWS = 16  # rows that a summary reads; the last of them may have no finite loss
+_BLOCK_BYTES = 1 << 16
+
+
+class Metrics:
+    """Appends rows of metrics to a file. On resume, a last line that a kill left incomplete is
+    dropped.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def write(self, **facts: Any) -> None:
+        with self.file.open("a", encoding="utf-8") as f:
+            f.write(json.dumps({k: v for k, v in facts.items() if v is not None}) + "\n")
+
+    def sync(self) -> None:
+        """Syncs the file to the disk, so that after a power failure no checkpoint exists without
+        its earlier lines.
+        """
+        if self.file.is_file():
+            with self.file.open("rb") as f:
+                os.fsync(f.fileno())
+
+    def cut_after(self, step: int) -> None:
+        """Removes the lines after `step`, which the resumed run will write again. Raises RunError
+        CK001 when the file cannot be written.
+        """
+        if step < 0 or not self.file.is_file():
+            write_text(self.file, "")
+            return
+        try:
+            with self.file.open("rb+") as file:
+                file.truncate(_find_end_of_step(file, step))
+                os.fsync(file.fileno())
+        except OSError as error:
+            reason = f"{error.strerror or error}"
+            raise RunError(
+                f"could not write {self.file}: {reason}", code="CK001", fix=suggest_fix(reason)
+            ) from error
+
+
+def _find_end_of_step(file: IO[bytes], step: int) -> int:
+    """The position after the last whole line of a step up to `step`. Reads the file from its end."""
+    end = file.seek(0, os.SEEK_END)
+    size = _BLOCK_BYTES
+    rest = b""  # the end of the line that begins before `end`
+    while end > 0:
+        start = max(0, end - size)
+        file.seek(start)
+        block = file.read(end - start) + rest
+        # the block may begin in the middle of a line
+        first_line = 0 if start == 0 else block.find(b"\n") + 1 or len(block)
+        position = start + len(block)
+        for line in reversed(block[first_line:].splitlines(keepends=True)):
+            row = _parse_line(line)
+            row_step = row.get("step") if isinstance(row, dict) else None
+            if line.endswith(b"\n") and isinstance(row_step, int) and row_step <= step:
+                return position
+            position -= len(line)
+        rest = block[:first_line]
+        end = start
+        size *= 2
+    return 0
+
+
+@dataclass
+class MetricsRows:
+    """Rows of a metrics file.
+
+    broken            numbers of broken lines, from 1
+    step_share        the share of the rows with a training loss that is among `rows`
+    scaled_count      rows with a loss scale, of which `overflow_count` overflowed; also of rows
+                      that are not among `rows`
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    broken: list[int] = field(default_factory=list)
+    step_share: float = 1.0
+    scaled_count: int = 0
+    overflow_count: int = 0
+
+    def count_overflow(self, row: dict[str, Any]) -> None:
+        if "loss_scale" in row:
+            self.scaled_count += 1
+            self.overflow_count += row.get("overflow") is True
+
+
+def read_all_rows(file: IO[bytes]) -> MetricsRows:
+    """Reads every row."""
+    result = MetricsRows()
+    for _, row in _parse_lines(enumerate(file, start=1), result):
+        result.count_overflow(row)
+        result.rows.append(row)
+    return result
+
+
+def read_thinned_rows(file: IO[bytes]) -> MetricsRows:
+    """Reads every row and keeps about EVEN_ROWS evenly spaced steps, the steps with the lowest, the
+    highest and the first infinite loss of each of BUCKETS parts, and the other rows.
+    """
+    line_count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    file.seek(0)
+    stride = max(1, line_count // EVEN_ROWS)
+    bucket_size = max(1, line_count // BUCKETS)
+    result = MetricsRows()
+    kept: dict[int, dict[str, Any]] = {}
+    bucket = _Bucket()
+    step_count = other_count = 0
+    number = 0
+    row: dict[str, Any] = {}
+    for number, row in _parse_lines(enumerate(file, start=1), result):
+        result.count_overflow(row)
+        if "loss" not in row:
+            other_count += 1
+            if other_count <= MAX_OTHER_ROWS:
+                kept[number] = row
+            continue
+        step_count += 1
+        if step_count % stride == 0 or step_count == 1:
+            kept[number] = row
+        bucket.add(number, row)
+        if step_count % bucket_size == 0:
+            kept |= bucket.rows()
+            bucket = _Bucket()
+    kept |= bucket.rows()
+    if row:
+        kept[number] = row
+    result.rows = [kept[key] for key in sorted(kept)]
+    if step_count:
+        result.step_share = sum("loss" in row for row in result.rows) / step_count
+    return result
+
+
+class _Bucket:
+    """The rows with the extreme losses among those that were added, by line number."""
+
+    def __init__(self) -> None:
+        self.lowest = self.highest = self.infinite = (0, {"loss": math.nan})
+
+    def add(self, number: int, row: dict[str, Any]) -> None:
+        loss = row["loss"]
+        if not isinstance(loss, int | float) or not math.isfinite(loss):
+            if not self.infinite[0]:
+                self.infinite = (number, row)
+            return
+        if not loss >= self.lowest[1]["loss"]:
+            self.lowest = (number, row)
+        if not loss <= self.highest[1]["loss"]:
+            self.highest = (number, row)
+
+    def rows(self) -> dict[int, dict[str, Any]]:
+        extremes = (self.lowest, self.highest, self.infinite)
+        return {number: row for number, row in extremes if number}
+
+
+def read_last_rows(file: IO[bytes]) -> MetricsRows:
+    """Reads the evaluations and the last LAST_ROWS rows. Other lines are not parsed."""
+    evaluations: list[tuple[int, bytes]] = []
+    last_lines = deque[tuple[int, bytes]](maxlen=LAST_ROWS)
+    for number, line in enumerate(file, start=1):
+        if b'"eval_loss"' in line:
+            evaluations.append((number, line))
+        else:
+            last_lines.append((number, line))
+    result = MetricsRows()
+    lines = sorted([*evaluations[-MAX_OTHER_ROWS:], *last_lines])
+    result.rows = [row for _, row in _parse_lines(lines, result)]
+    return result
+
+
+def read_last_value(file: Path, step: int, key: str) -> Any:
+    """The value of a key in the last row of a step that has the key; None if there is none."""
+    value = None
+    with file.open("rb") as lines:
+        matches = (
+            (n, line) for n, line in enumerate(lines, start=1) if f'"{key}"'.encode() in line
+        )
+        for _, row in _parse_lines(matches, MetricsRows()):
+            if row.get("step") == step and key in row:
+                value = row[key]
+    return value
+
+
+def _parse_lines(
+    lines: Iterable[tuple[int, bytes]], result: MetricsRows
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number and the row of each line, and adds the numbers of broken lines to the
+    result.
+    """
+    for number, line in lines:
+        row = _parse_line(line)
+        if row is None:
+            result.broken.append(number)
+        elif isinstance(row, dict):
+            yield number, row
+
+
+def _parse_line(line: bytes) -> Any:
+    """The value of a line; None for a broken line."""
+    try:
+        return parse_json(line.decode("utf-8", "replace"))
+    except ValueError:
+        return None
