@@ -10,7 +10,9 @@ from .transforms import ConfigDraft, SourceKey
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Returns the reason why Isotype does not offer the source's training method, or None."""
+    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
+    returns None.
+    """
     kind = str(source.get("type") or "sd_trainer")
     network = str(source.get("network.type") or "lora").lower()
     if kind not in ("sd_trainer", "ui_trainer", "diffusion_trainer"):

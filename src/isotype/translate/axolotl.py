@@ -108,7 +108,9 @@ def _convert_rl(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Returns the reason why Isotype does not offer the source's training method, or None."""
+    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
+    returns None.
+    """
     if (rl := source.find_key("rl")) and rl.value not in (None, "", False, *_RL_METHODS):
         return (
             f"line {rl.line}: rl: {rl.value} is not offered: train.objective is {', '.join(_RL_METHODS)},"

@@ -13,7 +13,9 @@ from .transforms import ConfigDraft
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Returns the reason why Isotype does not offer the source's training method, or None."""
+    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
+    returns None.
+    """
     if transforms.is_enabled(source.get("train_text_encoder_ti")):
         return "train_text_encoder_ti: textual inversion is not offered"
     if transforms.is_enabled(source.get("train_text_encoder")) and not _CLIP_SCRIPTS.search(

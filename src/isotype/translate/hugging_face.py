@@ -135,7 +135,9 @@ def _convert_method(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Returns the reason why Isotype does not offer the source's training method, or None."""
+    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
+    returns None.
+    """
     methods = [source_key for source_key in source.keys if source_key.name == "trl_method"]
     sft_classes = source.called_names & {"SFTTrainer", "SFTConfig"}
     reason = (

@@ -52,7 +52,9 @@ def _convert_pref_ftx(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Returns the reason why Isotype does not offer the source's training method, or None."""
+    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
+    returns None.
+    """
     stage = source.get("stage")
     loss = source.get("pref_loss") or "sigmoid"
     if stage not in (None, "sft", "pt", "dpo", "kto", "rm"):

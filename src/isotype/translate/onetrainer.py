@@ -15,7 +15,9 @@ _ADAPTER_KINDS = {"LORA": "lora", "FINE_TUNE": "none"}
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Returns the reason why Isotype does not offer the source's training method, or None."""
+    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
+    returns None.
+    """
     method = str(source.get("training_method") or "LORA")
     peft = str(source.get("peft_type") or "LORA")
     if method not in _ADAPTER_KINDS:

@@ -67,7 +67,9 @@ _SCHEDULES = {
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Returns the reason why Isotype does not offer the source's training method, or None."""
+    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
+    returns None.
+    """
     values = {source_key.name: source_key.value for source_key in source.keys}
     locations = {
         source_key.name: f"line {source_key.line}: {source_key.name_in_file}"

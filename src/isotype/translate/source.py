@@ -146,7 +146,9 @@ class Source:
         return next((source_key.value for source_key in self.keys if source_key.name == name), None)
 
     def find_key(self, *prefixes: str) -> SourceKey | None:
-        """Returns the first key with one of these names, or below one of them."""
+        """Returns the first key that has one of these names, or whose name begins with one of them
+        and a dot.
+        """
         return next(
             (
                 g

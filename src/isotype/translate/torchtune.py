@@ -30,7 +30,9 @@ _MLP_MODULES = ["gate_proj", "up_proj", "down_proj"]
 
 
 def refusal_reason(source: Source) -> str | None:
-    """Returns the reason why Isotype does not offer the source's training method, or None."""
+    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
+    returns None.
+    """
     for source_key in source.keys:
         value = str(source_key.value)
         if (

@@ -32,7 +32,7 @@ from .tools import identify_tool
 class CheckResult:
     """The result of a check.
 
-    records  the resolved precision of each run; a run of Isotype has no record here
+    records  the precision of each run; runs of Isotype itself are left out
     files    the number of files that were read
     """
 

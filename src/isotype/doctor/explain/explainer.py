@@ -162,7 +162,7 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
 
 
 def _collect_log_flags(lines: Iterable[str], flags: set[str]) -> Iterator[str]:
-    """Yields the lines, and adds the flags that they state."""
+    """Yields the lines unchanged, and adds the flags that occur in them to `flags`."""
     for line in lines:
         flags.update(find_log_flags(line))
         yield line
@@ -171,7 +171,7 @@ def _collect_log_flags(lines: Iterable[str], flags: set[str]) -> Iterator[str]:
 class _ErrorCollector:
     """The distinct dtype errors of a log, in the order of their last occurrences.
 
-    log_flags  the flags that the lines read so far state
+    log_flags  the flags that occurred in the lines that were read so far
     """
 
     def __init__(
@@ -420,7 +420,9 @@ _OTHER_FRAMEWORK = re.compile(r"\b(?:jax|jnp|lax|tensorflow|tf)\b|zero-based\) w
 
 
 def decides_cause(causes: Sequence[Cause]) -> bool:
-    """Whether the text decides the first cause: it has evidence that no other cause has."""
+    """True if the text proves the first cause. This is the case if the text contains evidence for
+    this cause that does not fit another cause.
+    """
     best_cause = causes[0]
     if not best_cause.evidence:
         return False
@@ -431,7 +433,9 @@ def decides_cause(causes: Sequence[Cause]) -> bool:
 
 
 def describe_confidence(causes: Sequence[Cause], command: str) -> str:
-    """Returns `decided` with the evidence, or `open` with the causes and the command that decides."""
+    """Returns `decided` and the evidence, if the text proves the first cause. Otherwise returns
+    `open`, the possible causes, and the command that can tell which of them is true.
+    """
     best_cause = causes[0]
     if decides_cause(causes):
         return f"decided by the text: {best_cause.evidence}"
@@ -448,7 +452,9 @@ def describe_confidence(causes: Sequence[Cause], command: str) -> str:
 
 
 def find_deciding_command(error: RecognisedError, code: str) -> str:
-    """The command that decides between the causes, because it reads more than a log."""
+    """Returns a command that can tell which of the causes is true. (It sees more than a log
+    contains.)
+    """
     if _OTHER_FRAMEWORK.search(error.text):
         return ""
     if code in _KERNEL_CODES:
@@ -465,7 +471,7 @@ _FP16_ADVICE = "use fp16 (fp16=True, with fp32 weights: dtype=torch.float32): th
 
 
 def _replace_bf16(fix: str) -> str:
-    """The fix for a card without bf16."""
+    """Changes a fix so that it works on a GPU that does not support bf16."""
     for pattern, replacement in _BF16_REPLACEMENTS:
         fix = pattern.sub(replacement, fix)
     return _FP16_ADVICE if re.search(r"bf16|bfloat16", fix) else fix

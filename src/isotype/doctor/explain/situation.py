@@ -154,7 +154,9 @@ _CALLBACK_NAMES = re.compile(
 
 
 def _frame_flags(frame: Frame, outer: Frame | None, inner: Frame | None) -> set[str]:
-    """The flags of a frame, of which `outer` is the caller, and which called `inner`."""
+    """Returns the flags that a frame shows. `outer` is the frame that called this frame, and
+    `inner` is the frame that this frame called.
+    """
     code = frame.code
     function = frame.function.rpartition(".")[2]
     file = frame.file.replace("\\", "/")
@@ -179,7 +181,7 @@ def _frame_flags(frame: Frame, outer: Frame | None, inner: Frame | None) -> set[
 
 
 def _may_name(flag: str, frame: Frame, outer: Frame | None) -> bool:
-    """Whether the name of a frame's function shows the flag."""
+    """True if the name of the frame's function is allowed to show this flag."""
     if flag == "callback":
         is_called_by_library = outer is not None and is_library(outer.file)
         function = frame.function.rpartition(".")[2]
@@ -244,7 +246,9 @@ def find_report_flags(text: str) -> frozenset[str]:
 
 
 def find_log_flags(line: str) -> Iterator[str]:
-    """Yields the flags that a line of a log of any length states."""
+    """Yields the flags (such as `resumed`) whose words occur in a line of a log. This can be any
+    line, also one far from the traceback.
+    """
     if _LOG_HINTS.search(line):
         for flag, pattern in _LOG_PATTERNS.items():
             if re.search(pattern, line, re.IGNORECASE):
@@ -420,7 +424,9 @@ class RecognisedError:
 
     @property
     def torch_half(self) -> str:
-        """The half dtype to cast to; fp16 if the text names a card without bf16."""
+        """The 16-bit float dtype to which a fix casts, as code. This is fp16 if the text names a
+        GPU that does not support bf16.
+        """
         half = "fp16" if "card without bf16" in self.situation else self.half
         return f"torch.{torch_dtype_name(half)}"
 

@@ -248,8 +248,8 @@ def _cast_inputs(inputs: Any, dtype_names: Sequence[str]) -> Any:
 
 
 def _dtype_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
-    """Yields (label, reach, dtypes of the float tensors): first the given dtypes, then all tensors
-    in one dtype, then bf16 with one tensor in another dtype.
+    """Yields several choices of the dtypes of the float tensors, each with a label and its `reach`.
+    First come the given dtypes, then all tensors in one dtype, then all tensors in bf16 except one.
     """
     given_dtypes = [format_dtype(t.dtype) for t in _float_tensors(inputs)]
     yield "inputs as given", Reach.CONFIRMED, given_dtypes

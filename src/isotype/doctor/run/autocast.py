@@ -25,7 +25,8 @@ class AutocastState:
 
     is_on     None if it cannot be read from the frames
     location  the line that set the state; "" if none did
-    lost_at   the line of the region that a thread left behind; "" if there is none
+    lost_at   the line of an autocast region that has no effect, because the code runs in a new
+              thread; "" if there is none
     """
 
     is_on: bool | None = False

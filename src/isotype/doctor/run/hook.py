@@ -67,7 +67,9 @@ def install_in_notebook(shell: Any) -> None:
 
 
 def _explain(error: BaseException) -> tuple[Finding, dict[str, Any]] | None:
-    """The finding about an exception, and the facts for JSON; None if it is not about dtypes."""
+    """Returns the finding about an exception, and the facts for the JSON file. Returns None if the
+    exception is neither about dtypes nor about a step with NaN or inf.
+    """
     finding = getattr(error, "finding", None)
     if isinstance(finding, Finding):
         return finding, {}  # of a step that is not finite

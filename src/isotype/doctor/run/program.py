@@ -34,7 +34,8 @@ class Request:
     arguments      the arguments of the program
     json_file      the file for the facts in JSON; None to write none
     forward_lines  whether autograd records the line of each forward operator
-    checks_nan     whether to stop at the first step that is not finite
+    checks_nan     whether to stop at the first step whose loss, gradients or update contain NaN or
+                   inf
     """
 
     target: str
@@ -129,8 +130,8 @@ def _load_script(path: str) -> tuple[CodeType, ModuleType]:
 
 
 def _load_folder(path: str, importer: Any) -> tuple[CodeType, ModuleType]:
-    """Loads the `__main__` of a folder or of a zip file, which becomes the first entry of
-    `sys.path`.
+    """Loads the module `__main__` from a folder or a zip file. The folder or the zip file becomes
+    the first entry of `sys.path`.
     """
     spec = importer.find_spec("__main__")
     if spec is None:
@@ -185,7 +186,7 @@ def _skip_outer_frames(traceback: TracebackType | None, code: CodeType) -> Trace
 
 
 def _skip_recorder_frames(traceback: TracebackType | None) -> None:
-    """Ends a traceback at the last frame before those of the recorder."""
+    """Removes the frames of the recorder from the end of a traceback."""
     folder = os.path.join(os.path.dirname(__file__), "not_finite")
     link = traceback
     while link is not None and link.tb_next is not None:
@@ -200,7 +201,7 @@ def _skip_recorder_frames(traceback: TracebackType | None) -> None:
 
 def _check_every_step() -> None:
     """Imports torch, and checks the loss, the gradients and the update of each step. Compiled
-    regions run eagerly, since an operator inside of them cannot be observed.
+    regions run eagerly, because the operators inside compiled code cannot be observed.
     """
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     from .not_finite.recorder import Recorder

@@ -68,8 +68,9 @@ class ModuleNames:
         self._roots: list[weakref.ref[torch.nn.Module]] = []
 
     def register(self, root: torch.nn.Module) -> None:
-        """Records the paths of all modules below a root. If this root contains a model that was
-        registered before, the modules of that model get new, longer paths.
+        """Records the paths of all modules in a model, which is called a root. If this root
+        contains a model that was registered before, the modules of that model get new, longer
+        paths.
         """
         paths = {module: clean_path(path) for path, module in root.named_modules()}
         self.modules.update(paths)
@@ -111,7 +112,9 @@ class ModuleNames:
                 self.register(module)
 
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yields the kind, name and tensor of every parameter and buffer of the roots."""
+        """Yields every parameter and buffer of the registered models, with its kind (`parameter` or
+        `buffer`) and its name.
+        """
         for root in self.roots():
             for name, parameter in root.named_parameters():
                 yield "parameter", clean_path(name), parameter
@@ -211,7 +214,8 @@ class Context:
 
     def is_engine_cast(self) -> bool:
         """True if the running cast was made by autograd, which casts the gradient that the backward
-        of a custom Function returned. This is the case if no Python frame of that backward is left.
+        of a custom Function returned. This is the case if no Python frame of that backward is on
+        the stack any more.
         """
         if not isinstance(
             torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction

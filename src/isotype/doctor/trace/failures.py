@@ -293,8 +293,9 @@ class Failures:
         self._explain(error, op.name, list(op.operands(args, kwargs)))
 
     def explain_call_error(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
-        """Explains an error of a torch function that no op raised, but a check in a composite op or
-        in Python code. `args` are the arguments that the program passed.
+        """Explains an error of a torch function. It is used if a check in a composite op or in
+        Python code raised the error, and not an op. `args` are the arguments that the program
+        passed.
         """
         name = getattr(func, "__name__", str(func))
         if name in ("backward", "grad"):
@@ -476,8 +477,9 @@ class Failures:
 
 
 def _parameter_names(func: Any) -> list[str]:
-    """The names of a torch function's positional arguments, from its signature, or for a builtin
-    from the first line of its documentation.
+    """Returns the names of the positional arguments of a torch function. They are read from its
+    signature. A builtin function has no signature, so its names are read from the first line of its
+    documentation.
     """
     try:
         return list(inspect.signature(func).parameters)

@@ -201,8 +201,8 @@ def _is_range(values: torch.Tensor) -> bool:
 
 def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
     """True if each of the last four rows of angles is a multiple of the table of frequencies. (The
-    factor is the position.) A row may be twice as long as the table. It then contains each multiple
-    twice, either as two halves or with equal neighbours.
+    factor is the position.) A row may be twice as long as the table. It then contains each value
+    twice: either its two halves are equal, or each value is followed by the same value.
     """
     count = table.numel()
     width = angle.shape[-1]

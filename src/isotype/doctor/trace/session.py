@@ -36,8 +36,8 @@ class trace:
         for finding in seen.findings:
             print(finding.render())
 
-    model  the model whose parameters and modules get names from the start. Without this argument
-           they get names when they first run
+    model  the model whose parameters and modules are known by their names from the start. Without
+           this argument, their names are known only after they have run for the first time
 
     A dtype error inside the block keeps its type and message. The explanation is added to the error
     as a note.

@@ -139,8 +139,8 @@ def ampcheck(
                a reference, results are compared with `fn` in fp64. The allowed error is then
                measured with the forward of `fn` as ordinary code that autograd differentiates
     params     further arguments, after `inputs`, that a trainer keeps in another dtype (weights).
-               Without params and contract, tensors whose leading size differs from the first
-               tensor's are treated as weights
+               Without `params` and `contract`, a tensor is treated as a weight if its first size
+               differs from the first size of the first tensor
     contract   an OpContract, which declares the arguments that share a dtype, and the dtypes of
                outputs and gradients
     raises     whether to raise ConformanceError if there is a finding at or above `fail_on`
@@ -410,7 +410,7 @@ class Target:
 
 def load_target(text: str) -> Target:
     """Loads a function without parameters and calls it. It must return `(callable, inputs)` or
-    `(callable, inputs, options)`. From this, the target is made and returned.
+    `(callable, inputs, options)`. Returns these values as a `Target`.
 
     text    FILE or FILE:NAME; the name is `build` by default
     Raises  UsageError with a message of one line, if the file or the function cannot be used

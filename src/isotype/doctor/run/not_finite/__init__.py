@@ -1,11 +1,11 @@
-"""`isotype doctor run --nan` stops a program at the first step whose loss, gradient or update is
-not finite, runs this step again operator by operator in the run's dtypes and in fp32, and names the
-first operator whose result is not finite.
+"""`isotype doctor run --nan` stops a program at the first step whose loss, gradients or update
+contain NaN or inf. It runs this step again, operator by operator, in the dtypes of the run and in
+fp32. Then it names the first operator whose result contains NaN or inf.
 
-step      the recorded calls and losses of one step
+step      the calls and losses of one step, as they were recorded
 recorder  keeps the inputs of the current step, and checks loss, gradients and updates
-shadows   computes each operator once more in fp32
-replay    runs the recorded step again and finds where a number that is not finite came from
-update    runs an optimizer's update again
+shadows   computes each operator a second time, in fp32
+replay    runs the recorded step, or an update of an optimizer, again and finds the operator from
+          which NaN or inf came
 report    the findings; their texts are in `causes.txt`
 """

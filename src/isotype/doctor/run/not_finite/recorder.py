@@ -1,8 +1,10 @@
-"""Records what a step computes from, and checks its loss, gradients and update.
+"""Records the calls of each step with their inputs, and checks the loss, the gradients and the
+update of the step.
 
-A call of an outermost module is recorded as one entry, with its arguments. Functions that are
-called outside of modules, such as a loss, are recorded one by one. The entries are dropped after
-each backward, so that no graph lives longer than before.
+If the program calls a module that no other module called, such as the model, the whole call is
+recorded as one entry, with its arguments. Functions that are called outside of modules, such as a
+loss, are recorded one by one. The entries are deleted after each backward, so that they do not keep
+autograd's graph alive.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _MAX_SKIPPED_STEPS = 25  # a loss scaler halves its scale of 65536 to 1 in 16 st
 
 
 class NotFiniteError(ArithmeticError):
-    """Raised in the program at the step that is not finite, with the finding about it."""
+    """Raised in the program at the first step whose loss, gradients or update contain NaN or inf.
+    Its attribute `finding` explains the step.
+    """
 
     def __init__(self, message: str, finding: Finding) -> None:
         super().__init__(message)
@@ -45,8 +49,8 @@ class NotFiniteError(ArithmeticError):
 class Recorder(TorchFunctionMode):
     """Records and checks the steps of the program.
 
-    number     the number of finished updates, plus one
-    suspect    the last backward that gave gradients which are not finite
+    number     the number of the current step, which is the number of finished updates plus one
+    suspect    the step of the last backward that produced gradients with NaN or inf
     """
 
     def __init__(self) -> None:
@@ -81,7 +85,7 @@ class Recorder(TorchFunctionMode):
             os.register_at_fork(after_in_child=self.uninstall)
 
     def uninstall(self) -> None:
-        """Removes every hook. Further calls have no effect."""
+        """Removes every hook. A second call of this method has no effect."""
         self.depth += 1  # where the mode cannot be removed, it records nothing any more
         for restore in self._restorers:
             restore()
@@ -96,7 +100,7 @@ class Recorder(TorchFunctionMode):
         self._restorers.append(lambda: setattr(owner, name, original))
 
     def _pop(self) -> bool:
-        """Takes this mode off the stack if it is the innermost mode."""
+        """Removes this mode from PyTorch's stack of modes, if it is the innermost mode."""
         count = torch._C._len_torch_function_stack()
         if not count or torch._C._get_function_stack_at(count - 1) is not self:
             return False
@@ -105,7 +109,9 @@ class Recorder(TorchFunctionMode):
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is recorded here: in a module, in backward, and in other threads."""
+        """True if nothing is recorded at the moment. This is the case inside a module, in backward,
+        and in other threads.
+        """
         return self.depth > 0 or get_ident() != self.thread
 
     @contextmanager
@@ -155,7 +161,9 @@ class Recorder(TorchFunctionMode):
         return call
 
     def _wrap_apply(self) -> None:
-        """Records calls of autograd functions, which pass no function mode."""
+        """Records calls of autograd Functions. PyTorch does not report these calls to function
+        modes.
+        """
         original = torch.autograd.Function.__dict__["apply"]
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +264,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def _stopped(self) -> Iterator[None]:
-        """Ends the recording: only the first step that is not finite is explained."""
+        """Ends the recording, because only the first step with NaN or inf is explained."""
         suspect = self.suspect
         self.uninstall()
         self.suspect = suspect
@@ -264,7 +272,9 @@ class Recorder(TorchFunctionMode):
 
 
 def _gradients_of(entries: Sequence[Entry]) -> Iterator[Tensor]:
-    """The gradients of the modules and leaf tensors of the entries, each once."""
+    """Yields the gradients of all parameters and leaf tensors that the entries use, without
+    duplicates.
+    """
     leaves: dict[int, Tensor] = {}
     for entry in entries:
         if entry.is_module:

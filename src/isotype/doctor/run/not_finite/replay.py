@@ -1,5 +1,5 @@
-"""Runs a recorded step again, operator by operator, and follows numbers that are not finite back to
-the operator that made the first of them.
+"""Runs a recorded step again, operator by operator, and finds the operator that produced the first
+NaN or inf.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _SITE_KEY = "isotype_site"  # in the metadata of a node of autograd's graph
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The smallest and largest finite value of a tensor, and what else it contains."""
+    """The smallest and the largest finite value of a tensor, and whether it also contains NaN, inf
+    or zeros.
+    """
 
     low: float
     high: float
@@ -86,8 +88,8 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input of an operator: its name in the operator's schema, its values in the run, and those
-    of its shadow in fp32.
+    """Describes an input of an operator: its name in the operator's schema, its values in this run,
+    and the values that it has if the step is computed in fp32 (its shadow).
     """
 
     label: str
@@ -102,11 +104,12 @@ class Input:
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """An operator whose result is not finite, or in which values became 0.
+    """An operator whose result contains NaN or inf, or whose result contains zeros that are not
+    zero in fp32.
 
-    parts      whether the result is finite in fp32
-    makes_nan  whether the result has NaN and no input has
-    site       the line of the program; in backward the line of the forward operator
+    parts      whether some values are finite in fp32 but not in the run
+    makes_nan  whether the result contains NaN although no input does
+    site       the line of the program; in backward it is the line of the forward operator
     """
 
     op: Operator
@@ -131,13 +134,17 @@ class Event:
 
     @property
     def is_origin(self) -> bool:
-        """Whether the operator, and none before it, is at fault."""
+        """True if the NaN or inf comes from this operator itself, and not from an operator before
+        it.
+        """
         if self.is_constant:
             return False
         return self.parts or self.makes_nan or self.has_finite_inputs
 
     def root(self) -> Event:
-        """The first operator of the chain that led here."""
+        """Goes back from this event to the events from which its inputs came, and returns the first
+        of them.
+        """
         for item in self.inputs:
             link = item.origin
             if link is not None and link is not self and not link.is_constant:
@@ -146,7 +153,7 @@ class Event:
 
 
 class Watch:
-    """Calls operators with their shadows, and collects the events."""
+    """Calls each operator in the dtypes of the run and in fp32, and collects the events."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self.shadows = Shadows()
@@ -233,7 +240,9 @@ class Watch:
         inputs: list[Input] | None,
         args: tuple,
     ) -> None:
-        """Remembers the operator in which values that are not 0 in fp32 became 0."""
+        """Stores, for a tensor, the operator that turned some of its values into 0 although they
+        are not 0 in fp32.
+        """
         if shadow is tensor or shadow.shape != tensor.shape:
             return
         if not bool(((tensor == 0) & (shadow != 0)).any()):
@@ -279,7 +288,9 @@ class Watch:
 
 
 def _read_settings(op: Operator, args: tuple) -> dict[str, Any]:
-    """The arguments of an operator that are no tensors, by name, and the unused labels of a loss."""
+    """Returns, by name, the arguments of an operator that are numbers or booleans, and the tensors
+    that are not floating-point, such as the labels of a loss.
+    """
     schema = getattr(op.func, "_schema", None)
     if schema is None:
         return {}
@@ -297,8 +308,9 @@ _TRACEBACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?
 
 
 def _forward_site() -> Site | None:
-    """The line of the forward operator whose backward is running. Anomaly mode stores its stack, of
-    which the part inside the replay counts.
+    """Returns the line of the forward operator whose backward is running. Autograd's anomaly mode
+    has stored the Python stack of this operator. Only the part of the stack that was inside the
+    replay is used.
     """
     node = torch._C._current_autograd_node()
     if node is None:
@@ -318,13 +330,13 @@ def _forward_site() -> Site | None:
 
 
 def _metadata_of(node: Any) -> dict[str, Any]:
-    """The facts that are stored with a node of autograd's graph."""
+    """Returns the dict of facts that is stored with a node of autograd's graph."""
     metadata: dict[str, Any] = node.metadata
     return metadata
 
 
 def _mark_nodes(tensors: Sequence[Tensor], site: Site | None) -> None:
-    """Stores the line of an entry in those nodes of autograd's graph that the entry added."""
+    """Stores the line of an entry in the nodes of autograd's graph that this entry has added."""
     nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while nodes:
         node = nodes.pop()
@@ -335,7 +347,7 @@ def _mark_nodes(tensors: Sequence[Tensor], site: Site | None) -> None:
 
 
 class Replay:
-    """Runs the entries of a step again."""
+    """Runs the recorded calls of a step again."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -346,13 +358,15 @@ class Replay:
         self._replaced: dict[int, Tensor] = {}
 
     def run_forward(self) -> None:
-        """Runs all entries again whose result takes part in autograd."""
+        """Runs forward again. Only entries whose result takes part in autograd are run."""
         with self._watching():
             for entry in self.step.entries:
                 self._run_entry(entry)
 
     def run_backward(self) -> None:
-        """Runs forward and backward again. The gradients of the program are put aside."""
+        """Runs forward and backward again. The gradients of the program are saved before and
+        restored afterwards.
+        """
         gradients = {}
         for model in self.models:
             for parameter in model.parameters():
@@ -395,7 +409,8 @@ class Replay:
             self._replaced[id(tensor)] = new_tensor
 
     def _replace(self, value: Any) -> Any:
-        """The value with the tensors of this run in place of the recorded ones."""
+        """Returns the value in which recorded tensors are replaced by the same tensors of this run.
+        """
         if isinstance(value, Tensor):
             return self._replaced.get(id(value), value)
         if type(value) in (list, tuple):
@@ -428,7 +443,7 @@ class Replay:
 
 
 def watch_update(function: Callable[[], Any]) -> Watch:
-    """Runs an optimizer's update under a watch."""
+    """Runs an update of an optimizer and collects its events."""
     watch = Watch({})
     watch.find_site = _optimizer_site
     with make_tape(watch.run):
@@ -438,7 +453,7 @@ def watch_update(function: Callable[[], Any]) -> Watch:
 
 @contextmanager
 def _store_stacks() -> Iterator[None]:
-    """Stores the Python stack in each node of autograd's graph."""
+    """Within this block, autograd stores the Python stack in each new node of its graph."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
@@ -446,7 +461,7 @@ def _store_stacks() -> Iterator[None]:
 
 
 def _optimizer_site() -> Site | None:
-    """The innermost running line of an optimizer's code."""
+    """Returns the line of the optimizer's code that is running, in the innermost frame."""
     for frame in running_frames():
         if (
             not is_tool_file(frame.f_code.co_filename)

@@ -1,4 +1,4 @@
-"""Decides the finding about a step that is not finite. The texts are in `causes.txt`."""
+"""Explains why a step contains NaN or inf. The texts of the findings are in `causes.txt`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EVENT_DETAILS = 5
 
 
 def explain_step(step: Step) -> Finding:
-    """The finding about a step whose loss, or whose gradient, is not finite."""
+    """Returns the finding about a step whose loss or gradients contain NaN or inf."""
     finding = _find_bad_weight(step)
     if finding is not None:
         return finding
@@ -60,7 +60,9 @@ def explain_gradients(
     scaler: torch.amp.GradScaler | None,
     models: Sequence[nn.Module],
 ) -> Finding:
-    """The finding about gradients that are not finite when the optimizer is about to use them."""
+    """Returns the finding about gradients that contain NaN or inf just before the optimizer uses
+    them.
+    """
     bad = [p for p in parameters if p.grad is not None and not bool(p.grad.isfinite().all())]
     name = _parameter_name(bad[0], models)
     if scaler is not None:
@@ -117,7 +119,9 @@ def _models(step: Step) -> list[nn.Module]:
 
 
 def _find_bad_data(step: Step) -> Finding | None:
-    """The finding about the first argument that is not finite and that no recorded call made."""
+    """Finds the first argument that contains NaN or inf and was not computed by a recorded call,
+    and returns a finding about it.
+    """
     for entry in step.entries:
         bad = [(name, t) for name, t in _named_arguments(entry) if _is_bad_data(t)]
         if not bad and any(_is_bad_data(tensor) for tensor in entry.outputs):
@@ -164,7 +168,9 @@ def _explain_data(entry: Entry, name: str, tensor: Tensor) -> Finding:
 
 
 def _argument_text(entry: Entry, name: str) -> str:
-    """The source of a positional argument, if the statement is one call with plain arguments."""
+    """Returns the name of the variable that the program passes as this argument. If it is not
+    known, returns `name`.
+    """
     if not name.startswith("argument ") or entry.site is None:
         return name
     import ast
@@ -181,8 +187,8 @@ def _argument_text(entry: Entry, name: str) -> str:
 
 
 def _culprit(events: Sequence[Event]) -> Event | None:
-    """The first operator of the chain that ends in the last event; constants, such as those of a
-    mask, are left out.
+    """Returns the operator that produced the first NaN or inf. Operators that only write a
+    constant, such as the -inf of a mask, are left out.
     """
     origins = [event for event in events if event.is_origin]
     made_nan = [event for event in origins if event.makes_nan or event.parts]
@@ -242,7 +248,9 @@ def _explain_overflow(event: Event, step: Step) -> Finding:
 
 
 def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
-    """The kind of a result that is not finite in fp32 either."""
+    """Determines why a result contains NaN or inf in fp32 too. Returns a short name of the reason,
+    and values for its text.
+    """
     name = event.op.base_name
     inputs = event.inputs
     if name in ("_softmax", "_log_softmax", "_safe_softmax") and event.makes_nan:
@@ -265,7 +273,7 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
 
 
 def _classify_large(step: Step) -> tuple[str, dict[str, str]]:
-    """Whether values are large because the weights are."""
+    """Tells whether very large weights are the reason for very large values."""
     named = [pair for model in _models(step) for pair in model.named_parameters()]
     largest = [(float(p.detach().float().abs().max()), name) for name, p in named if p.numel()]
     magnitude, name = max(largest, default=(0.0, ""))
@@ -318,8 +326,9 @@ def _unknown(step: Step, reason: str) -> Finding:
 
 
 def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module]) -> Finding:
-    """The finding about an update that made weights not finite. The update of the first such
-    weight is run again, from its gradient and from the states that it left.
+    """Returns the finding about an update after which weights contain NaN or inf. The update of the
+    first such weight is run again. It uses the gradient of the weight, and the optimizer states as
+    they are after the update.
     """
     group, parameter = next(
         (group, p)
@@ -373,7 +382,7 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
 
 
 def _repeat_update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
-    """Updates a copy of one parameter with the same class, settings and states."""
+    """Updates a copy of one parameter, with the same optimizer class, settings and states."""
     clone = nn.Parameter(_without_infinities(parameter))
     if parameter.grad is not None:
         clone.grad = parameter.grad.detach().clone()
@@ -390,5 +399,5 @@ def _repeat_update(optimizer: Optimizer, group: dict[str, Any], parameter: Tenso
 
 
 def _without_infinities(tensor: Tensor) -> Tensor:
-    """A copy with 0 in place of NaN and inf, which the update has left."""
+    """Returns a copy in which the NaN and inf from the update are replaced by 0."""
     return tensor.detach().nan_to_num(0.0, 0.0, 0.0).clone()

@@ -1,7 +1,8 @@
-"""Computes the operators of a step once more in fp32.
+"""Computes each operator of a step a second time, in fp32.
 
-Each tensor of the run that is narrower than fp32, or was computed from such a tensor, has a shadow:
-the tensor that the same operators compute in fp32. A tensor without a shadow is its own.
+A tensor that is narrower than fp32, or was computed from such a tensor, has a shadow. The shadow is
+the tensor that the same operators compute in fp32. For all other tensors, the tensor itself is used
+as its shadow.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ class Shadows:
         self._shadows = WeakTensorKeyDictionary()
 
     def get(self, tensor: Tensor) -> Tensor:
-        """The shadow of a tensor; for a narrow tensor without a shadow its value in fp32."""
+        """Returns the shadow of a tensor. If a narrow tensor has no shadow yet, returns its values
+        in fp32.
+        """
         shadow: Tensor | None = self._shadows.get(tensor)
         if shadow is not None:
             return shadow
         return tensor.float() if tensor.dtype in NARROW_FLOATS else tensor
 
     def prepare(self, op: Operator, args: tuple, kwargs: dict) -> Callable[[Any], None] | None:
-        """To be called before the operator runs, since it may overwrite its inputs. Returns a
-        function that is called with the result; None if the result is its own shadow.
+        """Must be called before the operator runs, because the operator may overwrite its inputs.
+        Returns a function that must be called with the result and then stores the shadow. Returns
+        None if the result needs no shadow.
         """
         tensors = _tensors_of((args, kwargs))
         has_shadow = any(t in self._shadows or t.dtype in NARROW_FLOATS for t in tensors)
@@ -86,7 +90,7 @@ class Shadows:
                 self._store(item, shadow)
 
     def _store_result(self, result: Any) -> None:
-        """Stores the values of the run as shadows."""
+        """Stores the values of the run itself as shadows."""
         for tensor in _tensors_of(result):
             if tensor.dtype in NARROW_FLOATS:
                 self._shadows[tensor] = tensor.float()

@@ -1,4 +1,4 @@
-"""One step of a program, as far as it is recorded: its calls and its losses."""
+"""One recorded step of a program: its calls and its losses."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ....observe.origin import Site
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A recorded call: of an outermost module, or of a function outside of modules.
+    """A recorded call. It is a call of a module that no other module called, or a call of a
+    function outside of modules.
 
     function         the module, or the function
-    outputs          the floating tensors of the result
+    outputs          the floating-point tensors in the result
     autocast         device -> dtype of autocast during the call
     random_state     the state of the generators before a module's call; None for a function
     """
@@ -36,8 +37,8 @@ class Entry:
 
     @property
     def takes_part(self) -> bool:
-        """Whether autograd recorded the call. A call that only fills a leaf, such as the
-        initialisation of a weight, must not run again.
+        """True if autograd recorded the call. Other calls must not run again: they may change a
+        tensor, for example by initialising a weight.
         """
         return any(tensor.grad_fn is not None for tensor in self.outputs)
 
@@ -50,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """The entries of one backward, and the tensors that backward was called on."""
+    """The recorded calls before one backward, and the tensors on which backward was called."""
 
     entries: Sequence[Entry]
     losses: Sequence[Tensor]
@@ -60,7 +61,7 @@ class Step:
 
 
 def collect_tensors(value: Any) -> list[Tensor]:
-    """The tensors of a value and of the containers in it, in their order."""
+    """Returns all tensors in a value and in the containers inside it, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -74,7 +75,9 @@ def collect_tensors(value: Any) -> list[Tensor]:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all values of floating tensors are finite; one synchronisation with each device."""
+    """True if the floating-point tensors contain neither NaN nor inf. For all tensors of one device
+    and dtype together, this waits for the device only once.
+    """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         value = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
