@@ -409,8 +409,7 @@ class Replay:
             self._replaced[id(tensor)] = new_tensor
 
     def _replace(self, value: Any) -> Any:
-        """Returns the value in which recorded tensors are replaced by the same tensors of this run.
-        """
+        """Returns the value in which recorded tensors are replaced by the same tensors of this run."""
         if isinstance(value, Tensor):
             return self._replaced.get(id(value), value)
         if type(value) in (list, tuple):
