@@ -52,10 +52,10 @@ NO_FP8_PRODUCTS = (
 
 
 def parse(text: str) -> str:
-    """The canonical name of a dtype that is written in any common spelling (`torch.bfloat16`,
+    """Returns Isotype's name of a dtype that is written in any common spelling (`torch.bfloat16`,
     `BFloat16`, `c10::Half`, `f32`).
 
-    Raises  ValueError naming the known names.
+    Raises  ValueError for an unknown name; the message lists the known names.
     """
     dtype_name = (
         str(text)
@@ -72,7 +72,9 @@ def parse(text: str) -> str:
 
 
 def format_dtype(dtype: torch.dtype | str) -> str:
-    """`torch.bfloat16` -> `bf16`; unknown dtypes keep torch's own name."""
+    """Returns Isotype's name of a dtype (`bf16` for `torch.bfloat16`); unknown dtypes keep torch's
+    name.
+    """
     try:
         return parse(str(dtype))
     except ValueError:
@@ -80,9 +82,9 @@ def format_dtype(dtype: torch.dtype | str) -> str:
 
 
 def to_torch(dtype: str) -> torch.dtype:
-    """`bf16` -> `torch.bfloat16`.
+    """Returns the torch dtype of a name: `torch.bfloat16` for `bf16`.
 
-    Raises  ValueError for names that are no tensor dtype (`nf4`, `tf32`).
+    Raises  ValueError for names that are not tensor dtypes (`nf4`, `tf32`).
     """
     import torch
 
@@ -157,15 +159,16 @@ class TensorSpec:
 
     @property
     def is_free(self) -> bool:
-        """Whether the dtype is a letter to be bound."""
+        """Returns True if the dtype is a letter, which stands for the first dtype that is observed.
+        """
         return len(self.dtype) == 1 and self.dtype.isupper()
 
     def __str__(self) -> str:
         return f"{self.dtype}[{' '.join(self.dims)}]"
 
     def dtype_fault(self, observed: str, bindings: dict[str, str]) -> str | None:
-        """The declared dtype if `observed` differs from it, else None. A free letter is bound to
-        the observed dtype by an entry in `bindings`.
+        """Returns the declared dtype if `observed` differs from it, else None. If the declared
+        dtype is a letter without an entry in `bindings`, an entry with the observed dtype is added.
         """
         if self.dtype == "any":
             return None
@@ -185,8 +188,9 @@ class TensorSpec:
         return self.dtype
 
     def shape_fault(self, shape: tuple[int, ...], bindings: dict[str, Any]) -> str | None:
-        """A sentence about the first dimension that differs from the spec, else None. A name is
-        bound to the observed size by an entry in `bindings`.
+        """A sentence about the first dimension that differs from the spec, else None. If a
+        dimension is a name without an entry in `bindings`, an entry with the observed size is
+        added.
         """
         wildcard_index = next(
             (i for i, d in enumerate(self.dims) if d.startswith("*") or d == "..."), None

@@ -48,8 +48,8 @@ class PreflightError(IsotypeError, ValueError):
 
 
 class RunError(IsotypeError, RuntimeError):
-    """The run failed after it started. This is no ValueError, because the caller's arguments were
-    valid.
+    """The run failed after it started. This is not a ValueError, because the caller's arguments
+    were valid.
     """
 
 

@@ -63,10 +63,10 @@ class Place:
 class Finding:
     """One fault, its place, its cause and its fix.
 
-    code      stable, two or three letters and three digits; `isotype doctor explain CODE` prints
-              its page
-    severity  error: the program fails or trains wrongly; warning: it does so for some callers;
-              note: worth knowing
+    code      two or three letters and three digits, the same in every release; `isotype doctor
+              explain CODE` prints its page
+    severity  error: the program fails or trains wrongly; warning: it fails or trains wrongly for
+              some callers; note: only information
     details   further facts, each a label and a value, printed one per line
     """
 
@@ -120,7 +120,7 @@ class Finding:
 
 
 def join_names(names: Sequence[str], limit: int = 6) -> str:
-    """`a, b, c, d and 3 more`."""
+    """Joins names to a text such as `a, b, c, d and 3 more`."""
     return ", ".join(names[:limit]) + (
         f" and {len(names) - limit} more" if len(names) > limit else ""
     )

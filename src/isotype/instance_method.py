@@ -162,8 +162,8 @@ INSTALLED_KEY = "_isotype_settings"
 def install_forward(
     module: Any, forward: Callable[..., Any], settings: Any, entries: int = 1
 ) -> None:
-    """Installs `forward(self, ...)`, or an `InstanceMethod`, as the forward of the module;
-    `get_settings` returns `settings`.
+    """Replaces the forward of the module by `forward(self, ...)` or by an `InstanceMethod`.
+    `get_settings` later returns `settings`.
 
     settings  what the forward needs at each call, for example a dtype or a tuple of modules
     entries   how many entries of the manifest describe this forward
@@ -190,8 +190,8 @@ def get_method(module: Any) -> InstanceMethod | None:
 
 
 def uninstall_forward(module: Any) -> int:
-    """Undoes `install_forward`, also if other code has wrapped the forward. Returns the number of
-    its entries in the manifest, 0 if nothing was installed.
+    """Undoes `install_forward`, also if other code has wrapped the forward. Returns how many
+    entries of the manifest described this forward; 0 if no forward was installed.
     """
     if INSTALLED_KEY not in module.__dict__:
         return 0
@@ -211,7 +211,7 @@ class Placement:
     module  the path of the module in the model; "" is the model itself
     kind    the class of the module; for a LoRA layer, the class of its base layer
     op      the op that runs in the module; None if the module runs its own code
-    reason  without an op, why there is none; with an op, the result of the probe or ""
+    reason  why the module has no op; if it has one, the result of its test call or ""
     """
 
     part: str

@@ -11,15 +11,17 @@ from pathlib import Path
 
 
 def pluralise(number: int, singular: str, plural: str | None = None) -> str:
-    """`1 row`, `1,234 rows`; `plural` where the plural is not `singular` with an s."""
+    """Returns a number with its noun: `1 row`, `1,234 rows`. Give `plural` if the plural is not
+    `singular` with an s.
+    """
     if number == 1:
         return f"1 {singular}"
     return f"{number:,} {plural or singular + 's'}"
 
 
 def align_columns(rows: Sequence[Sequence[str]], right_aligned: Sequence[int] = ()) -> list[str]:
-    """A line for each row, with its cells in columns; the columns whose indices are in `right_aligned` are
-    right-aligned.
+    """Returns a line for each row, with its cells in columns. The columns whose indices are in
+    `right_aligned` are right-aligned.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     columns = [str.rjust if i in right_aligned else str.ljust for i in range(len(widths))]
@@ -48,8 +50,8 @@ def format_number(value: float) -> str:
 
 
 def format_percent(value: float) -> str:
-    """A fraction as a percentage with two or three significant digits. The ticks of an axis from 98
-    to 99% need three.
+    """Formats a fraction as a percentage with two or three significant digits. Three digits are
+    needed for example for an axis from 98% to 99%.
     """
     if abs(value) >= 0.1:
         return f"{100 * value:.3g}%"
@@ -158,6 +160,6 @@ def closest_file_name(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def _file_stem(name: str) -> str:
-    """`a` of `a.jsonl` and of `a.jsonl.gz`."""
+    """Returns the name without its endings: `a` for `a.jsonl` and for `a.jsonl.gz`."""
     path = Path(name)
     return Path(path.stem).stem if path.suffix == ".gz" else path.stem

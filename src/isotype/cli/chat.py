@@ -1,5 +1,5 @@
-"""Uses a trained run: `isotype chat RUN` is a conversation, `isotype sample RUN` answers prompts,
-and `isotype eval RUN FILE` measures the loss.
+"""Uses a trained run: `isotype chat RUN` starts a conversation, `isotype sample RUN` answers
+prompts, and `isotype eval RUN FILE` measures the loss.
 """
 
 from __future__ import annotations
@@ -448,8 +448,8 @@ def _evaluate_pictures(run: Path, data: str, *, batch_size: int | None, json_out
 
 
 def _require_run(run: Path) -> None:
-    """Raises UsageError for a folder that is no run, adapter or model. The folder is checked before
-    the model is loaded, because loading takes seconds.
+    """Raises UsageError for a folder that is not a run, an adapter or a model. The folder is
+    checked before the model is loaded, because loading takes seconds.
     """
     from ..runs.folder import detect_model_folder, require_run, split_run_and_adapter
 

@@ -53,8 +53,8 @@ input). It does not import or run your code. For kernels, conform and trace, whi
 
 
 class _Doctor(TyperGroup):
-    """If the first word is not a subcommand, the words name a path or a log to examine. Without
-    words, standard input is examined if it is not a terminal.
+    """If the first argument is not a subcommand, the arguments are a path or a log to examine.
+    Without arguments, the command examines standard input, unless standard input is a terminal.
     """
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
@@ -135,8 +135,8 @@ def examine(
 
 
 def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Examination]]:
-    """Examines standard input, a path, or the text of an error. Returns a name for what was
-    examined, and the examinations.
+    """Examines standard input, a path, or the text of an error. Returns a name for the examined
+    subject, and the results of the examinations.
 
     Raises  UsageError for an unknown path or command, and for several paths
     """
@@ -172,7 +172,8 @@ def _is_unknown_command(arguments: list[str], *, has_path: bool) -> bool:
 
 
 def _summary_line(examination: Examination, *, shows_notes: bool) -> str:
-    """One line about a part of the doctor, with its subject and the number of findings."""
+    """Returns one line for a part of the doctor: what it examined, and how many faults it reports.
+    """
     heading = f"  {examination.part:9}{examination.subject}"
     if not examination.was_examined:
         return heading
@@ -437,9 +438,10 @@ def run(
     ] = False,
 ) -> None:
     """Run a program unchanged. If a dtype error ends the program, print the cause, place and fix of
-    the error under the traceback, from the values that are alive at the failure.
+    the error under the traceback. The explanation uses the values in memory at the failure.
 
-    Output, traceback and exit status are the program's own. Before a failure nothing is watched.
+    Output, traceback and exit status are the program's own. The program is not observed before it
+    fails.
 
         isotype doctor run train.py --lr 1e-4
 
@@ -451,7 +453,7 @@ def run(
 
         accelerate launch -m isotype.doctor run train.py
 
-    In a program `import isotype.hook` does the same, in a notebook `%load_ext isotype`.
+    `import isotype.hook` does the same in a program, and `%load_ext isotype` in a notebook.
     """
     from ..doctor.run.program import main
 
@@ -480,9 +482,9 @@ def trace(
 ) -> None:
     """Run a program unchanged, explain its dtype errors, and find dtype faults that raise no error.
 
-    `isotype doctor trace train.py --lr 1e-4`  a script with its own arguments (ours come before it)
+    `isotype doctor trace train.py --lr 1e-4`  runs a script; Isotype's options come before it
 
-    `isotype doctor trace case.py:run --json`  one function of a file, called without arguments
+    `isotype doctor trace case.py:run --json`  calls one function of a file without arguments
     """
     from ..doctor.trace.session import Target, plain_traceback, run_traced, stdout_to_stderr
 
@@ -589,10 +591,11 @@ def kernels(
     """Compile Triton kernels for every dtype and several GPU architectures, without a GPU, and
     explain failures.
 
-    TARGET is a file or module, whose kernels' signatures are inferred, `file.py:kernel`, or
-    `file.py:build`. `build()` returns a kernel, for which the file may define MATRIX, CONSTEXPRS
-    and TARGETS, or (function, inputs). The function is then called with CPU tensors, and its kernel
-    launches are recorded and not run.
+    TARGET is one of three: a file or module, whose kernels' signatures are inferred;
+    `file.py:kernel`; or `file.py:build`. `build()` returns either a kernel or a pair (function,
+    inputs). For a kernel, the file may define MATRIX, CONSTEXPRS and TARGETS. For a pair, the
+    command calls the function with CPU tensors, and records its kernel launches instead of running
+    them.
 
         isotype doctor kernels kernels.py
 

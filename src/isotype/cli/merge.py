@@ -38,13 +38,13 @@ def merge(
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Merge an adapter into its base model, as an ordinary Hugging Face folder that other engines
-    load. For a diffusion run, the folder is a pipeline's.
+    load. For a diffusion run, the folder holds a diffusers pipeline.
 
     A 4-bit base is dequantised. The sum of base and adapter is computed in fp32 and cast once. The
     command prints how much of the adapter's effect the cast loses, and compares the loss of the
     merged model with the loss of the model with the adapter. With `--verify` the folder is read
-    back, and the command prints how much of what the run learnt the folder keeps; below `--keep`
-    the exit status is 1.
+    back, and the command prints how much of the run's improvement the merged model keeps. If this
+    share is below `--keep`, the exit status is 1.
 
     Examples:
 

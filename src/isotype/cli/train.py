@@ -227,8 +227,8 @@ def _first_process_reports() -> Iterator[None]:
     """Lets only the first process of a launcher print mistakes in the command at once, because
     every process finds the same mistakes.
 
-    The launcher ends the other processes as soon as the first one ends. A mistake that only one
-    machine has is printed after five seconds.
+    The launcher ends the other processes as soon as the first one ends. The other processes print a
+    mistake after five seconds, because a mistake can be on one machine only.
     """
     try:
         yield
@@ -240,10 +240,10 @@ def _first_process_reports() -> Iterator[None]:
 
 def _launch_processes(loaded: LoadedConfig, processes: int | None, gpus: int | None) -> int | None:
     """Starts the requested number of processes and returns the exit status of the run. Returns None
-    if this process has to execute the run.
+    if it started no processes and this process must execute the run itself.
 
-    Raises  UsageError for a number of processes that cannot share a step, or that differs from the
-            number that a launcher started
+    Raises  UsageError if this number of processes cannot share a training step, or if it differs
+            from the number of processes that a launcher started
     """
     from ..distributed.rank import Batching, find_rank
 

@@ -63,14 +63,14 @@ def verify(
     """Check that a written file, or a running server, is the model that the run trained.
 
     A file is read back tensor by tensor, and its model runs in fp32 on the run's held-out rows.
-    The report has the losses of the base, of the trained model and of the file, and the share of
-    what was learnt that the file keeps. It also has the causes of the difference, and every tensor
-    and setting that differs.
+    The report shows the losses of the base, of the trained model and of the file, and how much of
+    the run's improvement the file keeps. It also shows the causes of the difference, and lists
+    every tensor and setting that differs.
 
     A server (llama.cpp, Ollama, vLLM, SGLang, LM Studio, or another one with the OpenAI interface)
-    is asked the run's own prompts. Prompt, tokens, first token, system message, tools, switch for
-    thoughts, answers, log-probabilities and end are compared one by one. A key is read from the
-    environment variable ISOTYPE_SERVER_KEY, and sent to this address only.
+    gets the run's own prompts. The command compares prompt, tokens, first token, system message,
+    tools, the switch for thinking, answers, log-probabilities and end one by one. It reads a key
+    from the environment variable ISOTYPE_SERVER_KEY, and sends it to this address only.
 
     The exit status is 0 if the file or server is the trained model, 1 if not, and 2 if no
     comparison is possible.

@@ -83,13 +83,14 @@ def compare(
 ) -> list[Change]:
     """Returns every key whose value differs, in the order of the schema.
 
-    If the new configuration has `gradient_checkpointing: auto`, the keys of recomputation are not
-    compared, because the old configuration holds the values that `auto` chose for the earlier run.
+    If the new configuration has `gradient_checkpointing: auto`, the keys that control recomputation
+    are not compared, because the old configuration contains the values that `auto` chose for the
+    earlier run.
 
-    auto_preset  the preset that `precision.preset: auto` means on the new run's device;
-                 resolved.yaml holds this preset in place of `auto`
+    auto_preset  the preset that `precision.preset: auto` selects on the new run's device;
+                 resolved.yaml contains this preset instead of `auto`
     auto_base  the `precision.base` that `auto` takes from a checkpoint that was published
-               quantised; resolved.yaml holds it too
+               quantised; resolved.yaml contains this value too
     """
     changes = []
     for key in key_schemas():

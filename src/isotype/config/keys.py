@@ -19,7 +19,9 @@ _PLURAL_TYPE_NAMES = {"string": "text", "object": "mappings"}
 
 @cache
 def key_schemas() -> dict[str, dict[str, Any]]:
-    """`train.steps` -> its JSON Schema, for every key of every section, in order."""
+    """Returns the JSON Schema of every key of every section, by the key's full name
+    (`train.steps`), in order.
+    """
     schema = RunConfig.model_json_schema()
     schemas = {}
     for section, field in schema["properties"].items():

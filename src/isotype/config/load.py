@@ -106,10 +106,12 @@ class LoadedConfig:
     """A checked configuration, and the source of each of its values.
 
     config   the settings, checked against the schema
-    sources  every key -> `run.yaml:14`, `command line`, `--preset qlora` or `default`
+    sources  for every key where its value comes from: `run.yaml:14`, `command line`, `--preset
+             qlora` or `default`
     text     the file's text, followed by the command line's settings as comments
-    path     the file, or None
-    consent  `--yes` was given: a resumed run may also change keys that make it a different run
+    path     the path of the file, or None
+    consent  whether `--yes` was given; a resumed run may then also change keys that are otherwise
+             fixed
     command_line_keys  the keys that the command line set
     """
 
@@ -152,12 +154,13 @@ def load(
 
     path       a YAML file, or None
     overrides  `section.key=value`, the value in YAML
-    flags      `section.key` -> value of a command line option; None: the option was not given
+    flags      the values of command line options by `section.key`; None means that the option was
+               not given
     preset     a recipe or precision by name (`recipe`)
     consent    the value of LoadedConfig.consent
-    source     the name that errors and resolved.yaml give as the source of the flags
-    resolved   the file is a run's resolved.yaml: sources are read from its comments, so that a
-               resumed run keeps the original ones
+    source     the source of the flags that error messages and resolved.yaml name
+    resolved   whether the file is a run's resolved.yaml; the sources of its values are then read
+               from its comments, so that a resumed run keeps the original sources
     Raises     UsageError, a line for each mistake
     """
     settings = _Settings()
@@ -370,8 +373,8 @@ _ALIASES = KEY_ALIASES | {"optimizer": "train.optimizer"}
 
 
 def _main_key_hint(section: str, value: Any, source: str) -> str:
-    """Returns the setting that a value given to a whole section means: `, did you mean model.name:
-    org/name?` for `model: org/name`.
+    """Returns a hint for a section that was given a single value instead of keys: `, did you mean
+    model.name: org/name?` for `model: org/name`.
     """
     if section not in MAIN_KEYS or not isinstance(value, str | list):
         return ""
@@ -381,15 +384,15 @@ def _main_key_hint(section: str, value: Any, source: str) -> str:
 
 
 def _write_setting(key: str, text: str, source: str) -> str:
-    """Writes a setting as the source writes it: `key=value` on the command line, `key: value` in a
-    file.
+    """Writes a setting in the syntax of its source: `key=value` on the command line, `key: value`
+    in a file.
     """
     return f"{key}={text}" if source == COMMAND_LINE else f"{key}: {text}"
 
 
 def _describe_alias(noun: str, name: str, key: str, value: Any, source: str) -> str:
-    """Returns the message for a key that another tool names `name`: the key that means the same
-    here, and how to write the value.
+    """Returns the error message for a key of another tool, which is named `name` there: the
+    corresponding key of Isotype, and how to write the value.
     """
     message = f"unknown {noun}; here it is {key}"
     text = value_to_write(name, key, value)
@@ -426,8 +429,9 @@ _ESCAPES = {"\a": "a", "\b": "b", "\t": "t", "\n": "n", "\v": "v", "\f": "f", "\
 
 
 def _misquoted_name_message(key: str, name: str, source: str) -> str | None:
-    """Returns the message for the name of a file, folder or model with typographic quotes, or with
-    characters that YAML made of a backslash in double quotes. None for any other name.
+    """Returns the error message for a name of a file, folder or model that contains typographic
+    quotes, or characters into which YAML has converted a backslash sequence in double quotes.
+    Returns None for any other name.
     """
     is_quoted = name[:1] in _TYPOGRAPHIC_QUOTES and name[-1:] in _TYPOGRAPHIC_QUOTES
     if len(name) > 2 and is_quoted and not Path(name).exists():
@@ -472,7 +476,7 @@ def _unknown_key_message(key: str, value: Any, source: str) -> str:
 
 
 def _section_keys(section: str) -> dict[str, str]:
-    """Returns the keys of a section: name without the section -> whole key."""
+    """Returns a mapping of the names of a section's keys to the full keys with the section."""
     return {key.partition(".")[2]: key for key in key_schemas() if key.startswith(f"{section}.")}
 
 
@@ -494,8 +498,8 @@ def _near_key(section: str, name: str) -> str | None:
 
 
 def _check_settings(settings: _Settings) -> RunConfig:
-    """Returns the configuration. Raises UsageError with every complaint, in the order of the file's
-    lines; complaints about the command line come last.
+    """Returns the configuration. Raises UsageError with a message for every mistake, in the order
+    of the file's lines; mistakes in the command line come last.
     """
     tree: dict[str, dict[str, Any]] = {}
     for key, value in list(settings.values.items()):
@@ -552,8 +556,8 @@ def _invalid_value_message(settings: _Settings, key: str, value: Any) -> str:
 
 
 def _value_hint(key: str, value: Any) -> str:
-    """Returns a hint for an invalid value: `, did you mean bf16?` for another name of a dtype or a
-    misspelt word, or that Isotype does not offer the value.
+    """Returns a hint for an invalid value: for another name of a dtype or a misspelt word the hint
+    is `, did you mean bf16?`; for a known value that Isotype does not support, the hint says so.
     """
     choices = allowed_words(key)
     presets = presets_for_dtype(value) if key == PRESET_KEY else None

@@ -28,7 +28,7 @@ class SourceSpec:
 
     group    the name of the evaluation set that the source belongs to
     weight   share of the training rows that come from this source, relative to the other sources;
-             None: every row comes once
+             None means that every row is used once
     subset   configuration of a hub dataset; `subset`, `split` and `revision` apply to hub datasets,
              and `split` also to a folder that `save_to_disk` wrote
     """
@@ -54,7 +54,8 @@ def list_entries(value: Any, key: str, *, description: str) -> list[tuple[str, d
     """Returns (key with its position, settings) for each entry of a list of sources. An entry that
     is only a name gives the settings `{name: NAME}`.
 
-    Raises  UsageError for an empty list; `description` says in the message what to give
+    Raises  UsageError for an empty list; the message uses `description` to say what the list must
+            contain
     """
     entries = [value] if isinstance(value, str) else list(value)
     if not entries:
@@ -147,7 +148,7 @@ def is_folder_name(model: str) -> bool:
 
 def gguf_file(name: str) -> Path | None:
     """Returns the GGUF file that a model's name means: the file itself, or the only GGUF file in a
-    folder without a config.json. Raises UsageError for a folder with several.
+    folder without a config.json. Raises UsageError for a folder with several GGUF files.
     """
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
@@ -186,8 +187,8 @@ def lfs_fix(path: Path) -> str:
 
 
 def model_folder_problem(key: str, name: str) -> str | None:
-    """Returns the problem of a local model that is an adapter, or whose files are Git LFS pointers,
-    with the way to mend it. Returns None for any other name.
+    """Returns a message for a local model that is an adapter, or whose files are Git LFS pointers:
+    the problem, and how to fix it. Returns None for any other name.
     """
     path = Path(name).expanduser()
     try:
@@ -307,8 +308,8 @@ def _has_splits(name: str) -> bool:
 def _check_entry(
     settings: dict[str, Any], location: str, keys: Sequence[str], description: str
 ) -> dict[str, Any]:
-    """Checks what entries of data and of pictures have in common: known keys, `name`, `weight` and
-    `columns`. Raises UsageError.
+    """Checks the keys that entries of text data and of pictures have in common: that all keys are
+    known, and that `name`, `weight` and `columns` are valid. Raises UsageError.
     """
     for key in settings:
         if key not in keys:
@@ -334,8 +335,8 @@ def _check_entry(
 
 
 def _is_column_mapping(columns: Any, *, allow_null: bool) -> bool:
-    """Whether `columns` is a mapping of keys to names in the data. With `allow_null` a name may be
-    null, which means that the key is not read.
+    """Whether `columns` is a mapping of keys to names in the data. With `allow_null` a name may
+    also be null; the key is then not read from the data.
     """
     allowed = (str, type(None)) if allow_null else (str,)
     return isinstance(columns, dict) and all(
@@ -393,7 +394,8 @@ ROLE_NAMES = ("system", "user", "assistant", "tool", "function_call", "developer
 
 
 def _invert_roles(roles: Any, location: str) -> dict[str, str] | None:
-    """Returns the data's word for a role -> Isotype's role. Raises UsageError."""
+    """Returns a mapping of the role names in the data to Isotype's role names. Raises UsageError.
+    """
     if not roles:
         return None
     if not isinstance(roles, dict):
@@ -444,12 +446,12 @@ PICTURE_COLUMNS = ("image", "text", "mask", "control")
 class PictureSource:
     """One entry of images.train, images.eval or images.regularisation, as the user wrote it.
 
-    caption     the caption of every picture, in place of captions from text files
-    repeats     number of times that each picture comes in an epoch
+    caption     one caption for all pictures, which replaces the captions from text files
+    repeats     how often each picture is used in an epoch
     weight      the weight of the loss of these pictures; only for regularisation pictures
-    draw        number of pictures that the folder shall have: the base model draws the missing
-                ones; only for regularisation pictures
-    resolution  replaces `images.resolution`; with several values each picture comes once at each
+    draw        number of pictures that the folder must contain: the base model generates the
+                missing pictures; only for regularisation pictures
+    resolution  replaces `images.resolution`; with several values each picture is used once at each
                 resolution
     controls    folder with the pictures before the edit
     """

@@ -49,10 +49,11 @@ def resolved_yaml(
     """Writes every setting of a run with its source as a comment. Loading this text gives the same
     configuration.
 
-    reasons  `precision.grads` -> why it has its value
-    values   values that the run chose for unset keys (`precision.base` -> bf16). They are written
-             as comments, because a role that the user sets and a role that follows from the preset
-             are checked differently. A key that was `auto` gets its resolved value.
+    reasons  for a key such as `precision.grads` the reason for its value
+    values   values that the run chose for keys that the user did not set, such as bf16 for
+             `precision.base`. They are written as comments, because a precision key that the user
+             has set is checked differently from a key whose value follows from the preset. A key
+             that was `auto` gets its resolved value.
     """
     values = values or {}
 

@@ -44,7 +44,7 @@ class Entry:
 
 def read_sections(text: str) -> Iterator[tuple[Entry, list[Entry] | None]]:
     """Yields each top-level key of a document with the entries of its mapping, or with None if its
-    value is no mapping.
+    value is not a mapping.
 
     Duplicate keys are yielded twice, so that the caller's message can name both lines.
 

@@ -87,7 +87,7 @@ def train(
     preset     lora, qlora, full, full-bf16, or a precision
     resume     the folder of a run to continue; the sections then hold the changes
     accept_changes  with resume: accepts changes that make the run a different run, like `--yes`
-    skip       the preflight checks to skip, as code -> reason
+    skip       the preflight checks to skip, each code with a reason
     callbacks  objects of `isotype.Callback`, whose docstring lists what they can do
     objective  a function that replaces the loss of the task: objective(model, batch) -> float[],
                the sum of a micro-batch's losses over its `batch.weight` tokens or pictures. A batch
@@ -172,8 +172,8 @@ class RunOutcome:
 
     status  the exit status: 0 done, 130 interrupted
     folder  the folder of the run
-    has_run  whether the folder holds a run. A run that was interrupted before its first step leaves
-            none
+    has_run  whether the folder holds a run. This is false for a run that was interrupted before its
+            first step
     """
 
     status: int
@@ -194,7 +194,7 @@ def start(
 
     resume     the folder of the run to continue
     console    shows the progress; by default on stdout
-    skips      the preflight checks to skip, as code -> reason
+    skips      the preflight checks to skip, each code with a reason
     callbacks  called after steps, evaluations, saves and samples
     objective  computes the loss instead of the task
     """
@@ -253,7 +253,9 @@ def _find_push_repository(loaded: LoadedConfig, resume: Path | None) -> str | No
 
 
 def _section_settings(name: str, value: Any) -> dict[str, Any]:
-    """The settings of a section argument, as `section.key` -> value."""
+    """Returns the settings in the argument for a section, as a mapping of `section.key` to the
+    value.
+    """
     if value is None:
         return {}
     if isinstance(value, Section):
@@ -344,8 +346,8 @@ class Run:
         return folder
 
     def load(self) -> LoadedRun:
-        """The model, tokenizer, precision and device as in training. All four are loaded at the
-        first call.
+        """Returns the model, the tokenizer, the precision and the device, as in training. The first
+        call loads them.
         """
         if self._loaded is None:
             from ..inference.loaded import load_run
@@ -366,7 +368,7 @@ class Run:
         conversation until `forget` is called. The settings of the first call apply to the whole
         conversation.
 
-        images  files of pictures that the question is about, for a vision-language model
+        images  picture files for the question, for a vision-language model
         Raises  UsageError for a picture that cannot be read, or a model without vision
         """
         if self._conversation is None:
@@ -448,8 +450,8 @@ def _set_or_remove(name: str, value: str | None) -> None:
 @contextmanager
 def disable_autocast() -> Iterator[None]:
     """Switches the caller's autocast and its cache off. Inside the caller's autocast block PyTorch
-    would cache the cast copy of each weight, and every step would compute with the weights of the
-    first step.
+    would cast each weight once and cache the copy. Every step would then compute with the weights
+    of the first step.
     """
     import torch
 
@@ -556,7 +558,7 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
 
 
 def _model_name_problems(loaded: LoadedConfig) -> list[str]:
-    """Returns one line for each local model or tokenizer that does not exist or is no model."""
+    """Returns one line for each local model or tokenizer that does not exist or is not a model."""
     from ..config.sources import (
         closest_model_hint,
         is_folder_name,

@@ -2,18 +2,17 @@
 detected.
 
 There are two tables, `GENERATIONS` and `DEVICES`, and two functions that read them:
-`lookup_hardware("t4")` for a device by its name, and `detect()` for the device of this machine.
+`lookup_hardware("t4")` finds a device by its name, and `detect()` finds the device of this machine.
 
 bf16  native    matrix products run in hardware
-      emulated  results are correct, but products are as slow as in fp32, or slower
-      none      Isotype refuses the format: GPU libraries emulate it at a fraction of fp32's speed,
-                or have no kernels for it (Triton, flash attention)
+      emulated  results are correct, but matrix products are as slow as in fp32, or slower
+      none      Isotype refuses the format: GPU libraries emulate it, which is much slower than
+                fp32, or have no kernels for it (Triton, flash attention)
 
 Peaks are TFLOP/s of dense matrix products with fp32 accumulation (datasheets print twice as much,
 for 2:4 sparsity). Bandwidth is in GB/s.
 
-The figures are taken from the documents below. The single figures were not compared with the
-documents again.
+The figures are taken from the documents below. Not every figure was checked a second time.
 
 Source  NVIDIA: CUDA C++ Programming Guide (tensor core input types by compute capability);
         datasheets of P100, V100, T4, A100, A10, A40, L4, L40S, H100, H200, HGX B200; Ampere GA102,
@@ -21,7 +20,8 @@ Source  NVIDIA: CUDA C++ Programming Guide (tensor core input types by compute c
         support"; data sheets of Instinct MI50, MI100, MI210, MI250X, MI300X, MI325X, MI355X. CPU:
         Intel 64 ISA extensions reference (AVX512_BF16 from Cooper Lake, AMX-BF16 from Sapphire
         Rapids, AMX-FP16 from Granite Rapids); AMD Zen 4 has AVX512_BF16; Arm ARM, FEAT_BF16
-        (Neoverse V1 and later). bf16 products were measured at 4-7x fp32 with AMX.
+        (Neoverse V1 and later). With AMX, bf16 matrix products were measured to be 4 to 7 times as
+        fast as fp32.
 """
 
 from __future__ import annotations
@@ -369,7 +369,7 @@ def wait_passively(
 
     OpenMP reads the variable when torch is loaded. By default a thread that has finished its part
     of a loop spins for about a millisecond. On shared cores it then occupies the core on which the
-    last thread has to run. The number of threads stays the same, and so does every bit of a result.
+    last thread has to run. The number of threads does not change, so the results are bit-identical.
 
     is_forced  also changes the setting if the cores are idle
     load     the number of processes that are ready to run; by default the first number of

@@ -22,8 +22,8 @@ _unreachable_by_endpoint: dict[str, bool] = {}  # by endpoint, as at the first c
 
 
 def is_unreachable() -> bool:
-    """Whether the hub cannot be used, because the hub does not answer or HF_HUB_OFFLINE is set. The
-    first time that the hub does not answer, a message is printed.
+    """Returns True if the hub does not answer, or if HF_HUB_OFFLINE is set. The first time that the
+    hub does not answer, a message is printed.
 
     If the hub does not answer, the libraries are switched to offline mode in this process, so that
     earlier downloads are found at once.

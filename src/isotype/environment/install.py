@@ -1,8 +1,8 @@
 """The command that installs an extra of this package from the same source as the installed copy.
 
-A copy may come from a checkout or a wheel, and a package index may not have the name `isotype`. The
-source of this copy is read from the location of the package and from `direct_url.json` (PEP 610),
-which pip and uv write beside an installed package.
+The installed copy may come from a Git checkout or a wheel, and a package index may not have a
+package `isotype`. The source of this copy is read from the location of the package and from
+`direct_url.json` (PEP 610), which pip and uv write beside an installed package.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _read_direct_url() -> dict[str, Any]:
 
 
 def _dot_if_current(path: Path) -> str:
-    """`.` for the current folder, and the unchanged path for other folders."""
+    """Returns `.` for the current folder, and the unchanged path for other folders."""
     return "." if path == Path.cwd() else str(path)
 
 

@@ -61,8 +61,9 @@ def _group_folders() -> set[Path]:
 
 
 def _process_limits() -> Iterator[int]:
-    """`ulimit -v` and `ulimit -d`. Both limit the address space, which is larger than the memory of
-    the process. The present difference of the two is subtracted.
+    """Yields the limits that `ulimit -v` and `ulimit -d` set, converted to limits of memory. Both
+    limit the address space of the process, which is larger than its memory. The current difference
+    between address space and memory is therefore subtracted.
     """
     try:
         import resource

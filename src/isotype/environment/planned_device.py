@@ -1,10 +1,10 @@
 """Runs code without data for a device that this machine does not have: tensors on the meta device
 represent tensors of that device.
 
-PyTorch's fake tensors of a CUDA device need CUDA. Without CUDA, autograd asks for the device's
-guard, and the interpreter ends. Meta tensors need no device, but torch.autocast does not apply to
-them. Inside `plan_device` this module therefore stores the autocast dtype: Isotype's ops read it,
-and the operands of other matrix products are cast to it.
+PyTorch's fake tensors of a CUDA device need CUDA. Without CUDA, autograd looks for the CUDA device
+guard, and the Python interpreter crashes. Meta tensors need no device, but torch.autocast does not
+apply to them. Inside `plan_device` this module therefore stores the autocast dtype: Isotype's ops
+read the stored dtype, and the operands of other matrix products are cast to this dtype.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def is_planned(device: torch.device) -> bool:
 
 
 def planned_device_type(device: torch.device) -> str:
-    """The type of device whose code path the tensors of `device` take: for meta tensors this is the
-    planned type, and for other tensors the device's own type.
+    """Returns the type of device that decides which code tensors on `device` use: for meta tensors
+    this is the planned type, and for other tensors the device's own type.
     """
     if device.type == "meta":
         return _PlanState.device_type or device.type
@@ -63,7 +63,7 @@ def plan_device(device_type: str) -> Iterator[None]:
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """torch.autocast in `dtype`; None switches it off. Inside `plan_device` this function has the
-    same effect on meta tensors. Outside `plan_device`, meta tensors have no autocast.
+    same effect on meta tensors. Outside `plan_device` it does nothing for meta tensors.
     """
     if _PlanState.device_type is None:
         if device_type == "meta":
@@ -111,7 +111,7 @@ def keep_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _MetaAutocast(TorchFunctionMode):
-    """Casts the operands of plain products as autocast does."""
+    """Casts the operands of PyTorch's own matrix products, as autocast does."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -27,7 +27,7 @@ def temporary_folder() -> Path:
 
 
 def make_private_folder(folder: Path) -> Path:
-    """Creates the folder if it is missing, and returns its path without links.
+    """Creates the folder if it is missing, and returns its path with all links resolved.
 
     Raises  NotPrivateError if other users can change the folder, OSError if it cannot be created
     """

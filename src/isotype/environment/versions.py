@@ -126,7 +126,7 @@ class KnownFault:
 
     def affects(self, version: str) -> bool:
         """Whether this version has the fault. The local part of a version (`2.13.0+cpu`) is
-        ignored. A string that is no version has no fault.
+        ignored. The result is False for a string that is not a version.
         """
         from packaging.specifiers import SpecifierSet
         from packaging.version import InvalidVersion
@@ -210,7 +210,7 @@ KNOWN_FAULTS = (
 
 
 def find_faults(environment: Mapping[str, Any]) -> list[Finding]:
-    """All findings about an environment that `environment()` returned."""
+    """Returns all known faults of an environment that `environment()` returned."""
     return [
         *_known_fault_findings(environment),
         *_device_findings(environment),

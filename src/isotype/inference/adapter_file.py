@@ -48,8 +48,8 @@ class LoraPair:
         return self.a.shape[0]
 
     def rescaled_b(self, scale: float) -> Tensor:
-        """Returns `b` for a program that multiplies with `scale`. If this is the pair's scale, `b`
-        is unchanged.
+        """Returns `b`, rescaled so that a program which multiplies by `scale` gets the same result.
+        If `scale` is the pair's own scale, `b` is unchanged.
         """
         if scale == self.scale:
             return self.b

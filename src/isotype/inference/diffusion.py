@@ -220,7 +220,7 @@ def draw_pictures(
 
     prompts  by default the run's prompts
     control  the picture that the prompts edit
-    Raises   UsageError if there are no prompts, or the run has no result and no checkpoint
+    Raises   UsageError if there are no prompts, or if the run has neither a result nor a checkpoint
     """
     control_setting = {} if control is None else {"control": str(control)}
 
@@ -251,11 +251,12 @@ def draw_pictures(
 def evaluate_pictures(
     folder: Path, pictures: str, *, batch_size: int | None = None
 ) -> tuple[str, Evaluation]:
-    """Evaluates a run on the pictures that `pictures` names. Returns the name of the weights and
-    the loss, at fixed noise levels and for parts of their range.
+    """Evaluates a run on the pictures that `pictures` names. Returns the name of the evaluated
+    weights, and their loss at fixed noise levels: the mean, and the loss in parts of the range of
+    noise levels.
 
-    Raises  UsageError for pictures that a run refuses, and if the run has no result and no
-            checkpoint
+    Raises  UsageError for pictures that a run could not use as data, and for a run that has neither
+            a result nor a checkpoint
     """
     cleared_keys = ("eval", "regularisation", "masks", "controls", "columns", "limit")
     images = {**dict.fromkeys(cleared_keys), "train": pictures, "eval_split": 0.0}

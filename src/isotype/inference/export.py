@@ -30,14 +30,14 @@ Export = tuple[dict[str, Any], list[str]]
 
 
 def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: str) -> Export:
-    """Writes `out`. Returns facts for `--json`, and the lines for the terminal.
+    """Writes `out`. Returns the data that `--json` prints, and the lines for the terminal.
 
     run     the run folder, or the folder of an adapter or a model
     out     the file or folder to write
     to      vllm, gguf or ollama
     name    the adapter's name in vLLM, or the model's name in Ollama
-    kind    the GGUF type of the whole model. With None, gguf writes only the adapter; a model
-            without an adapter is written in the type that keeps its values
+    kind    the GGUF type of the whole model. None means that only the adapter is written to a GGUF
+            file; a model without an adapter is written in the type that keeps its values
     Raises  UsageError
     """
     result = _find_result_folder(run)
@@ -108,7 +108,9 @@ def _export_to_vllm(run: Path, result: Path, out: Path, name: str) -> Export:
 
 
 def _conversion_command(run: Path, result: Path, kind: str) -> str:
-    """Returns the command of llama.cpp's converter, after a merge if there is an adapter."""
+    """Returns the command that runs llama.cpp's converter. If there is an adapter, the command
+    merges it first.
+    """
     if (result / ADAPTER_CONFIG_FILE).is_file():
         return f"isotype merge {run} --out merged && {llama_cpp('merged', kind)}"
     return llama_cpp(result, kind)
@@ -138,7 +140,7 @@ def _write_ollama_folder(model: Path, out: Path, modelfile_text: str, *, kind: s
 
 @contextmanager
 def _merge_temporarily(run: Path, result: Path, parent: Path) -> Iterator[Path]:
-    """Yields the folder of the whole model. An adapter is merged into a temporary folder first."""
+    """Yields a folder with the whole model. An adapter is merged into a temporary folder first."""
     if not (result / ADAPTER_CONFIG_FILE).is_file():
         yield result
         return

@@ -1,8 +1,9 @@
 """Writes adapters and whole models as GGUF files for llama.cpp and Ollama, with the package `gguf`.
 
-For Llama and similar families the rotary embedding of llama.cpp rotates neighbouring pairs, where
-transformers rotates halves, so the rows of q and k are reordered. The weights of Gemma's norms are
-stored with the 1 that transformers adds in the layer.
+In Llama and similar families, llama.cpp's rotary embedding rotates pairs of neighbouring rows.
+transformers pairs a row of the first half with a row of the second half. The rows of q and k are
+therefore reordered. transformers adds 1 to the weights of Gemma's norms in the layer; a GGUF file
+stores the weights with this 1 already added.
 """
 
 from __future__ import annotations
@@ -90,11 +91,11 @@ def export_adapter(adapter: Path, out: Path) -> int:
     """Writes a LoRA adapter, and returns the number of its layers. Matrices stay fp32.
 
     llama.cpp scales with `alpha / rank of the layer`, so alpha is written as scale times rank,
-    which is alpha * sqrt(r) for rsLoRA. If a layer has another product of scale and rank than the
-    file's alpha, the quotient is multiplied into the layer's B.
+    which is alpha * sqrt(r) for rsLoRA. The file has only one alpha. If scale times rank of a layer
+    differs from it, the layer's B is multiplied by the quotient.
 
-    Raises  UsageError for a family or layer without a known name, and for an adapter that is more
-            than pairs of matrices
+    Raises  UsageError for a family or layer whose name in llama.cpp is not known, and for an
+            adapter that contains more than pairs of LoRA matrices
     """
     import gguf
 
@@ -142,8 +143,8 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
     """Writes a Hugging Face folder as one file, with tokenizer and template. Returns the number of
     tensors.
 
-    kind    type of matrices: F16, BF16 or Q8_0. Vectors stay fp32. With Q8_0, a matrix whose rows
-            are no multiple of 32 long is F16
+    kind    type of matrices: F16, BF16 or Q8_0. Vectors stay fp32. With Q8_0, a matrix is stored as
+            F16 if the length of its rows is not a multiple of 32
     Raises  UsageError for an unknown family or tokenizer, and for F16 with weights beyond fp16
     """
     import gguf
@@ -316,8 +317,8 @@ def _reorder_rows(
 
 
 def paired_heads(module: str, config: Any, family: Family) -> int | None:
-    """The number of heads of a module whose rows llama.cpp stores in neighbouring pairs; None for a
-    module whose rows stay in order.
+    """Returns the number of attention heads if llama.cpp stores the rows of this module in
+    neighbouring pairs; None if the rows stay in order.
     """
     if not family.permutes_rows:
         return None
@@ -366,8 +367,8 @@ def _write_file(
     header: Sequence[tuple[Any, ...]],
     tensors: Sequence[_StoredTensor],
 ) -> None:
-    """Writes the file completely or not at all. `header` holds methods of gguf's writer with their
-    arguments.
+    """Writes the file completely or not at all. `header` contains the names of methods of gguf's
+    writer, each with its arguments.
     """
     import gguf
 

@@ -233,7 +233,7 @@ def _run_device(config: RunConfig) -> torch.device:
 
 def check_base_path(name: str, setting: str, file: Path) -> str:
     """Returns the name of the base model. Raises UsageError if the name is a path that does not
-    exist. The error names `setting` in `file`, where the name is written.
+    exist. The error message names the file and the setting that contain the name.
     """
     if is_folder_name(name) and not Path(name).expanduser().exists():
         fix = f"write the folder where the base is now as {setting} in that file"

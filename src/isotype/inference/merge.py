@@ -171,8 +171,9 @@ def merged_dtype(precision: Precision) -> tuple[str, str]:
 
 @torch.no_grad()
 def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
-    """Returns the state dict of the merged model, the merge noise, and the number of merged
-    weights. Weights are added in fp32, whatever the base's dtype.
+    """Returns the state dict of the merged model, the rounding error of the merge relative to the
+    adapter's effect, and the number of merged weights. Base and adapter are added in fp32, whatever
+    the base's dtype.
     """
     inner = model.get_base_model()
     _refuse_unmergeable(inner)
@@ -268,7 +269,9 @@ def _strip_wrappers(name: str) -> str:
 
 
 def _refuse_unmergeable(model: nn.Module) -> None:
-    """Raises UsageError for adapters that do more than change one weight."""
+    """Raises UsageError for a layer whose adapter cannot be merged into one weight, such as an
+    adapter with its own bias.
+    """
     from peft.tuners import lokr, lora
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer

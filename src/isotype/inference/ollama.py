@@ -36,15 +36,15 @@ _TRIAL_CONTENTS = (
 
 @dataclass(frozen=True)
 class TurnTexts:
-    """The text of a chat template around the messages, without the BOS token that the server adds
-    (`adds_bos`).
+    """The texts that a chat template writes around the messages. They do not contain the BOS token
+    that the server adds (`adds_bos`).
 
-    begin   before the first question if there is no system message
-    system  before and after a system message, up to the first question; None if the template
-            accepts none
-    answer  between a question and its answer
-    next    between an answer and the next question
-    prompt  after the last question
+    begin   the text before the first question if there is no system message
+    system  the texts before and after a system message, up to the first question; None if the
+            template accepts no system message
+    answer  the text between a question and its answer
+    next    the text between an answer and the next question
+    prompt  the text after the last question
     """
 
     begin: str
@@ -161,8 +161,8 @@ def _unsupported_template() -> UsageError:
 
 
 def adds_bos(tokenizer: Any) -> bool:
-    """Whether llama.cpp and Ollama shall add the BOS token before a text. This is so if the
-    tokenizer adds the token, unless the chat template writes conversations without BOS.
+    """Returns True if llama.cpp and Ollama must add the BOS token before a text. This is the case
+    if the tokenizer adds the token, unless the chat template writes conversations without BOS.
 
     If only the template writes BOS, the BOS stays in the template. SmolLM2 is an example: with the
     flag set, llama.cpp added a second BOS.

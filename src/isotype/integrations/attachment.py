@@ -27,10 +27,10 @@ READ_ONLY = ("ref_model", "teacher_model")
 
 @dataclass(frozen=True)
 class Claim:
-    """One owner's claim on the precision of a trainer.
+    """A setting that claims to decide the precision of a trainer.
 
-    owner    the part of the trainer
-    value    its setting
+    owner    where the setting is made, for example in the trainer's arguments
+    value    the value of the setting
     outcome  the effect of the setting under the attached precision
     """
 
@@ -44,11 +44,11 @@ class Claim:
 
 @dataclass
 class Attachment:
-    """The record of an attached trainer. `print(attachment)` shows the claims on its precision, the
-    replaced modules, and the modules that were not replaced.
+    """The record of an attached trainer. `print(attachment)` shows the settings that decide its
+    precision, the replaced modules, and the modules that were not replaced.
 
-    claims     every owner of precision with its value and its outcome
-    manifests  model ("model", "ref_model", ...) -> what `optimize` replaced there
+    claims     the settings that decide the precision, each with its value and its effect
+    manifests  for each model ("model", "ref_model", ...) what `optimize` replaced in it
     notes      further lines to print
     undo       functions that undo the changes, called in reverse order
     accumulator  holds the gradients if low-precision weights are trained
@@ -83,8 +83,8 @@ class Attachment:
         return self.accumulator.gradient(parameter)
 
     def restore_optimizers(self) -> None:
-        """Restores the trainer's optimizer and scheduler after a `train` that raised. The next
-        `train` builds them from its arguments.
+        """Restores the trainer's optimizer and scheduler after a call of `train` that raised an
+        error. The next `train` creates new ones from the trainer's arguments.
         """
         self.trainer.optimizer, self.trainer.lr_scheduler = self.optimizers
         self.trainer.accelerator._optimizers.clear()
@@ -145,8 +145,8 @@ def is_running(trainer: Any) -> bool:
 
 
 def remove_accelerate_wrappers(trainer: Any) -> None:
-    """Removes the wrappers that accelerate put around the model in an earlier `train` or `evaluate`.
-    The next one wraps it again.
+    """Removes the wrappers that accelerate put around the model in an earlier `train` or
+    `evaluate`. The next call of `train` or `evaluate` wraps the model again.
     """
     accelerator = trainer.accelerator
     model = trainer.model
@@ -161,8 +161,8 @@ def remove_accelerate_wrappers(trainer: Any) -> None:
 
 
 def unwrap_forward(model: nn.Module) -> dict[str, Any]:
-    """Restores the forward that a model had before accelerate's autocast. Returns the attributes
-    with which `vars(model).update` puts the wrapper back.
+    """Restores the forward that a model had before accelerate's autocast. Returns the removed
+    attributes; `vars(model).update` with them restores the wrapper.
     """
     if "_original_forward" not in model.__dict__ or "forward" not in model.__dict__:
         return {}
@@ -182,8 +182,8 @@ def collect_models(trainer: Any) -> dict[str, nn.Module]:
 
 
 def trained_names(trainer: Any, name: str) -> set[str]:
-    """Names of the trained parameters in a model of `collect_models`. In a reference model they are
-    the same as in the trained model; a teacher has none.
+    """Names of the trained parameters in a model of `collect_models`. A reference model has the
+    same names as the trained model; a teacher has no trained parameters.
     """
     if name == "teacher_model":
         return set()

@@ -1,9 +1,10 @@
-"""Lists the claims on the precision of a trainer: those of its arguments, the environment,
+"""Lists the settings that decide the precision of a trainer: in its arguments, the environment,
 accelerate, the checkpoint, PEFT and TRL.
 
-`check_trainer` refuses trainers that `attach` cannot handle, before anything is changed, each with
-a fix. `resolve_trainer_precision` resolves the caller's request to one `Precision`, or refuses a
-contradiction. `collect_claims` lists the owners with their values.
+`check_trainer` runs before anything is changed. It raises an error with a fix for trainers that
+`attach` cannot handle. `resolve_trainer_precision` converts the caller's request to one
+`Precision`, or raises an error for a contradiction. `collect_claims` lists the settings with their
+values.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def is_adapter(parameter_name: str) -> bool:
 
 
 def count_dtypes(parameters: Iterable[nn.Parameter]) -> str:
-    """Returns the dtypes of the floating parameters that are not quantised, with their numbers:
-    `bf16 x 12, fp32 x 3`.
+    """Returns the dtypes of the floating parameters that are not quantised, and how many parameters
+    have each dtype: `bf16 x 12, fp32 x 3`.
     """
     counts = Counter(
         format_dtype(p.dtype) for p in parameters if p.is_floating_point() and not is_quantised(p)
@@ -61,8 +62,9 @@ def requested_dtype(trainer: Any) -> str | None:
 def _choose_precision(
     trainer: Any, adapter: str, *, quantised: Quantisation | None
 ) -> tuple[str, dict[str, str], str]:
-    """Chooses the precision for `auto` from the arguments and the model: (preset, roles that differ
-    from it, reason). If neither decides, the preset is `auto`, and the device decides.
+    """Chooses the precision for `auto` from the arguments and the model. Returns the preset, the
+    roles whose dtype differs from the preset, and the reason. If neither the arguments nor the
+    model decide, the preset is `auto`, and the device decides.
     """
     requested = requested_dtype(trainer)
     # TRL's default of `bf16` is None, which means bf16, so that False was written by the user. In
@@ -99,7 +101,7 @@ def _choose_precision(
 def resolve_trainer_precision(trainer: Any, precision: Any) -> Resolved:
     """Resolves the precision of this trainer.
 
-    Raises  UsageError with both values of a contradiction
+    Raises  UsageError for settings that contradict each other; the message contains both values
     """
     model = trainer.model
     device = trainer.args.device.type
@@ -213,8 +215,8 @@ def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> 
 
 
 def collect_claims(trainer: Any, precision: Precision) -> list[Claim]:
-    """Lists every owner of precision with its value and its outcome. Call it before anything is
-    changed.
+    """Lists every setting that decides the trainer's precision, with its value and its effect. Call
+    it before anything is changed.
     """
     return [
         *_autocast_claims(trainer, precision),
@@ -339,8 +341,8 @@ def is_trl_trainer(trainer: Any) -> bool:
 
 
 def _describe_vanishing_updates(trainer: Any, parameters: list[nn.Parameter]) -> str:
-    """Describes which share of updates is lost if weights below fp32 are trained directly, or "".
-    No trainer reports this.
+    """Returns a text that says which share of the updates is lost if weights in a dtype below fp32
+    are trained directly; "" if there are no such weights. No trainer reports this.
     """
     narrow = [p for p in parameters if format_dtype(p.dtype) in ("bf16", "fp16")]
     update = trainer.args.learning_rate * TYPICAL_UPDATE
@@ -390,8 +392,8 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_preflight(skip: Mapping[str, str], *, preflight: bool, record: bool) -> dict[str, str]:
-    """Raises UsageError for an unknown check, for a skipped check without a reason, and for settings
-    without effect.
+    """Raises UsageError for an unknown check, for a skipped check without a reason, and for
+    settings that have no effect.
     """
     if preflight and not record:
         raise UsageError(

@@ -1,5 +1,6 @@
-"""`attach(trainer, precision=...)` and `detach(trainer)`: `attach` gives a trainer one owner of
-precision, Isotype's ops and its checks in each step; `detach` undoes it.
+"""`attach(trainer, precision=...)` and `detach(trainer)`: `attach` lets Isotype alone decide the
+precision of a trainer, and adds Isotype's ops and its checks in each step; `detach` undoes these
+changes.
 
 `attach` needs a complete trainer, because PEFT and TRL build the layers that it fuses when the
 trainer is created. It changes instances only. If a part fails, it undoes the earlier parts.
@@ -44,21 +45,22 @@ def attach(
     reversible: bool = True,
     quiet: bool = False,
 ) -> Attachment:
-    """Gives a Hugging Face trainer Isotype's precision, its ops and fused LoRA, generation in the
-    declared dtype, and checks in each step. Call it before `trainer.train()`.
+    """Adds to a Hugging Face trainer: Isotype's precision, its ops and fused LoRA, generation in
+    the declared dtype, and checks in each step. Call it before `trainer.train()`.
 
     trainer     a complete transformers.Trainer or an instance of a subclass, such as TRL's
     precision   a preset's name, its short text form, a Precision, or auto: the dtype that the
                 trainer's arguments request, else the best for the device
-    skip        code -> reason, for each check of the preflight to leave out
-    preflight   checks model, arguments and rows in `on_train_begin`, and rehearses a step, an
-                evaluation and a generation
-    record      writes output_dir/isotype/: manifest, observed precision, preflight, environment,
+    skip        the preflight checks to skip, as a mapping of their codes to the reasons
+    preflight   checks model, arguments and rows in `on_train_begin`, and makes a test run of a
+                step, an evaluation and a generation
+    record      writes to output_dir/isotype/: manifest, observed precision, preflight, environment,
                 report.html
-    reversible  stores in host memory the bits that frozen weights lose by the cast to their
-                declared dtype, so that `detach` is exact
+    reversible  stores the bits that frozen weights lose when they are cast to their declared dtype,
+                in host memory; `detach` then restores the weights exactly
     quiet       prints nothing
-    ->          the Attachment, which lists the claims on the precision and the replaced modules
+    ->          the Attachment, which lists the settings that decide the precision and the replaced
+                modules
     Raises      UsageError; the trainer is then unchanged
     """
     check_trainer(trainer)

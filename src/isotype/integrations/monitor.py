@@ -76,8 +76,8 @@ _HOOK_DTYPES = {
 
 
 def read_reduce_dtypes(model: nn.Module) -> tuple[list[torch.dtype], str]:
-    """Reads the dtypes in which a wrapped model sums its gradients across processes. Returns them
-    and "", or an empty list and why they cannot be read.
+    """Reads the dtypes in which a wrapped model sums its gradients across processes. Returns the
+    dtypes and "", or an empty list and the reason why the dtypes cannot be read.
     """
     if isinstance(model, DistributedDataParallel):
         policy: Any = model.mixed_precision
@@ -117,7 +117,7 @@ class StepMonitor:
     def __init__(self, attachment: Attachment, write: Callable[[dict[str, Any]], None]) -> None:
         """Creates the monitor of a trainer.
 
-        write  called with the record whenever it changes, in the first process
+        write  a function that the first process calls with the record whenever the record changes
         """
         self.attachment = attachment
         self.model = attachment.trainer.model
@@ -150,8 +150,8 @@ class StepMonitor:
         return int(self.attachment.trainer.state.global_step) + 1
 
     def start(self) -> None:
-        """Begins to monitor. Called after the preflight: the update that it rehearses is not a
-        training step.
+        """Starts the monitoring. Call it after the preflight, because the preflight makes a test
+        update, which is not a training step.
         """
         has_hooks = hasattr(self.optimizer, "_optimizer_step_pre_hooks")
         if has_hooks:
@@ -200,8 +200,8 @@ class StepMonitor:
             self._add_observation(observation)
 
     def _drop_reported(self, differences: list[Difference], topic: str = "") -> list[Difference]:
-        """Keeps only differences of a kind that was not reported yet, so that a callback that
-        changes something after each step is reported once.
+        """Removes the differences of a kind that was already reported. A callback that changes
+        something after each step is then reported only once.
         """
         unreported = [
             difference
@@ -224,8 +224,9 @@ class StepMonitor:
         self._buffers_compared = False
 
     def check_gradients(self) -> None:
-        """Records, until an update has changed a weight, whether one should: whether a gradient and
-        a learning rate are not zero.
+        """Records whether the next update should change a weight, that is, whether a gradient and a
+        learning rate are not zero. After the first update that has changed a weight, it does
+        nothing.
         """
         if not self._has_changed_weights:
             has_learning_rate = any(float(group["lr"]) > 0 for group in self.optimizer.param_groups)
@@ -239,7 +240,7 @@ class StepMonitor:
     def check_update(self, share_changed: float) -> None:
         """Checks each update until one has changed a weight.
 
-        Raises  UsageError if another optimizer than Isotype's runs; RunError if an update with
+        Raises  UsageError if an optimizer other than Isotype's runs; RunError if an update with
                 gradients changed no weight
         """
         if self._has_changed_weights:
@@ -279,7 +280,7 @@ class StepMonitor:
         self._add_observation(observation)
 
     def add_rehearsals(self, observations: Mapping[str, Observation]) -> None:
-        """Adds the observations of the preflight's rehearsals, name -> observation."""
+        """Adds the observations from the test runs of the preflight, which are given by name."""
         for observation in observations.values():
             self._add_observation(observation)
         self.record["watched"] = list(observations)
@@ -396,7 +397,7 @@ class StepMonitor:
         return calls
 
     def precision_json(self) -> dict[str, Any]:
-        """The content of precision.json, in the form of an Isotype run's."""
+        """The content of precision.json, in the same format as in a run of `isotype train`."""
         resolved = self.attachment.resolved
         record = self.record or {"places": {"every role": _NO_STEP}}
         return {
@@ -412,7 +413,9 @@ class StepMonitor:
         }
 
     def _unobserved_reasons(self) -> dict[str, str]:
-        """Returns why nothing is counted: role, or name of a further model -> reason."""
+        """Returns the reasons why the dtypes of a role or of a further model are not counted, by
+        the name of the role or model.
+        """
         reasons = dict(_TRAINER_ROLES)
         if not self.record:
             reasons["generate"] = _NO_STEP

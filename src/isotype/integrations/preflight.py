@@ -1,11 +1,12 @@
 """The preflight of an attached trainer: Isotype's checks on the trainer's model, arguments and
 rows, before step 1.
 
-The checks were written for `isotype train`. Here adapters present the trainer to them:
-`TrainerTask` has its rows, `TrainerStepper` its step, `TrainerRun` its model and precision, and
-`ARGUMENT_NAMES` the names of its settings. A check that needs a run file is skipped with its
-reason, and so is a rehearsal that this trainer does not allow. The preflight restores random state,
-weights and logs: a training with it is bit-identical to one without.
+The checks were written for `isotype train`. The classes of this module give them access to the
+trainer: `TrainerTask` to its rows, `TrainerStepper` to its step, and `TrainerRun` to its model and
+precision. `ARGUMENT_NAMES` has the names of its settings. A check that needs a run file is skipped,
+and the reason is recorded. The same applies to a test run of a step that this trainer does not
+allow. The preflight restores the random state, the weights and the logs, so a training with the
+preflight is bit-identical to a training without it.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ _ID_COLUMNS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "complet
 
 
 def _read_first_rows(dataset: Any) -> tuple[list[Any], str]:
-    """Returns the first rows, and why there are none or "". A stream is not read, because this
+    """Returns the first rows and "", or no rows and the reason. A stream is not read, because this
     would remove rows from it.
     """
     if dataset is None:
@@ -121,8 +122,9 @@ def _token_rows(rows: list[Any]) -> list[Row]:
 
 
 def _token_row(row: dict[str, Any]) -> Row | None:
-    """Converts a row. Its labels are the column `labels`, else the ids that `completion_mask`
-    selects, else all ids. Tokens outside `attention_mask` are padding, and are dropped.
+    """Converts a row. The labels are the column `labels`. If this column is missing, they are the
+    ids that `completion_mask` selects, and without this mask all ids. Tokens outside
+    `attention_mask` are padding, and are dropped.
     """
     ids = _to_ids(row.get("input_ids"))
     if ids is None:
@@ -255,7 +257,9 @@ class TrainerStepper:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerRun:
-    """The run of an attached trainer as the checks read it (`training.setup.CheckedRun`)."""
+    """Presents an attached trainer as a run, with the attributes that the checks read
+    (`training.setup.CheckedRun`).
+    """
 
     model: nn.Module
     resolved: Resolved
@@ -265,10 +269,10 @@ class TrainerRun:
 
 
 class TrainerTask:
-    """Presents an attached trainer to the checks as a task.
+    """Presents an attached trainer as a task, which is the form that the checks expect.
 
-    data                the rows as tokens; empty if they are no token rows
-    no_tokens_reason    why the rows are no token rows, or ""
+    data                the rows as tokens; empty if the rows do not consist of tokens
+    no_tokens_reason    why the rows do not consist of tokens, or ""
     longest_train_rows  the rows of the largest training batch, in the form of the dataset
     longest_eval_rows   the rows of the largest evaluation batch
     """
@@ -358,8 +362,8 @@ def find_tokenizer(trainer: Any) -> Any | None:
 
 
 def build_subject(attachment: Attachment, folder: Path, *, resuming: bool) -> PreflightSubject:
-    """Presents the trainer to the checks as a run. The configuration contains the trainer's
-    arguments that the checks read.
+    """Describes the trainer as a run, which is the form that the checks expect. The configuration
+    contains the trainer's arguments that the checks read.
     """
     trainer = attachment.trainer
     args = trainer.args
@@ -402,10 +406,10 @@ def run_preflight(
     *,
     resuming: bool,
 ) -> dict[str, Observation]:
-    """Runs the checks, and returns the observation of each rehearsal.
+    """Runs the checks, and returns what was observed in each test run.
 
-    skip    code of a check to leave out -> reason
-    Raises  PreflightError with every error
+    skip    the checks to skip, as a mapping of their codes to the reasons
+    Raises  PreflightError, which lists every error
     """
     with _preserve_trainer(attachment.trainer):
         subject = replace(
@@ -438,8 +442,8 @@ def _run(attachment: Attachment, subject: PreflightSubject, skip: Mapping[str, s
 
 
 def _select_checks(task: TrainerTask) -> tuple[dict[str, tuple[Check, ...]], dict[str, str]]:
-    """Returns the checks of each phase that can run on this trainer, and for the others code -> why
-    the check cannot run.
+    """Returns the checks of each phase that can run on this trainer, and for the codes of the other
+    checks the reason why they cannot run.
     """
     trainer = task.trainer
     inner = inner_model(trainer.model)
@@ -476,7 +480,7 @@ def _select_checks(task: TrainerTask) -> tuple[dict[str, tuple[Check, ...]], dic
 
 
 def _rehearsal_blocker(task: TrainerTask) -> str:
-    """Says why no step of this trainer can be rehearsed, or ""."""
+    """Returns the reason why no test step of this trainer can be run, or ""."""
     trainer = task.trainer
     if trainer.args.world_size > 1:
         return "several processes: a rehearsed backward would meet DDP's hooks"
@@ -538,7 +542,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def find_learnt_picture_tokens(subject: PreflightSubject) -> Iterator[Finding]:
-    """Finds labels on the tokens of pictures (PF023), which exist if a trainer learns every token."""
+    """Reports labels on the tokens of pictures (PF023). A trainer makes such labels if it trains on
+    every token.
+    """
     trainer: Any = subject.task.trainer
     config = inner_model(trainer.model).config
     picture_token = next(
@@ -577,8 +583,8 @@ def find_learnt_picture_tokens(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def find_unloadable_names(subject: PreflightSubject) -> Iterator[Finding]:
-    """Finds an adapter on a family's text-only class whose names the released class does not have
-    (PF024).
+    """Reports an adapter that is trained on a family's text-only class, if the names of its layers
+    do not exist in the released class (PF024).
     """
     from transformers import AutoConfig
 

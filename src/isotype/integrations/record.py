@@ -1,7 +1,8 @@
 """`output_dir/isotype/`: the files that an attached run writes. These files have the form of an
 Isotype run's files, so that the same report can show them.
 
-manifest.json   owners, ops, notes, and the calls of the first step
+manifest.json   the settings that decide the precision, ops, messages, and the calls of the first
+                step
 precision.json  declared and observed dtypes
 preflight.json  the checks before step 1
 env.json        versions and devices
@@ -9,10 +10,11 @@ metrics.jsonl   the trainer's own log
 result.json     how the training ended
 report.html     all of this on one page
 
-In the first step of a training, calls of fused code are counted, and calls of other code with the
-reason. Dtypes are observed in that step, in the steps that `isotype train` would observe, and in
-the step after a change of the model. Neither changes results: the hooks are marked as observing, so
-that fused code runs in these steps too.
+In the first step of a training, the record counts how often fused code runs, and how often other
+code runs in its place and why. Dtypes are observed in the first step, in the steps in which
+`isotype train` would observe them, and in the step after a change of the model. Counting and
+observing do not change results: the hooks are marked as pure observers, so that fused code runs in
+these steps too.
 """
 
 from __future__ import annotations

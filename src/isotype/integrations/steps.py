@@ -5,8 +5,8 @@ logs a loss of 0.0 instead, is switched off. The logits of any `compute_loss` ar
 without labels in the forward, including those of ORPO, of CPO and of a user. `linear_divergence`
 computes the loss of TRL's distillation.
 
-A full evaluation in bf16 or fp16 would cast the weights. Here they keep their dtype, and the
-evaluation computes in `precision.compute`.
+With the arguments for a full evaluation in bf16 or fp16, Trainer would cast the weights. In an
+attached trainer the weights keep their dtype, and the evaluation computes in `precision.compute`.
 """
 
 from __future__ import annotations
@@ -87,10 +87,11 @@ class Guards(TrainerCallback):
     def _record_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Stores the inputs, with which `_non_finite_error` finds the module.
+        """Stores the inputs. `_non_finite_error` uses them to find the module with the first
+        non-finite number.
 
-        Raises  UsageError if another trainer trains the model, because it would use this trainer's
-                precision without its checks and its record
+        Raises  UsageError if another trainer trains the model, because the model would then be
+                trained with this trainer's precision, but without its checks and its record
         """
         if not module.training:
             return
@@ -104,9 +105,9 @@ class Guards(TrainerCallback):
         self._last_inputs = args, kwargs
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Defers logits, because a gather, a logsumexp and a cross-entropy do not need all of them
-        at once. Any other operation computes them; this is counted together with the line of code
-        that needed them.
+        """Delays the computation of the logits, because a gather, a logsumexp and a cross-entropy
+        do not need all logits at once. Any other operation computes all logits. Each such case is
+        counted, together with the line of code that needed the logits.
         """
         with deferring(with_gradients=True):
             return original(*args, **kwargs)
@@ -212,7 +213,9 @@ _GKD_MODULE = "trl.experimental.gkd.gkd_trainer"
 
 
 def defer_teacher_logits(trainer: Any, methods: MethodWrappers) -> None:
-    """Wraps the methods in which a trainer compares the student's head with the teacher's."""
+    """Wraps the methods in which a trainer compares the output of the student with the output of
+    the teacher.
+    """
     loss = getattr(type(trainer), "_compute_loss", None)
     if (
         isinstance(loss, FunctionType)
@@ -283,7 +286,7 @@ def divergence_from_hidden_states(
 def _compute_loss_with_deferred_teacher(
     original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Defers the teacher's logits too, which are computed without gradients."""
+    """Also delays the computation of the teacher's logits. They are computed without gradients."""
     with deferring():
         return original(*args, **kwargs)
 

@@ -1,13 +1,14 @@
 """Casts a trainer's weights to the dtypes of a precision, and moves autocast to the inner model.
 Both changes can be undone.
 
-`bf16-pure` trains bf16 weights. A trainer would sum their gradients in bf16, in `.grad`. Here a
-hook adds each gradient to an fp32 buffer. Clipping reads the buffers, and so does an AdamW that
-rounds stochastically. The trainer gets this AdamW through its attribute `optimizer_cls_and_kwargs`.
+`bf16-pure` trains bf16 weights. A trainer would sum their gradients in bf16, in `.grad`. Isotype
+instead uses a hook that adds each gradient to an fp32 buffer. Clipping reads the buffers, and so
+does an AdamW that rounds stochastically. The trainer gets this AdamW through its attribute
+`optimizer_cls_and_kwargs`.
 
-accelerate puts autocast on the forward of one object, and `generate` bypasses that wrapper. The
-attribute `native_amp` of the trainer's accelerator decides whether accelerate wraps. fp16 keeps the
-wrapper: the gradient scaler reads the same attribute.
+accelerate wraps the forward of one object in autocast, and `generate` does not call this wrapper.
+The attribute `native_amp` of the trainer's accelerator decides whether accelerate adds the wrapper.
+With fp16 the wrapper is kept, because the gradient scaler reads the same attribute.
 """
 
 from __future__ import annotations
@@ -117,12 +118,13 @@ class CastWeights:
 @dataclass(frozen=True)
 class RoundingLoss:
     """The information that an fp32 tensor loses when it is rounded to bf16: the difference of their
-    bits, from -2^15 to 2^15. Together with the bf16 tensor it takes the memory of the fp32 tensor.
-    Storing the whole original beside the bf16 tensor would take half as much again.
+    bits, from -2^15 to 2^15. This information and the bf16 tensor together need as much memory as
+    the fp32 tensor. The bf16 tensor and the whole fp32 tensor together would need 1.5 times as
+    much.
 
     differences  int16[...]: the difference, with 2^15 written as -2^15
     largest_positions  int64[N]: the positions of 2^15 in the flattened tensor
-    narrow_sum   the sum of the bf16 tensor's bits, which tells whether it has changed
+    narrow_sum   the sum of the bf16 tensor's bits, which shows whether the tensor has changed since
     """
 
     differences: Tensor
@@ -182,8 +184,8 @@ def _is_exact(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
 
 
 class ResumableAdamW(MixedAdamW):
-    """`MixedAdamW` whose moments keep their dtype when a checkpoint is loaded. torch would cast them
-    to the weights' dtype.
+    """A `MixedAdamW` whose moments keep their dtype when a checkpoint is loaded. torch would cast
+    them to the weights' dtype.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -229,7 +231,9 @@ def check_low_precision_training(trainer: Any, precision: Precision, preset: str
 
 
 class LowPrecisionWeights(TrainerCallback):
-    """Gives a trainer whose trained weights are below fp32 its gradient buffers and its optimizer."""
+    """Adds gradient buffers and Isotype's optimizer to a trainer whose trained weights have a dtype
+    below fp32.
+    """
 
     def __init__(self, trainer: Any, precision: Precision) -> None:
         self.trainer = trainer
@@ -305,8 +309,8 @@ class LowPrecisionWeights(TrainerCallback):
 
 
 def widen_logits(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of the inner model: returns logits in fp32, as accelerate's wrapper does.
-    Deferred logits only record the dtype.
+    """Forward hook of the inner model: returns logits in fp32, as accelerate's wrapper does. For
+    logits that are not computed yet, it only records that they will be returned in fp32.
     """
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor) and logits.dtype in (torch.bfloat16, torch.float16):
@@ -317,7 +321,7 @@ def widen_logits(module: nn.Module, args: Any, output: Any) -> Any:
 def disable_accelerate_autocast(
     accelerator: Any, models: list[nn.Module], precision: Precision, undo: list[Any]
 ) -> None:
-    """Switches accelerate's autocast off, and appends to `undo` what restores it.
+    """Switches accelerate's autocast off, and appends to `undo` the functions that restore it.
 
     The trainer wrapped its reference models when the trainer was created, so the forward of these
     models is unwrapped.

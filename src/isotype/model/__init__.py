@@ -1,1 +1,1 @@
-"""Loads or builds a model in the declared dtypes, attaches a LoRA adapter, saves adapters."""
+"""Loads or builds a model in the declared dtypes, attaches a LoRA adapter, and saves adapters."""

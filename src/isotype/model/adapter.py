@@ -316,7 +316,8 @@ def refuse_unmatched_patterns(adapted: nn.Module, section: AdapterSection) -> No
 
 def _compute_dora_magnitudes(adapted: nn.Module) -> None:
     """Computes DoRA's magnitudes in fp32. PEFT stores them in the base's dtype. Rounding to bf16
-    would change each magnitude by up to a share of 2^-9, and training changes it by as much.
+    would give each magnitude a relative error of up to 2^-9. The changes that training makes are
+    about as small.
     """
     for _, layer in lora_layers(adapted):
         weight = layer.base_layer.weight
@@ -521,8 +522,8 @@ def is_trained_on_text_class(folder: Path) -> bool:
 
 
 def _restore_wider_values(model: PeftModel, weights: Path) -> None:
-    """Loads the modules that were trained in full a second time, in the dtype of the saved file, if
-    this dtype is wider than the base's.
+    """Loads the fully trained modules a second time, in the dtype of the saved file, if this dtype
+    is wider than the base's dtype.
 
     PEFT copies these modules in the base's dtype and rounds the file's values to it: fp32 weights
     trained on a bf16 base would come back as bf16. Tied weights stay tied.
@@ -598,7 +599,7 @@ def read_modules_to_save(folder: Path) -> list[str]:
 
 
 def find_modules(model: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:
-    """Returns path -> module, for each module that PEFT trains in full for these names."""
+    """Returns the modules that PEFT trains in full for these names, by their paths."""
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)

@@ -2,8 +2,8 @@
 the rank against the file of weights, and patterns against a time limit.
 
 PEFT matches some settings as regular expressions. An expression such as `(a+)+$` can take years for
-a name of forty characters. The expressions of a file are therefore first matched in a process that
-is ended after `PATTERN_SECONDS`.
+a name of forty characters. The expressions of a file are therefore first matched in a separate
+process, which is stopped after `PATTERN_SECONDS`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ for method, expression in given["expressions"]:
 def read_adapter_config(folder: Path, label: str) -> dict[str, Any]:
     """Reads and checks adapter_config.json.
 
-    label   the words before the file's name in a message
-    Raises  UsageError for a file that is no mapping, and for a value of another type or range
+    label   the words that a message puts before the file's name
+    Raises  UsageError for a file that is not a mapping, and for a value with a wrong type or
+            outside its range
     """
     file = folder / ADAPTER_CONFIG_FILE
     label = f"{label}: {file}"
@@ -114,8 +115,9 @@ def _is_names(value: Any) -> bool:
 
 
 def _check_rank(label: str, settings: Mapping[str, Any], weights: Path) -> None:
-    """Raises UsageError for a rank that no matrix of the file has. PEFT would allocate matrices of
-    that rank for every module before it compares them with the file.
+    """Raises UsageError for a rank that is larger than the largest rank in the file of weights.
+    PEFT would first allocate matrices of this rank for every module, and only then compare them
+    with the file.
     """
     largest_rank = _largest_rank(weights)
     ranks = settings.get("rank_pattern") or {}
@@ -186,8 +188,9 @@ def check_patterns(
 
 
 def _expressions(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """Key -> the expressions that PEFT builds from the key's values, each as (name of the method of
-    `re.Pattern` that PEFT calls, expression). Plain names are left out.
+    """Returns for each key the expressions that PEFT builds from the key's values. Each is a pair:
+    the name of the method of `re.Pattern` that PEFT calls, and the expression. Plain names are left
+    out.
     """
     expressions: dict[str, list[tuple[str, str]]] = {}
     for key, (method, template) in _TEMPLATES.items():

@@ -1,8 +1,8 @@
 """Reads a model's configuration: its class, whether it predicts the next token, its attention
 implementation, and the settings of each layer.
 
-`model.rope_parameters` changes the configuration before the model is loaded, with the names and
-rules of transformers.
+The setting `model.rope_parameters` changes the configuration before the model is loaded. Its names
+and rules are those of transformers.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ SCORE = "score"  # the head of transformers' sequence classifiers
 
 
 def auto_class(config: Any, *, text_only: bool = False, has_score_head: bool = False) -> Any:
-    """Returns the auto class of transformers that loads this configuration as the class with which
-    it was released.
+    """Returns the auto class of transformers for this configuration. It loads the model with the
+    model class of its release.
 
     A vision-language model is loaded with its released class also for training on text, so that an
     adapter has the names that servers of the released model expect.
@@ -236,8 +236,9 @@ def refuse_other_objectives(config: Any, name: str, *, has_score_head: bool = Fa
 
 
 def layer_settings(config: Any) -> list[Any]:
-    """Returns one configuration per layer of the text model; if all layers are alike, the same one
-    for each. The list is empty if the configuration has no number of layers.
+    """Returns one configuration per layer of the text model; if all layers have the same settings,
+    every entry is the same configuration. The list is empty if the configuration has no number of
+    layers.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", 0)

@@ -3,13 +3,13 @@
 transformers 5 builds a model on the meta device, and then allocates each buffer that is not saved
 (`persistent=False`) without initialising it. The model classes of transformers 5 fill these buffers
 in `_init_weights`. Model code that was written for transformers 4 fills them only in `__init__`.
-The rotary table of such a model then holds random memory, without an error, and differs at each
-start.
+The rotary table of such a model then contains random values, which differ at each start, and there
+is no error message.
 
-With dynamic rotary embeddings transformers recomputes the table for a batch with more positions
-than all batches before, and keeps it for later batches that are longer than the original positions.
-The loss of a row then depends on earlier rows, also on those of an evaluation. A resumed or
-reloaded model begins with the first table and has another loss.
+With dynamic rotary embeddings, transformers recomputes the table for a batch that has more
+positions than all batches before. It keeps this table for later batches that are longer than the
+original number of positions. The loss of a row then depends on earlier rows, also on those of an
+evaluation. A resumed or reloaded model starts with the original table, so its loss is different.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _is_unfilled(buffer: Tensor) -> bool:
 
 
 def reset_dynamic_rope_tables(model: nn.Module) -> None:
-    """Makes every forward of a dynamic rotary embedding begin with the first table, so that a batch
-    has the same result as in a newly loaded model.
+    """Makes every forward of a dynamic rotary embedding start with the original table, so that a
+    batch has the same result as in a newly loaded model.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic" and hasattr(module, "original_inv_freq"):

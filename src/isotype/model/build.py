@@ -147,8 +147,8 @@ def attach_trained_parts(
 
 
 def add_embedding_noise(model: Any, alpha: float) -> None:
-    """NEFTune (Jain et al. 2023): adds uniform noise from -m to m to the input embeddings in
-    training, with m = alpha / sqrt(tokens of a row x width).
+    """Implements NEFTune (Jain et al. 2023): in training it adds uniform noise from -m to m to the
+    input embeddings, with m = alpha / sqrt(number of tokens in a row x embedding width).
     """
 
     def add_noise(module: nn.Module, args: Any, embedded: Tensor) -> Tensor | None:
@@ -170,8 +170,8 @@ def resolve_precision(
     """Resolves the precision of a configuration on this hardware. Raises UsageError, which lists
     every contradiction.
 
-    task_roles  roles that only this kind of run has -> a default dtype, or the role that they
-                follow
+    task_roles  for each role that only this kind of run has: its default dtype, or another role
+                whose dtype it takes
     """
     is_diffusion = detect_run_kind(config) == DIFFUSION
     parts = ("transformer", "unet") if is_diffusion else ("",)

@@ -32,7 +32,8 @@ def write_card(
     """Writes the model card of a result. This card replaces PEFT's card, whose fields are empty.
 
     data            a description of the numbers of rows
-    observed        role -> dtype -> the count that the last observation has for this role and dtype
+    observed        for each role and dtype, how many tensors of the role had this dtype at the last
+                    observation
     has_score_head  whether the model is a sequence classifier with one label
     """
     inner: Any = inner_model(model)
@@ -134,7 +135,8 @@ def _card_header(
 def merged_card(card: str, dtype: str, noise: float) -> str:
     """Converts the card of an adapter to that of the merged model.
 
-    noise  the error of the rounding to `dtype`, as a share of the adapter's effect on the weights
+    noise  the rounding error of the cast to `dtype`, relative to the adapter's effect on the
+           weights
     """
     facts, _, code_section = card.partition("FOLDER is this folder:")
     class_match = re.search(r"^from transformers import (\w+),", code_section, re.MULTILINE)

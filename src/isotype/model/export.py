@@ -69,7 +69,8 @@ def write_config(folder: Path, dtype: torch.dtype, *, tied: bool | None) -> None
     explicitly, because the default of a missing entry differs between families, engines and
     versions of transformers.
 
-    tied  whether the head is the embedding; None if this is unknown and the entry is not changed
+    tied  whether head and embedding share one weight; None if this is unknown, and the entry is
+          then not changed
     """
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
@@ -84,8 +85,8 @@ def write_config(folder: Path, dtype: torch.dtype, *, tied: bool | None) -> None
 
 
 def refuse_wrong_tying(folder: Path, embedding: str, head: str) -> None:
-    """Raises RunError SV001 if `tie_word_embeddings` in config.json contradicts the file: the file
-    has a head although the entry is true, or has none although it is false.
+    """Raises RunError SV001 if `tie_word_embeddings` in config.json contradicts the saved tensors:
+    a head was saved although the entry is true, or no head was saved although the entry is false.
 
     Some families save the head under another name (`embed_out` of GPT-NeoX). Their files are not
     checked.
@@ -130,8 +131,8 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 def refuse_difference(
     folder: Path, expected: Digests, loaded: nn.Module, dtype: torch.dtype
 ) -> None:
-    """Compares the tensors of a model that was loaded from `folder` with the digests of those that
-    were saved in `dtype`. Raises RunError SV001 naming the first tensor that differs.
+    """Compares the tensors of a model that was loaded from `folder` with the digests of the tensors
+    that were saved in `dtype`. Raises RunError SV001 naming the first tensor that differs.
     """
     loaded_tensors = dict(loaded.named_parameters(remove_duplicate=False)) | dict(
         loaded.named_buffers(remove_duplicate=False)

@@ -4,7 +4,7 @@ transformers, and keeps the quantised blocks unchanged.
 The Llama and Qwen families and Gemma 3 are supported. In a Llama file, two rows of q or k that a
 rotary embedding combines are neighbours; in transformers one is in the first half of the rows, and
 the other in the second half. So these rows are reordered, which does not change the blocks inside a
-row. The embedding is no linear layer, and is dequantised when it is read.
+row. The embedding is not a linear layer. It is dequantised when it is read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Family:
     permutes_rows   whether rows of q and k are stored in neighbouring pairs
     fixed_settings  settings that are fixed in llama.cpp's code and not stored in the file
     norm_offset     number that is added to a norm's weights in the file, and not in transformers
-    settings        settings that only this family has: the file's name -> transformers' name
+    settings        settings that only this family has, as a mapping of their names in the file to
+                    their names in transformers
     layer_tensors   tensors whose place differs from that in other families
     """
 
@@ -195,7 +196,9 @@ def _read_cached(file: Path, _changed: int) -> _File:
 
 
 def _check_block_count(count: int | None, tensor_names: Iterable[str], file: Path) -> None:
-    """Raises UsageError if the header has another number of layers than the file has tensors for."""
+    """Raises UsageError if the number of layers in the header differs from the number of layers for
+    which the file has tensors.
+    """
     matches = (re.match(r"blk\.(\d{1,6})\.", name) for name in tensor_names)
     layers = {int(match[1]) for match in matches if match is not None}
     if count is not None and layers != set(range(count)):
@@ -385,8 +388,8 @@ def _rope_parameters(file: _File, path: Path, head_dim: int) -> dict[str, Any]:
 
 
 def tensor_parts(path: Path) -> dict[str, TensorHeader]:
-    """Returns name -> dtype and shape of every tensor, with transformers' names. A tensor of blocks
-    has the name of its kind in place of `weight`.
+    """Returns the dtype and shape of every tensor, by its name in transformers. In the name of a
+    tensor with quantised blocks, the kind of the blocks replaces `weight`.
     """
     return {
         name: TensorHeader(value.dtype, tuple(value.shape))
@@ -426,7 +429,8 @@ def load_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def restore_rows(value: Tensor, heads: int) -> Tensor:
-    """Puts the rows of a query or key weight back from neighbouring pairs into halves.
+    """Reorders the rows of a query or key weight for transformers: the first rows of all
+    neighbouring pairs form the first half of each head, and the second rows form the second half.
 
     value  [heads*D ...]
     """
@@ -441,9 +445,10 @@ def _tensor_values(tensor: _Tensor) -> Tensor:
 
 
 def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
-    """Yields (name in transformers, tensor, heads) of each tensor. Stacked experts are split, one
-    tensor per expert. `heads` is the number of attention heads if the file stores the rows of the
-    query or key weight in neighbouring pairs, which have to be reordered, and 0 for other tensors.
+    """Yields for each tensor its name in transformers, the tensor, and its number of attention
+    heads. Stacked experts are split into one tensor per expert. The number of heads is only given
+    for query and key weights whose rows the file stores in neighbouring pairs, because these rows
+    have to be reordered. It is 0 for other tensors.
 
     Raises  UsageError for a tensor that has no name in transformers
     """
@@ -487,9 +492,9 @@ def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
-    """Builds the tokenizer of a file with transformers. The tokenizer splits text by llama.cpp's
-    rule for the name that the file has in `tokenizer.ggml.pre`. Raises UsageError for an unknown
-    name.
+    """Builds the tokenizer of a file with transformers. The file names a rule for splitting text in
+    `tokenizer.ggml.pre`, and the tokenizer splits text by llama.cpp's rule of this name. Raises
+    UsageError for an unknown name.
 
     `AutoTokenizer` would read the whole file once more to find the model's family. That takes 22.8 s
     for Gemma's 262,144 tokens; `PreTrainedTokenizerFast` takes 2.7 s.

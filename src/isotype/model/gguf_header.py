@@ -77,7 +77,7 @@ def read_header(path: Path, *, with_lists: bool = False) -> Header:
     """Reads the header of a file.
 
     with_lists  also read long lists and lists of text: the tokens and merges of a vocabulary
-    Raises      ValueError for a file that is no GGUF file, or is truncated
+    Raises      ValueError for a file that is not a GGUF file, or is truncated
     """
     if path.stat().st_size == 0:
         raise ValueError("the file is empty")
@@ -145,7 +145,9 @@ class _Reader:
         return text.decode("utf-8", errors="replace")
 
     def read_name(self) -> str:
-        """Reads a name. Messages show names, so that a name must not contain control characters."""
+        """Reads a name. Raises ValueError for a name with control characters, because messages show
+        names.
+        """
         name = self.read_text()
         if not name.isprintable():
             raise ValueError(f"a name with control characters, {name!a:.60}")

@@ -1,11 +1,12 @@
 """`adapter.start`: initialises A and B as orthogonal matrices whose product is zero, or by a
 factorisation of the base weight (PiSSA and OLoRA).
 
-PiSSA and OLoRA subtract the initial product from the base weight W. The adapter then belongs to the
-residual W - s B0 A0, which no other program has. So A0 and B0 are kept beside A and B, and the
-adapter is saved as an ordinary one for the unchanged base. Its update is s (B A - B0 A0), with the
-matrices [A; A0] and [B, -B0] of twice the rank. PEFT instead saves the name of the initialisation,
-and repeats the factorisation when an adapter is loaded.
+PiSSA and OLoRA subtract the scaled product of the initial matrices, s B0 A0, from the base weight
+W. The trained adapter then only fits the residual W - s B0 A0, which other programs do not have.
+Isotype therefore keeps A0 and B0 beside A and B, and saves the adapter as an ordinary adapter for
+the unchanged base. Its update is s (B A - B0 A0), with the matrices [A; A0] and [B, -B0] of twice
+the rank. PEFT instead saves the name of the initialisation, and repeats the factorisation when an
+adapter is loaded.
 
 K in features, O out features, R rank.
 """
@@ -30,8 +31,8 @@ SUBTRACTED_STARTS = ("pissa", "olora")
 
 
 def initialise_adapter(model: nn.Module, start: str) -> None:
-    """Initialises A and B of every linear layer's adapter. For PiSSA and OLoRA it subtracts their
-    product from the base weight.
+    """Initialises A and B of every linear layer's adapter. For PiSSA and OLoRA it subtracts the
+    scaled product of A and B from the base weight.
 
     Raises  UsageError for a packed base, and for an odd rank with orthogonal
     """
@@ -83,8 +84,9 @@ _FIX = "adapter.start: default"
 
 
 def _draw_orthogonal(rank: int, features: int, out: int) -> tuple[Tensor, Tensor]:
-    """Draws A and B with B A = 0: combinations of the odd and of the even rows of one orthogonal
-    matrix. The factors are a tenth of a normal draw, as in PEFT.
+    """Draws A and B with B A = 0: A combines every second row of one orthogonal matrix, and B
+    combines the other rows. The factors are standard normal random numbers divided by 10, as in
+    PEFT.
     """
     rows = torch.linalg.qr(torch.randn(rank, rank)).Q
     a = rows[0::2].t() @ torch.randn(rank // 2, features) / 10

@@ -316,8 +316,8 @@ def _load_in_file_dtype(
     notes: list[str],
 ) -> PreTrainedModel | None:
     """Loads the model with weights in the dtype of their files, and writes `options["dtype"]` into
-    its configuration. Returns None if casting this model would not give the model that is loaded
-    in `options["dtype"]`.
+    its configuration. Returns None if a later cast of this model could give other values than
+    loading it in `options["dtype"]`.
     """
     with explain_loading_errors(source.name, "model", source.revision, attention):
         dtype = detect_file_dtype(source.name, source.revision)
@@ -491,7 +491,9 @@ def _nf4_config(
 
 
 def read_config(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """Returns `model.config` as a dictionary, which it may read from a file. Raises UsageError."""
+    """Returns `model.config` as a dictionary. If the setting is the name of a file, it reads this
+    file. Raises UsageError.
+    """
     if not isinstance(value, str):
         return value
     try:

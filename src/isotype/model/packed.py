@@ -1,11 +1,11 @@
-"""Loads a checkpoint that was published quantised. A linear layer is packed if the file has packed
-tensors for it, and so is a stack of experts.
+"""Loads a checkpoint that was published quantised. A linear layer or a stack of experts is packed
+if the file has packed tensors for it.
 
-transformers loads the file, with a quantiser of Isotype in place of its own. So transformers
+transformers loads the file, but uses Isotype's quantiser instead of its own. transformers still
 renames the keys, finds the shards and chooses the devices; each tensor is copied from the file to
 the device unchanged, and no layer is ever dequantised. transformers' own quantisers read some files
-wrongly (FP8 blocks at sizes that are no multiples), need kernel packages, or dequantise the model
-at its first forward: `docs/lora.md` has the table.
+wrongly (FP8 blocks, if the size of the matrix is not a multiple of the block size), need kernel
+packages, or dequantise the model at its first forward: `docs/lora.md` has the table.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}  # safetensors'
 
 def packed_load_options(config: Any, name: str, dtype: torch.dtype) -> dict[str, Any]:
     """Returns arguments with which `from_pretrained` loads this checkpoint packed. If they contain
-    a `state_dict`, `from_pretrained` must get no name.
+    a `state_dict`, call `from_pretrained` with None in place of the name.
 
     config  the configuration of a packed model
     dtype   the dtype of the weights that the file does not pack
@@ -96,8 +96,8 @@ class _PackedConfig(QuantizationConfigMixin):
 
 
 class _PackedPlaceholder(nn.Module):
-    """Stands for a packed layer until its tensors are loaded. Each tensor is a parameter in the
-    dtype and shape of the file, so that transformers casts nothing.
+    """Takes the place of a packed layer until its tensors are loaded. Each tensor is a parameter in
+    the dtype and shape of the file, so that transformers casts nothing.
     """
 
     bias: nn.Parameter | None
@@ -265,7 +265,7 @@ def insert_placeholders(
 
 
 def group_packed_tensors(names: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHeader]]:
-    """Returns path -> tensors of each layer whose weight is packed."""
+    """Returns the tensors of each layer whose weight is packed, by the path of the layer."""
     owners: dict[str, dict[str, TensorHeader]] = {}
     for tensor_name, part in names.items():
         owner, _, last = tensor_name.rpartition(".")
@@ -336,8 +336,8 @@ def load_packed(
     **options: Any,
 ) -> Any:
     """Loads a causal language model whose weights were published quantised, from a folder or hub
-    id. The model is frozen. Its packed layers hold the bytes of the file and give correct
-    gradients; all other modules are as transformers loads them.
+    id. The model is frozen. Its packed layers contain the packed data of the file unchanged, and
+    give correct gradients. transformers loads all other modules as usual.
 
     dtype    the dtype of the weights that the file does not pack
     options  further arguments of transformers' `from_pretrained`
@@ -417,12 +417,14 @@ def insert_expert_placeholders(
     packing: Packing,
     model_name: str,
 ) -> set[str]:
-    """Replaces the stacks of each mixture's experts by parameters for the file's packed tensors.
+    """Replaces the stacked expert weights of each mixture-of-experts layer by parameters for the
+    packed tensors of the file.
 
-    packed  path of a layer -> its packed tensors
+    packed  the packed tensors of each layer, by the path of the layer
     names   all tensors of the files
     ->      the paths among `packed` that are experts
-    Raises  UsageError for a mixture that does not use transformers' stacked experts
+    Raises  UsageError for a mixture-of-experts layer that does not use transformers' stacked
+            experts
     """
     layouts_by_path: dict[str, dict[str, Layout]] = {}
     for path in [

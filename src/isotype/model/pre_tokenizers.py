@@ -2,16 +2,16 @@
 rule in `tokenizer.ggml.pre`.
 
 For each name llama.cpp applies regular expressions one after another; each splits the pieces that
-the earlier ones left. To read a file, the same steps are built with the package tokenizers. To
-write a file, they are compared with the tokenizer's steps on sample texts, and the name of the
-matching rule is written.
+the earlier ones left. When Isotype reads a file, it builds the same steps with the package
+tokenizers. When it writes a file, it compares each rule with the tokenizer on sample texts, and
+writes the name of the rule that splits them in the same way.
 
 The rules were compared with llama.cpp (its build in `@fugood/node-llama-linux-x64` 1.7.15) on
-53,224 texts of one to seven pieces. Each name that is written gave the same pieces, with two
-exceptions: an apostrophe before U+017F, which `(?i:'s)` matches as an s; and `tekken`, for which
-llama.cpp counts letters beyond ASCII as both cases. Some names are not written because they differ:
-`gpt-4o` and similar (as `tekken`, and combining marks), `deepseek-coder` (white space beyond ASCII)
-and `deepseek-v3` (`~` after a space).
+53,224 texts of one to seven pieces. All rules whose names Isotype writes gave the same pieces, with
+two exceptions: an apostrophe before U+017F, which `(?i:'s)` matches as an s; and `tekken`, for
+which llama.cpp treats letters beyond ASCII as both upper case and lower case. Isotype does not
+write some names, because their rules gave different pieces: `gpt-4o` and similar (as `tekken`, and
+combining marks), `deepseek-coder` (white space beyond ASCII) and `deepseek-v3` (`~` after a space).
 
 Source  src/llama-vocab.cpp of llama.cpp: the names and the regular expressions
 """

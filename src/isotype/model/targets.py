@@ -37,8 +37,8 @@ _NEVER_CALLED = dict.fromkeys(
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """Last names of the linear layers that can have an adapter, without the head. In a
-    vision-language model only the language part counts.
+    """Returns the last parts of the names of the linear layers that can have an adapter, without
+    the head. In a vision-language model only layers of the language part are included.
     """
     return sorted(
         {name.rpartition(".")[2] for name, _ in linear_layers(model, AdapterSection())}
@@ -127,8 +127,8 @@ def picture_layers(model: Any, parts: VisionParts) -> list[str]:
 
 
 def target_notes(model: PeftModel, section: AdapterSection) -> list[str]:
-    """Notes on routers that have an adapter, and on the linear layers to which `all-linear` gave
-    none.
+    """Returns messages about routers that have an adapter, and about linear layers that got no
+    adapter from `all-linear`.
     """
     adapted = [name for name, m in _find_routers(model.get_base_model()) if hasattr(m, "lora_A")]
     if adapted:
@@ -189,11 +189,11 @@ def _never_called(model: PreTrainedModel) -> frozenset[str]:
 
 
 def find_other_products(model: nn.Module) -> list[str]:
-    """Last names of linear layers whose subclass does not compute one matrix product: the routers
-    of Llama 4 and Phi-MoE return several tensors, and DeepSeek V4's grouped output projection has
-    one matrix per group.
+    """Returns the last parts of the names of linear layers that do not compute exactly one matrix
+    product: the routers of Llama 4 and Phi-MoE return several tensors, and DeepSeek V4's grouped
+    output projection has one matrix per group.
 
-    On such a layer PEFT fails, because it adds the adapter's product to the layer's result.
+    PEFT fails on such a layer, because it adds the adapter's output to the layer's output.
     """
     family_layers = {
         name: m
@@ -227,9 +227,10 @@ def choose_targets(
     """Returns (target modules, target parameters) for PEFT.
 
     For `all-linear` some models get a list of names. In Mamba models PEFT would select layers that
-    it then refuses. In mixtures of experts the stacked experts are parameters, and routers get no
-    adapter. Linear layers that PEFT would rename as experts of an older checkpoint are adapted by
-    their parameter.
+    it then refuses. In mixtures of experts the stacked expert weights are listed as target
+    parameters, and routers get no adapter. PEFT would mistake some linear layers for the experts of
+    an older checkpoint, and rename them. For these layers the weight is listed as a target
+    parameter.
 
     A vision-language model gets a pattern, because its towers have layers of the same names
     (`q_proj` in Gemma 3).
@@ -407,8 +408,8 @@ def _is_matrix(weight: Any) -> bool:
 
 
 def refuse_unknown_parameters(model: nn.Module, parameters: Sequence[str]) -> None:
-    """Raises UsageError for a name of `adapter.parameters` that belongs to no matrix and no stack
-    of the model.
+    """Raises UsageError for a name in `adapter.parameters` if the model has no matrix and no stack
+    of expert matrices of this name.
     """
     parameter_names = [
         path for path, p in model.named_parameters() if p.dim() in (2, 3) or is_stack(p)
@@ -462,7 +463,7 @@ def find_lost_layers(model: nn.Module, config: LoraConfig, layers: Iterable[str]
 
 def find_lost_stacks(model: nn.Module, config: LoraConfig) -> set[str]:
     """Returns the stacks of experts whose adapters PEFT would load under another name, in the form
-    of `adapter.parameters`. PEFT wraps a module once per stack.
+    of `adapter.parameters`. PEFT puts one wrapper around the module for each of its stacks.
     """
     stacked = find_stacks(model)
     paths = {name.rpartition(".")[0] for name in stacked}

@@ -1,8 +1,8 @@
 """The ranges of the numbers in a model's config.json and in the header of a GGUF file. They are
 checked before a model is built, so that a damaged or hostile file is refused in one line.
 
-The ranges are wide: they exclude values that no model has, such as a hidden size of a billion, for
-which building the model would take all memory or all time.
+The ranges are wide: they only exclude values that no real model has, such as a hidden size of a
+billion. Building a model with such a value would use all memory or never finish.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _config_sections(
 
 def check_value(label: str, value: Any, value_range: Range | None) -> None:
     """Raises UsageError for a value outside its range. Without a range only NaN is refused. None
-    stands for a value that the file leaves out.
+    means that the file does not contain the value.
     """
     if value is None:
         return

@@ -1,5 +1,5 @@
-"""Finds the page of a finding's code. A page tells why the finding matters, gives an example, and
-says what to do. `isotype doctor explain CODE` prints the page.
+"""Finds the page that explains the code of a fault. A page explains why the fault matters, gives an
+example, and says what to do. `isotype doctor explain CODE` prints the page.
 
 A page is the file `CODE.md` in this folder, or the result of `page(code)` of the module that loads
 the rule. This module imports no torch.
@@ -27,7 +27,7 @@ PAGE_MODULES = {
 
 
 def codes() -> list[str]:
-    """All codes that have a page."""
+    """Returns all codes that have a page."""
     names = [
         f.name.removesuffix(".md")
         for f in resources.files(__name__).iterdir()

@@ -1,5 +1,4 @@
-"""Reads the sheets, which are text files, with the messages of the findings of `isotype doctor
-trace` and `ampcheck`.
+"""Reads the sheets (text files) that contain the messages of `isotype doctor trace` and `ampcheck`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from .sheets import Facts, Section, SheetError, read_sections
 
 
 class FindingFacts(Facts):
-    """The facts of one finding: its variables, and the `symbol` of its place."""
+    """The names that texts and conditions of a finding can use: its variables, and `symbol`, the
+    function or module where the fault is.
+    """
 
     fact_functions = {"symbol": lambda self: self.location.symbol}
 
@@ -27,9 +28,9 @@ _FINDING_FIELDS = ("cause", "fix", "declared", "observed")
 
 
 def load_finding_formatter(path: Path) -> Callable[..., Finding]:
-    """Returns a function that builds the findings of a sheet, whose sections have codes.
-    `format_finding(code, place, details, **variables)` returns the finding of the first entry of
-    the code whose condition holds.
+    """Reads a sheet with a section per code, and returns a function that creates findings from it.
+    This function, `format_finding(code, place, details, **variables)`, uses the first entry of the
+    code whose condition is true.
 
     Raises  SheetError
     """

@@ -1,34 +1,34 @@
-"""Reads sheets: text files of rules. A sheet has the page of each code and, below it, the entries
-to report with their conditions.
+"""Reads sheets: text files of rules. A sheet contains the page of each code and, below it, the
+entries that can be reported, with their conditions.
 
     # EX012 Title            begins the page of a code. Text above the first page is a comment
-    = HEADER                 begins a section. The meaning of the header depends on the reader of
-                             the sheet: rows of variables, names of operators, or nothing
+    = HEADER                 begins a section. Each kind of sheet uses the header differently: for
+                             rows of variables, for names of operators, or not at all
     parameters: NAME, NAME   the variables that the program passes to this section
-    set NAME if TEST: FACT   sets a variable to a fact. Of several lines with the same name, the
-                             first whose fact is not None counts
-    let NAME if TEST: text   sets a variable to a text. Of several lines with the same name, the
-                             first whose test holds counts
+    set NAME if TEST: FACT   sets a variable to a fact. If several lines have the same name, the
+                             first line whose fact is not None applies
+    let NAME if TEST: text   sets a variable to a text. If several lines have the same name, the
+                             first line whose condition is true applies
     - title                  begins an entry, which can be reported
-      RANK if TEST           the severity or score of the entry: the first rank whose test holds.
-                             Without one, the entry is not reported
-      FIELD if TEST: text    the first text whose test holds
+      RANK if TEST           the severity or score of the entry: the first rank whose condition is
+                             true. An entry without a rank is not reported
+      FIELD if TEST: text    a text of the entry: the first text whose condition is true
     + NAME -2 if TEST        includes the entries of another section and changes their scores by -2
 
 In texts `{name}` is replaced by a fact or a variable. `{one|another|some text}` is replaced by the
 value of the first name that has a value. If no name has a value, it is replaced by the last part as
-literal text. `\\n` is a line break. A test consists of terms joined by `and` and `or`, where `and`
-binds tighter. A term may begin with `not`:
+literal text. `\\n` is a line break. A condition (TEST) consists of terms joined by `and` and `or`,
+where `and` binds tighter. A term may begin with `not`:
 
-    name                             whether the fact has a value that is not empty
-    name = value, another value      whether the fact equals one of these values
-    name == other name               whether two facts are equal
-    name ~ regex                     whether the pattern matches a part of the fact
-    name < number, name >= number    whether the number is smaller, or not smaller
-    name narrower than other name    whether the first dtype has fewer bits; also `wider than`
+    name                             true if the fact has a value that is not empty
+    name = value, another value      true if the fact equals one of these values
+    name == other name               true if the two facts are equal
+    name ~ regex                     true if the pattern matches a part of the fact
+    name < number, name >= number    compares the fact with the number
+    name narrower than other name    true if the first dtype has fewer bits; also `wider than`
 
-The reader of a sheet defines its facts, ranks and fields. A sheet is checked when it is loaded:
-each name must be a fact of the reader or a variable of the section, and each variable must be used.
+Each kind of sheet has its own facts, ranks and fields. A sheet is checked when it is loaded: each
+name must be one of these facts or a variable of the section, and each variable must be used.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def names_in_text(text: str) -> tuple[str, ...]:
 
 
 class Function(NamedTuple):
-    """The definition of names of the form `KIND ARGUMENT`.
+    """Defines the names of the form `KIND ARGUMENT`.
 
     evaluate   returns the value for an argument
 
@@ -109,15 +109,15 @@ class Function(NamedTuple):
 
 
 class Facts:
-    """Looks up the values of names. Each reader of sheets has a subclass with these tables, which
-    are also used to check a sheet.
+    """Looks up the values of the names that a sheet uses. Each kind of sheet has its own subclass,
+    which defines these tables. The tables are also used to check a sheet.
 
     variables       the variables of the section
-    fact_functions  name -> function that returns its value
-    functions       kind -> definition of `KIND ARGUMENT`
-    conversions     ending -> function that converts the value in `NAME ENDING`
+    fact_functions  for each name the function that returns its value
+    functions       for each kind the definition of `KIND ARGUMENT`
+    conversions     for each ending the function that converts the value in `NAME ENDING`
     attributes      the attributes that may follow a name, as in `device.kind`
-    values          name -> the values with which a test may compare it
+    values          for each name the values with which a condition may compare it
     """
 
     fact_functions: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
@@ -180,12 +180,14 @@ class Facts:
         return cls.find_variables(owner, variables)
 
     def evaluate_other_name(self, name: str) -> Any:
-        """The value of a name that is in none of the tables."""
+        """Returns the value of a name that the tables of this class do not contain."""
         return None
 
     @classmethod
     def find_variables_in_other_name(cls, name: str, variables: Collection[str]) -> set[str] | None:
-        """The result of `find_variables` for a name that is in none of the tables."""
+        """Returns the result of `find_variables` for a name that the tables of this class do not
+        contain.
+        """
         return None
 
     # ---- texts and tests
@@ -257,7 +259,7 @@ def _is_narrower(narrow: Any, wide: Any) -> bool:
 
 
 class Field(NamedTuple):
-    """A line `NAME if TEST: text`. For a line with a rank, the text is the rank."""
+    """A line `NAME if TEST: text`. In a line `RANK if TEST`, the text is the rank."""
 
     name: str
     test: str | None
@@ -267,12 +269,13 @@ class Field(NamedTuple):
 
 @dataclass(slots=True)
 class Entry:
-    """An entry of a section. The first entry of a section is its head, which holds the variables.
+    """An entry of a section. The first entry of a section is special: it contains the section's
+    variables.
 
     title      the title; for a line `+ NAME -2`, the name
     is_include  whether the line begins with `+`
     offset     the number in a line `+ NAME -2`
-    test       the test of a line that begins with `+`
+    test       the condition of a line that begins with `+`
     """
 
     title: str
@@ -284,7 +287,8 @@ class Entry:
     test: str | None = None
 
     def text(self, name: str, facts: Facts) -> str:
-        """The first text of this field whose test holds; "" if no test holds."""
+        """Returns the first text of this field whose condition is true; "" if no condition is true.
+        """
         return next(
             (
                 facts.format(line.text)
@@ -304,7 +308,7 @@ _INCLUDE = re.compile(r"\+ (?P<name>.+?)(?: (?P<offset>-?\d+))?(?: if (?P<test>.
 @dataclass(slots=True)
 class Section:
     """A section of a sheet, with the code and the page above it. `header` is the text after `=`.
-    The first of the `entries` is the head.
+    The first of the `entries` contains the section's variables.
     """
 
     sheet: str
@@ -329,7 +333,7 @@ class Section:
         ]
 
     def define_variables(self, facts: Facts) -> None:
-        """Adds the variables of the head to the variables of `facts`."""
+        """Adds the variables of the section to the variables of `facts`."""
         head = self.entries[0]
         for line in head.fields:
             kind, _, name = line.name.partition(" ")
@@ -339,8 +343,8 @@ class Section:
                 facts.variables[name] = head.text(line.name, facts)
 
     def matching_entries(self, facts: Facts) -> Iterator[tuple[str, Entry]]:
-        """Yields (rank, entry) for each entry that has a rank for these facts, in order. The
-        variables of the head are defined first.
+        """Yields (rank, entry) for each entry that applies to these facts, in the order of the
+        sheet. First it defines the variables of the section.
         """
         self.define_variables(facts)
         for entry in self.entries[1:]:

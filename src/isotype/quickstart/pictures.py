@@ -335,7 +335,7 @@ def quickstart_pictures(
 
 def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
     """Draws `draws` pictures per prompt with each run. Returns the numbers of correct pictures by
-    prompt, before and after LoRA, and writes a sheet with all pictures.
+    prompt, before and after LoRA, and writes one image that shows all pictures.
     """
     from PIL import Image
 

@@ -66,8 +66,8 @@ def run_quickstart(
     print_summary: Callable[[dict[str, Any]], None],
     prepare_second_stage: Callable[[], None] = lambda: None,
 ) -> int:
-    """Runs both stages and prints the result. Returns the exit status: 0, or 130 if a run was
-    interrupted and saved.
+    """Runs both stages and prints the result. Returns the exit status: 0 if both stages are
+    finished, or 130 if a run was interrupted and saved.
 
     input_names  the names of the files that `write_inputs` writes into the folder
     prepare_second_stage  prepares the second stage from the result of the first
@@ -103,8 +103,8 @@ def write_folder(
     input_names: Sequence[str],
     write_inputs: Callable[[], None],
 ) -> None:
-    """Creates the folder and the inputs of both stages, once. The configuration files are written
-    last, so that their existence means that the folder is complete.
+    """Creates the folder and the inputs of both stages, unless they already exist. The
+    configuration files are written last, so the folder is complete if they exist.
 
     input_names  the names of the files that `write_inputs` writes
     Raises  UsageError for a folder that holds other files

@@ -123,7 +123,7 @@ class WatchServer(ThreadingHTTPServer):
 
 def wait_for_run(folder: Path, on_wait: Callable[[str], None], *, interval: float = 0.5) -> None:
     """Returns once the folder holds the first files of a run. The function waits while the folder
-    does not exist or is empty, or while a process that still runs its checks has locked it.
+    does not exist or is empty, or while it is locked by a process that is still running its checks.
 
     on_wait   called once with the reason, if the function waits
     interval  seconds between two checks of the folder

@@ -62,7 +62,7 @@ class LiveState:
     """The additional contents of a page that `isotype watch` serves.
 
     log       the last lines that the run printed
-    process   the id of the training process, if it can be stopped from here
+    process   the id of the training process, if this program can stop it
     stopping  whether the process was asked to stop
     """
 
@@ -275,8 +275,8 @@ def finite_values(record: RunRecord, key: str) -> list[float]:
 
 
 def samples(record: RunRecord) -> list[dict[str, Any]]:
-    """Returns for every prompt its reference and the answers at each step. `picture` is the picture
-    of a diffusion run, and "" in other runs.
+    """Returns the reference answer of every prompt, and the model's answers at each step. `picture`
+    is the picture of a diffusion run, and "" in other runs.
     """
     by_prompt: dict[tuple[str, int], dict[str, Any]] = {}
     for step_record in record.samples:
@@ -308,8 +308,8 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _prompt_and_turn(entry: dict[str, Any]) -> tuple[str, int]:
-    """The prompt and the number of its occurrence. A prompt has the same number for the trained and
-    for the averaged weights.
+    """Returns the prompt and a number that distinguishes equal prompts. A prompt has the same
+    number in the answers of the trained weights and of the averaged weights.
     """
     return entry["prompt"].removesuffix(AVERAGE), entry["turn"]
 
@@ -362,7 +362,7 @@ def noise_levels(record: RunRecord) -> dict[str, Any] | None:
 
 
 def data(record: RunRecord) -> dict[str, Any]:
-    """The counts, files and notes of the training and evaluation data."""
+    """Returns the counts, the files and the messages about the training and evaluation data."""
     splits: list[dict[str, Any]] = []
     if record.plan.get("task") == "diffusion":
         splits.append({"title": "Pictures", "facts": _picture_facts(record.data), "files": []})
@@ -609,8 +609,9 @@ def _precision_verdict(record: RunRecord) -> tuple[str, str]:
 
 
 def precision(record: RunRecord) -> dict[str, Any]:
-    """Returns one row per role with the declared dtype, its reason, the observed dtype, and whether
-    they agree. `why` is the reason that most roles share.
+    """Returns one row per role (the purpose of a tensor, such as `grads`): its declared dtype, the
+    reason for it, the observed dtype, and whether both are the same. `why` is the reason that
+    applies to most roles.
     """
     declared = dict_or_empty(record.precision.get("declared"))
     observed = dict_or_empty(record.precision.get("observed"))

@@ -73,8 +73,8 @@ _NOISY = ("tokens_per_second", "share_changed")
 
 @dataclass(frozen=True)
 class Series:
-    """A named line. The look `faint` is for the raw values behind a smoothed line, and `dots` for a
-    few values, each of which is drawn as a mark.
+    """A named line. The style `faint` is for the raw values behind a smoothed line. The style
+    `dots` is for a small number of values, each of which is drawn as a dot.
     """
 
     name: str
@@ -438,8 +438,8 @@ class _Frame:
         return [*(self._vertical_line("resumed", x) for x in positions), *labels]
 
     def labels(self) -> list[str]:
-        """The labels of the last values and of the guide at the right edge. Labels that would
-        overlap are moved apart.
+        """Returns the labels at the right edge: one for the last value of each line, and one for
+        the guide, which is a horizontal line. Labels that would overlap are moved apart.
         """
         if self.guide:
             labels = [(self.y(self.guide[0]), "guide-label", self.guide[1])]

@@ -1,5 +1,5 @@
-"""Reads a run folder. Every file may be missing, be cut short by a kill, or contain NaN. The
-pictures of a diffusion run are read only from inside the run folder.
+"""Reads a run folder. Every file may be missing, may be incomplete because the run was killed, or
+may contain NaN. The pictures of a diffusion run are read only from inside the run folder.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """One of done, running, failed, interrupted and stopped. A stopped run has no process and
+        """Returns done, running, failed, interrupted or stopped. A stopped run has no process and
         did not record how it ended.
         """
         recorded = self.result.get("status")
@@ -273,7 +273,7 @@ def rows_or_empty(value: Any, *keys: str) -> list[dict[str, str]]:
 
 def _number(value: Any) -> float | None:
     """The value as a float. The result is NaN for a number that JSON cannot represent, and None for
-    anything that is no number.
+    anything that is not a number.
     """
     if isinstance(value, bool):
         return None
@@ -313,7 +313,7 @@ MAX_SAMPLES = 256  # per step
 
 def read_picture(folder: Path, sample: dict[str, Any]) -> bytes | None:
     """The PNG of one sample. The result is None for a text sample, and if the file is missing or is
-    no picture of a run.
+    not a picture of a run.
     """
     name = sample.get("file")
     if not isinstance(name, str) or not _PICTURE_NAME.fullmatch(name):

@@ -66,7 +66,7 @@ class RunFolder:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The JSON object in a file of the run. The result is empty if the file cannot be read or
-        holds something else.
+        does not contain a JSON object.
         """
         try:
             content = parse_json(read_inside(self.path, self.path / name))
@@ -80,8 +80,9 @@ class RunFolder:
     def write_samples(
         self, step: int, samples: Sequence[tuple[dict[str, Any], tuple[str, bytes] | None]]
     ) -> list[dict[str, Any]]:
-        """Writes the samples of one step. Each sample has its facts and, if it has a file, the
-        suffix and bytes of that file. Returns the facts with the names of the files.
+        """Writes the samples of one step. Each sample is a dictionary and, if the sample has a
+        file, the suffix and the bytes of this file. Returns the dictionaries with the names of the
+        files added.
         """
         self.samples.mkdir(exist_ok=True)
         rows = []
@@ -334,7 +335,8 @@ def refuse_remote_code(loaded: LoadedConfig, folder: Path) -> None:
 def refuse_unsafe_entries(folder: Path) -> None:
     """Raises UsageError if the folder holds a link that leads outside, a pipe, a device or a socket.
 
-    A run would write through the link, or wait for the pipe. The folder itself may be a link.
+    A run would write outside the folder through the link, or wait for the pipe forever. The folder
+    itself may be a link.
     """
     root = folder.resolve()
     for parent, folders, files in os.walk(folder):

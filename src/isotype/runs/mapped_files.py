@@ -2,8 +2,8 @@
 and tokenised rows. A program that writes into such a file changes the run.
 
 `MappedFiles` is created after everything is loaded. Replacing a file by a rename, or removing it,
-is no change: the mapped content stays the same. If only the modification time differs, the content
-decides: a checksum of evenly spaced blocks is compared.
+does not count as a change, because the mapped content stays the same. If only the modification time
+differs, checksums of evenly spaced blocks are compared to see whether the content has changed.
 
 Source  proc_pid_maps(5)
 """
@@ -154,7 +154,7 @@ def mapped_paths() -> list[tuple[Path, tuple[int, int]]]:
 
 def _identity(name: str, identity: tuple[int, int]) -> tuple[int, int]:
     """The device and inode of a mapped file as `stat` returns them. For file systems with
-    subvolumes, /proc/self/maps shows another device.
+    subvolumes, /proc/self/maps shows a different device.
     """
     with suppress(OSError):
         status = os.stat(name)

@@ -17,9 +17,9 @@ PRECISION_FILE = "precision.json"
 class PrecisionRecord:
     """Writes and reads the observed dtypes of one run.
 
-    task_roles   the roles that only this kind of run has
-    lora_branch  `model.lora_branch`: "fp32" if the adapters' products are computed in fp32, else
-                 "compute"
+    task_roles   the roles (purposes of tensors, such as `grads`) that only this kind of run has
+    lora_branch  `model.lora_branch`: "fp32" if the matrix products of the adapters are computed in
+                 fp32, else "compute"
     is_writer    whether this process writes the file. Only the first process does; the others check
                  their own observations
     """
@@ -47,13 +47,15 @@ class PrecisionRecord:
 
     @property
     def observed(self) -> Mapping[str, Mapping[str, int]]:
-        """Role -> dtype -> how many tensors of the role had this dtype at the last observation."""
+        """Returns for each role and dtype how many tensors of the role had this dtype at the last
+        observation.
+        """
         observed: Mapping[str, Mapping[str, int]] = self._observed.get("observed", {})
         return observed
 
     def add(self, observation: Observation) -> None:
-        """Adds an observation. Roles that the observation does not contain keep their earlier
-        counts. Raises DtypeError DT003 if the observation violates the declared precision.
+        """Adds an observation. Roles that are not in the observation keep their earlier counts.
+        Raises DtypeError DT003 if the observation violates the declared precision.
         """
         self._observed = merge_observation(self._observed, observation)
         if self.is_writer:

@@ -1,5 +1,5 @@
-"""Reads a GGUF file under the names of the run's weights: values are dequantised, and rows and
-norms are put back into the order of transformers.
+"""Reads the tensors of a GGUF file and gives them the names of the run's weights. Values are
+dequantised, and rows and norms are converted back to the form that transformers uses.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def _open_adapter(
     gguf_names: Mapping[str, str],
     read_base: Callable[[str], Tensor],
 ) -> WrittenModel:
-    """Opens an adapter as llama.cpp applies it: alpha divided by the rank of the layer is the
-    scale.
+    """Opens an adapter with the scale that llama.cpp uses, which is alpha divided by the rank of
+    the layer.
     """
     alpha = float(header.fields.get("adapter.lora.alpha", 0.0))
     pairs = {}

@@ -54,7 +54,7 @@ def verify_file(
 
     path       a GGUF file, the folder of a merged model or of an adapter, or a folder for Ollama
     row_count  the number of held-out rows, or of training rows if none are held out
-    min_kept   the share of what was learnt that the file has to keep
+    min_kept   the share of the run's improvement in loss that the file must keep
     Raises     UsageError for a damaged file, a file of another model or run, and missing rows
     """
     rows, loaded = load_evaluation(run, row_count)
@@ -198,8 +198,8 @@ def _tensor_causes(
     trained: Scores,
     scores: Scores,
 ) -> dict[str, float]:
-    """Returns how much the cast of the merge changes the loss, and how much the file's values of
-    each single group of tensors change it.
+    """Returns how much the rounding of the merge changes the loss, and for each group of tensors
+    how much the values in the file change the loss.
     """
     if written.adapter_only:
         return {"the adapter's file": scores.loss - trained.loss}

@@ -30,9 +30,9 @@ _LOGITS_PER_BATCH = 1 << 27  # values of fp32 logits in one batch: 0.5 GB
 class Scores:
     """The predictions of one state of the model on the evaluation rows.
 
-    row_losses   fp64[rows]   the loss of each row, summed over its learnt tokens
-    row_tokens   int[rows]    the number of learnt tokens of each row
-    predictions  int[tokens]  the most probable token at each learnt position
+    row_losses   fp64[rows]   the loss of each row, summed over its labelled tokens
+    row_tokens   int[rows]    the number of labelled tokens of each row
+    predictions  int[tokens]  the most probable token at each labelled position
     """
 
     row_losses: Tensor
@@ -44,12 +44,12 @@ class Scores:
         return float(self.row_losses.sum() / self.row_tokens.sum())
 
     def agreement(self, reference: Scores) -> float:
-        """Returns the share of learnt positions with the same most probable token."""
+        """Returns the share of labelled positions at which both predict the same token."""
         return float((self.predictions == reference.predictions).double().mean())
 
     def noise(self, reference: Scores) -> float:
-        """Returns the standard error of the difference of both losses over the choice of rows; 0
-        for a single row, from which the error cannot be estimated.
+        """Returns the standard error of the difference between the two losses, estimated from the
+        differences between rows. It is 0 for a single row, which allows no estimate.
         """
         count = len(self.row_losses)
         if count < 2:
@@ -111,8 +111,9 @@ class ReferenceModel:
 
     @torch.no_grad()
     def score_with(self, config: Any, batches: Sequence[Batch]) -> Scores:
-        """Scores the present weights under another configuration with the same shapes of
-        weights."""
+        """Returns the scores of the current weights with another configuration, which must have the
+        same weight shapes.
+        """
         values = self.tensors
         self.build(config)
         self.fill(values.__getitem__)
@@ -159,8 +160,8 @@ class ReferenceModel:
 
 
 def _is_tied(weights: RunWeights) -> bool:
-    """Whether the trained head and embedding have the same values. An adapter on one of the two
-    unties them.
+    """Whether the trained head and embedding have the same values. If only one of them has an
+    adapter, training can make them different.
     """
     names = embedding_and_head(weights.inner)
     if names is None:

@@ -26,16 +26,17 @@ class Verification:
     """The comparison of a written file with its run.
 
     file         the file's name
-    description  its format: `GGUF, Q8_0`
-    base_loss, trained_loss, file_loss  losses in fp32; the last is None if values are not finite
-    noise        the standard error of the difference of the first two, over the draw of rows
-    kept         the share of what the run learnt that the file keeps; None if the run learnt
-                 nothing that these rows show
-    min_kept     the smallest share with which the file counts as the trained model
-    agreement    the share of learnt tokens for which the file and the trained model predict the
+    description  the file's format, such as `GGUF, Q8_0`
+    base_loss, trained_loss, file_loss  losses in fp32; file_loss is None if values are not finite
+    noise        the standard error of the difference between base_loss and trained_loss, estimated
+                 from the rows
+    kept         the share of the run's improvement in loss that the file keeps; None if these rows
+                 show no improvement
+    min_kept     the smallest value of `kept` with which the file counts as the trained model
+    agreement    the share of labelled tokens for which the file and the trained model predict the
                  same token
     rows, tokens, row_source  the rows of the comparison, and whether they were held out
-    losses_by_cause  cause -> the increase of the loss by this cause
+    losses_by_cause  how much each cause increases the loss, by the name of the cause
     differences  tensors and settings that differ
     notes        what could not be compared
     """
@@ -58,7 +59,9 @@ class Verification:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the file answers worse than the trained model, by the limit of `--keep`."""
+        """Returns True if the file is worse than the trained model: it keeps less than `--keep`,
+        or, if the run's improvement cannot be measured, its loss is higher.
+        """
         if self.file_loss is None:
             return True
         if self.kept is not None:
@@ -135,7 +138,9 @@ class Verification:
         )
 
     def result_sentence(self) -> str:
-        """Says whether the file is what was trained, and what would help if not."""
+        """Returns a sentence that says whether the file is the trained model and, if not, what to
+        do.
+        """
         if self.is_same:
             return "the file is the trained model, within the rounding of its type"
         parts = []

@@ -55,19 +55,21 @@ class RunWeights:
 
     @torch.no_grad()
     def base(self, name: str) -> Tensor:
-        """Returns a weight before training, fp32."""
+        """Returns a weight before training, in fp32."""
         return dequantise(self.original.get(name, self.parameters[name]))
 
     @torch.no_grad()
     def trained(self, name: str) -> Tensor:
-        """Returns a weight with the exact change by the adapters, fp32."""
+        """Returns a weight after training in fp32: the base's weight with the exact change by the
+        adapters.
+        """
         value = dequantise(self.parameters[name])
         layer = self.adapters.get(name)
         return value if layer is None else merged_weight(layer, value)
 
 
 def _plain_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters and the persistent buffers by plain name."""
+    """Returns the parameters and the persistent buffers by their names without PEFT's prefixes."""
     parameters: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         plain_name = strip_adapter_name(name)

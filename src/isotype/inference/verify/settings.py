@@ -213,8 +213,8 @@ def _id_set(ids: Any) -> set[int]:
 
 
 def apply_gguf_settings(config: Any, written: WrittenModel) -> Any | None:
-    """Returns the configuration with the rotary base and the epsilon of a GGUF file; None if the
-    file has the same.
+    """Returns the configuration with the rotary base and the epsilon of a GGUF file; None if they
+    are the same in the file.
     """
     architecture = str(written.fields.get("general.architecture"))
     changed = copy.deepcopy(config)
@@ -232,8 +232,8 @@ def apply_gguf_settings(config: Any, written: WrittenModel) -> Any | None:
 
 
 def apply_folder_settings(config: Any, file_config: Any) -> Any | None:
-    """Returns the configuration with the settings of a folder's config.json that change the model's
-    output; None if the folder has the same.
+    """Returns the configuration with those settings of a folder's config.json that change the
+    model's output; None if these settings are the same.
     """
     values = {
         key: value

@@ -64,9 +64,10 @@ class TensorComparison:
     """The comparison of all tensors.
 
     read_names        weights that were read from the file
-    rounded_names     group -> weights whose values in the file differ from the merged ones
-    change_in_file    the share of the training's change that the file's weights hold: the
-                      projection of the file's change onto the run's
+    rounded_names     for each group of weights, the weights whose values in the file differ from
+                      the merged values
+    change_in_file    the share of the change by training that the file's weights contain: the
+                      file's change is projected onto the run's change
     change_in_merge   the same share for the merged weights after their cast
     """
 

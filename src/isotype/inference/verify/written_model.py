@@ -1,4 +1,5 @@
-"""A written model: its tensors under the names of the run's weights, each with the way to read it.
+"""A written model: its tensors under the names of the run's weights, each with a function that
+reads the tensor.
 
 A folder of safetensors is read here; `gguf_model` reads GGUF files.
 """

@@ -1,3 +1,3 @@
 """Checkpoints. Each checkpoint is written to a temporary folder, checksummed, synced and renamed,
-so that a kill never damages the previous checkpoint.
+so that the previous checkpoint is never damaged if the process is killed.
 """

@@ -1,5 +1,5 @@
-"""Writes a folder atomically. Files are written into a temporary folder beside the target. This
-folder is synced, sealed with a file of checksums, and then renamed.
+"""Writes a folder atomically. Files are written into a temporary folder beside the target. The
+folder is synced to disk, gets a file with checksums, and is then renamed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def write_folder(
     """Calls `fill(folder)` on a temporary folder and renames it to `target`. An existing `target`
     is replaced.
 
-    check  checks the finished folder. If it raises, or the program is killed during the check,
-           `target` is unchanged
+    check  checks the finished folder. If it raises an error, or if the program is killed during the
+           check, `target` is unchanged
     next_action  what the error message tells the user to do once the folder can be written
     Raises  RunError CK001 when the disk is full or read-only; the temporary folder is then removed
             and `target` is unchanged
@@ -73,10 +73,10 @@ def write_folder_together(
     target: Path, fill: Callable[[Path], Sequence[Path]], processes: Processes
 ) -> None:
     """Like `write_folder`, but called by several processes together. Each process writes its own
-    files, and the first process seals and renames the folder.
+    files. The first process writes the file with the checksums and renames the folder.
 
     fill  writes into the folder and returns the files that it wrote
-    Raises  in all processes the error that one of them raised
+    Raises  an error that one process raised, in all processes
     """
     with _temporary_folder(target, should_remove_on_error=processes.is_first) as temporary:
         processes.run_on_first(lambda: _create_empty(temporary))
@@ -153,7 +153,7 @@ def suggest_fix(reason: str) -> str:
 
 def seal(folder: Path, known_checksums: Mapping[str, dict[str, Any]] | None = None) -> None:
     """Syncs every file, then writes DONE with the sizes and SHA-256 checksums. All files get the
-    mode of DONE, because safetensors creates files with mode 600.
+    same permissions as the file DONE, because safetensors creates files with mode 600.
 
     known_checksums  sizes and checksums of the files that other processes have written and synced
     """
@@ -182,8 +182,8 @@ def _sync_and_hash(file: Path) -> dict[str, Any]:
 def find_damage(
     folder: Path, needs: Sequence[str] = (), *, rank: int = 0, size: int = 1
 ) -> str | None:
-    """The reason why a sealed folder cannot be trusted. None if every file has the recorded size
-    and checksum and the files `needs` are among them.
+    """Returns a description of the damage of a folder that `write_folder` has written. None if
+    every file has the recorded size and checksum and the files `needs` are among them.
 
     rank, size  computes the checksum of every `size`-th file only, beginning with number `rank`
     """

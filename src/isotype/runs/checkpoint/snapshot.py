@@ -34,8 +34,8 @@ class Progress:
     """How far a run has come.
 
     best_loss       the lowest evaluation loss, reached at `best_step`
-    without_gain    the number of evaluations since then
-    evaluated       a hash of the evaluation rows to which `best_loss` and `without_gain` refer
+    without_gain    the number of evaluations since `best_step`
+    evaluated       a hash of the evaluation rows with which `best_loss` was measured
     eval_stride     an evaluation uses every `eval_stride`-th row; 0 in checkpoints of older versions
     units           the number of tokens or pictures that were trained on
     """
@@ -121,8 +121,8 @@ def restore_random_state(tensors: dict[str, Tensor], state: dict[str, Any]) -> N
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Seeds this process. Every process gets another seed, and a repeated run gets the same seeds.
-    Dropout must differ between the rows of different processes.
+    """Seeds this process. Every process gets a different seed, because dropout must differ between
+    the rows of different processes. A repeated run gets the same seeds.
     """
     seed_generators(int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:4]))
 

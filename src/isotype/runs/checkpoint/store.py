@@ -83,8 +83,8 @@ class CheckpointStore:
         """Cleans up for a resumed run. The method removes half-written folders, and marks the
         checkpoint `best_step`, which the resumed checkpoint names, as the best.
 
-        The mark can be wrong after a kill between writing and marking a checkpoint, or if the
-        newest checkpoint is damaged.
+        The mark can be wrong if the process was killed after a checkpoint was written and before it
+        was marked, or if the newest checkpoint is damaged.
         """
         for leftover in self.folder.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -125,7 +125,7 @@ class CheckpointStore:
         processes.run_on_first(lambda: self._mark_and_prune(checkpoint.step, is_best))
 
     def _mark_and_prune(self, step: int, is_best: bool) -> None:
-        """Marks a new checkpoint, then removes old checkpoints."""
+        """Marks a new checkpoint as the best one if it is, then removes old checkpoints."""
         if is_best:
             self.mark_best(step)
         # A checkpoint of a later step is damaged, because otherwise the run would have resumed from
@@ -139,7 +139,7 @@ class CheckpointStore:
                 shutil.rmtree(self.path(existing), ignore_errors=True)
 
     def find_damage(self, step: int, processes: Processes | None = None) -> str | None:
-        """The reason why this checkpoint cannot be trusted; None if the checkpoint is intact.
+        """Returns a description of the damage of this checkpoint; None if the checkpoint is intact.
 
         processes  the processes that call this together; each computes the checksums of some files
         """
@@ -285,8 +285,8 @@ def pop_file_count(state: dict[str, Any]) -> int:
 
 
 def deduplicate_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the tensors on the CPU without shared memory, and the aliases: other name -> the name
-    under which the same tensor is saved.
+    """Returns the tensors on the CPU without shared memory, and the aliases, which map each other
+    name of a tensor to the name under which the tensor is saved.
     """
     saved: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
