@@ -159,8 +159,7 @@ class TensorSpec:
 
     @property
     def is_free(self) -> bool:
-        """Returns True if the dtype is a letter, which stands for the first dtype that is observed.
-        """
+        """Returns True if the dtype is a letter, which stands for the first dtype that is observed."""
         return len(self.dtype) == 1 and self.dtype.isupper()
 
     def __str__(self) -> str:

@@ -172,8 +172,7 @@ def _is_unknown_command(arguments: list[str], *, has_path: bool) -> bool:
 
 
 def _summary_line(examination: Examination, *, shows_notes: bool) -> str:
-    """Returns one line for a part of the doctor: what it examined, and how many faults it reports.
-    """
+    """Returns one line for a part of the doctor: what it examined, and how many faults it reports."""
     heading = f"  {examination.part:9}{examination.subject}"
     if not examination.was_examined:
         return heading

@@ -394,8 +394,7 @@ ROLE_NAMES = ("system", "user", "assistant", "tool", "function_call", "developer
 
 
 def _invert_roles(roles: Any, location: str) -> dict[str, str] | None:
-    """Returns a mapping of the role names in the data to Isotype's role names. Raises UsageError.
-    """
+    """Returns a mapping of the role names in the data to Isotype's role names. Raises UsageError."""
     if not roles:
         return None
     if not isinstance(roles, dict):

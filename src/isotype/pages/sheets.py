@@ -287,8 +287,7 @@ class Entry:
     test: str | None = None
 
     def text(self, name: str, facts: Facts) -> str:
-        """Returns the first text of this field whose condition is true; "" if no condition is true.
-        """
+        """Returns the first text of this field whose condition is true; "" if no condition is true."""
         return next(
             (
                 facts.format(line.text)
