@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.api import export_model, kept_share
+from tests.api import export_model, find_damage, kept_share
 from tests.commands import ask, invoke
 from tests.gguf_files import splitting
 from tests.models import SIZES, tiny
@@ -310,6 +310,31 @@ def test_the_result_is_a_section_of_the_report(llama) -> None:
     assert "Written files" in page
     assert "bf16.gguf" in page
     assert "the file is the trained model" in page
+
+
+def test_the_result_is_a_section_of_the_model_card(llama) -> None:
+    verify(llama.run, llama.file)
+    store_server_result(llama.run)
+    verify(llama.run, llama.file)
+    card = (llama.run / "adapter" / "README.md").read_text()
+    assert card.count("## Verified files and servers") == 1
+    assert "| `bf16.gguf` (GGUF, BF16) |" in card
+    assert "| server, llama.cpp | 2.0000 | 1.0000 | unknown | unknown | other answers |" in card
+    assert "10.0.0.1" not in card, "a card may be published"
+    assert find_damage(llama.run / "adapter") is None
+
+
+def store_server_result(run: Path) -> None:
+    file = run / "verify.json"
+    result = {
+        "loss": {"base": 2.0, "trained": 1.0, "served": None},
+        "kept": None,
+        "format": "server, llama.cpp",
+        "server": "http://10.0.0.1",
+        "summary": "other answers",
+    }
+    results = json.loads(file.read_text()) | {"http://10.0.0.1": result}
+    file.write_text(json.dumps(results))
 
 
 def test_files_of_another_model_and_absent_rows_are_refused(llama, tmp_path) -> None:

@@ -137,7 +137,6 @@ def verify_served(
     from ..inference.served.compute import compute_expectations
     from ..inference.verify.measure import DEFAULT_ROWS, MIN_KEPT
     from ..inference.verify.result import store_result
-    from ..runs.folder import RunFolder
 
     loaded = load_run(run)
     expectations = compute_expectations(
@@ -145,8 +144,7 @@ def verify_served(
     )
     min_kept = MIN_KEPT if keep is None else keep
     result = compare_server(expectations, server, url=address.url, min_kept=min_kept)
-    if RunFolder(loaded.folder).is_run:
-        store_result(loaded.folder, address.url, result.to_json())
+    store_result(loaded, address.url, result.to_json())
     return result
 
 
@@ -165,7 +163,6 @@ def verify_written(
     from ..inference.loaded import load_run
     from ..inference.verify.measure import DEFAULT_ROWS, MIN_KEPT, verify_file
     from ..inference.verify.result import store_result
-    from ..runs.folder import RunFolder
 
     loaded = load_run(run)
     verification = verify_file(
@@ -174,6 +171,5 @@ def verify_written(
         row_count=DEFAULT_ROWS if verify_rows is None else verify_rows,
         min_kept=MIN_KEPT if keep is None else keep,
     )
-    if RunFolder(loaded.folder).is_run:
-        store_result(loaded.folder, verification.file, verification.to_json())
+    store_result(loaded, verification.file, verification.to_json())
     return verification

@@ -16,6 +16,8 @@ from ..precision.precision import ROLES, Precision
 from ..precision.vision import vision_parts
 from .architecture import auto_class
 
+CARD_FILE = "README.md"
+
 
 def write_card(
     folder: Path,
@@ -87,7 +89,7 @@ def write_card(
         if is_adapter:
             lines.append("`isotype merge FOLDER` adds it to its base.")
         lines.append("")
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    (folder / CARD_FILE).write_text("\n".join(lines), encoding="utf-8")
 
 
 def _card_header(
@@ -156,6 +158,45 @@ def merged_card(card: str, dtype: str, noise: float) -> str:
     ]
     code = "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"])
     return f"{facts}FOLDER is this folder:\n\n```python\n{code}\n```\n"
+
+
+VERIFIED_HEADING = "## Verified files and servers"
+
+
+def replace_verified_section(card: str, results: Mapping[str, Any]) -> str:
+    """Returns the card with a section of what was compared with the run, in place of an earlier one.
+
+    results  the content of the run's verify.json: name of a file or address of a server -> result.
+             The card may be published, so it does not contain the addresses
+    """
+    rows = [
+        _verified_row(name, result) for name, result in results.items() if isinstance(result, dict)
+    ]
+    facts = card.partition(VERIFIED_HEADING)[0].rstrip()
+    lines = [
+        VERIFIED_HEADING,
+        "",
+        "`kept` is the share of what training improved that the file or server shows.",
+        "",
+        "| file or server | loss of the base | trained | file or server | kept | result |",
+        "|---|---|---|---|---|---|",
+        *rows,
+    ]
+    return "\n".join([facts, "", *lines]) + "\n"
+
+
+def _verified_row(name: str, result: Mapping[str, Any]) -> str:
+    losses = result.get("loss") or {}
+    values = [_card_number(losses.get(key), ".4f") for key in ("base", "trained", "served")]
+    description = str(result.get("format", ""))
+    subject = description if "server" in result else f"`{name}` ({description})"
+    cells = [subject, *values, _card_number(result.get("kept"), ".1%")]
+    cells.append(str(result.get("summary", "")))
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _card_number(value: Any, style: str) -> str:
+    return format(value, style) if isinstance(value, int | float) else "unknown"
 
 
 def plain_card(

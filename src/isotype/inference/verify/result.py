@@ -6,13 +6,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from ...model.card import CARD_FILE, replace_verified_section
 from ...report.page import REPORT, write_report
-from ...runs.checkpoint.atomic_folder import write_text
+from ...runs.checkpoint.atomic_folder import SEAL, replace_sealed_file, write_text
 from ...runs.folder import RunFolder
 from ...wording import pluralise
+from ..loaded import LoadedRun
 from .tensors import Difference
 
 VERIFY_FILE = "verify.json"  # in the run folder: file name -> the last result for this file
@@ -169,17 +170,26 @@ class Verification:
         )
 
 
-def store_result(run: Path, name: str, result: Mapping[str, Any]) -> None:
+def store_result(run: LoadedRun, name: str, result: Mapping[str, Any]) -> None:
     """Writes a result into verify.json of the run folder, where it replaces an earlier result of
-    the same name. Writes the run's report again if the run has one.
+    the same name. Writes the run's report and the card of the run's result again, if there are any.
+    Does nothing for a folder that is no run.
 
     name  the name of the file, or the address of the server
     """
-    results = RunFolder(run).read_json(VERIFY_FILE)
+    folder = run.folder
+    if not RunFolder(folder).is_run:
+        return
+    results = RunFolder(folder).read_json(VERIFY_FILE)
     results[name] = dict(result)
-    write_text(run / VERIFY_FILE, json.dumps(results, indent=1) + "\n")
-    if (run / REPORT).is_file():
-        write_report(run)
+    write_text(folder / VERIFY_FILE, json.dumps(results, indent=1) + "\n")
+    if (folder / REPORT).is_file():
+        write_report(folder)
+    saved = folder / run.weights_name
+    card = saved / CARD_FILE
+    if card.is_file() and (saved / SEAL).is_file():
+        text = replace_verified_section(card.read_text(encoding="utf-8"), results)
+        replace_sealed_file(saved, CARD_FILE, text)
 
 
 def kept_share(base: float, trained: float, file: float, noise: float) -> float | None:

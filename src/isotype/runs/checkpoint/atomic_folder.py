@@ -173,6 +173,19 @@ def seal(folder: Path, known_checksums: Mapping[str, dict[str, Any]] | None = No
     _sync(folder)
 
 
+def replace_sealed_file(folder: Path, name: str, text: str) -> None:
+    """Replaces a file of a sealed folder. The seal does not name the file while it is written, so
+    that the folder counts as whole at each moment.
+    """
+    seal_file = folder / SEAL
+    content = json.loads(seal_file.read_text())
+    content["files"].pop(name, None)
+    write_text(seal_file, json.dumps(content, indent=1) + "\n")
+    write_text(folder / name, text)
+    content["files"][name] = _sync_and_hash(folder / name)
+    write_text(seal_file, json.dumps(content, indent=1) + "\n")
+
+
 def _sync_and_hash(file: Path) -> dict[str, Any]:
     """Syncs a file to the disk and returns its size and checksum."""
     _sync(file)
