@@ -77,6 +77,7 @@ INNER = {
         "gguf_file_FAMILIES=FAMILIES MODEL_FAMILIES export_adapter export_model "
         "header_keys tokenizer_keys"
     ),
+    "isotype.inference.loaded": "load_run",
     "isotype.inference.ollama": "find_turns",
     "isotype.inference.served.compare": "compare_server",
     "isotype.inference.served.compute": "compute_expectations",
@@ -84,7 +85,9 @@ INNER = {
     "isotype.inference.served.expectation": "Expectations ExpectedAnswer ScoredRow SingleToken",
     "isotype.inference.served.http": "Connection parse_address",
     "isotype.inference.served.server": "Answer Prompt Remedies ServerFacts",
+    "isotype.inference.verify.reference": "ReferenceModel",
     "isotype.inference.verify.result": "kept_share",
+    "isotype.inference.verify.run_weights": "RunWeights",
     "isotype.inference.push": "inference_push= check_push push_push=push",
     "isotype.integrations.claims": "TESTED_VERSIONS",
     "isotype.integrations.monitor": "read_reduce_dtypes",

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.api import export_model, find_damage, kept_share
+from tests.api import (
+    ReferenceModel,
+    RunWeights,
+    export_model,
+    find_damage,
+    kept_share,
+    load_run,
+)
 from tests.commands import ask, invoke
 from tests.gguf_files import splitting
 from tests.models import SIZES, tiny
@@ -310,6 +317,38 @@ def test_the_result_is_a_section_of_the_report(llama) -> None:
     assert "Written files" in page
     assert "bf16.gguf" in page
     assert "the file is the trained model" in page
+
+
+def test_the_comparison_loads_the_run_once(llama, tmp_path, monkeypatch) -> None:
+    folders = []
+
+    def count(folder: Path) -> Any:
+        folders.append(folder)
+        return load_run(folder)
+
+    monkeypatch.setattr("isotype.inference.loaded.load_run", count)
+    ask("merge", llama.run, "--out", tmp_path / "merged", "--verify")
+    assert len(folders) == 1
+
+
+def test_the_reference_model_holds_the_weights_of_one_block(llama) -> None:
+    run = load_run(llama.run)
+    weights = RunWeights(run)
+    reference = ReferenceModel(run, weights)
+    layers = reference.model.model.layers
+    held = []
+
+    def record(*_: Any) -> None:
+        held.append([sum(p.numel() for p in layer.parameters()) for layer in layers])
+
+    for layer in layers:
+        layer.mlp.register_forward_pre_hook(record)
+    reference.fill(weights.trained)
+    reference.model(torch.tensor([[1, 2, 3]]))
+    size = max(map(max, held))
+    assert size > 0
+    assert held == [[size, 0], [0, size]]
+    assert sum(p.numel() for p in reference.model.parameters()) == 0
 
 
 def test_the_result_is_a_section_of_the_model_card(llama) -> None:

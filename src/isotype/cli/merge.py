@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +20,9 @@ from ..wording import pluralise
 from .verify import KeepOption, RowsOption, VerifyOption, refuse_idle_options, verify_written
 
 if TYPE_CHECKING:
+    from ..inference.loaded import LoadedRun
     from ..inference.merge import MergeResult
+    from ..inference.verify.result import Verification
 
 MAX_NOISE = 0.05  # a share of the adapter's effect; above it a wider dtype is suggested
 
@@ -69,7 +73,8 @@ def merge(
         _refuse_pictures(run)
     out = out or run / "merged"
     try:
-        merged = _merge_run(run, out, dtype)
+        load = _loader(is_shared=verify)
+        merged = _merge_run(run, out, dtype, load)
     except KeyboardInterrupt:
         if (out / SEAL).is_file():
             outcome = "was written"
@@ -87,26 +92,33 @@ def merge(
         f"checked   loss {merged.merged_loss:.4f}, with the adapter not merged"
         f" {merged.adapter_loss:.4f}, on {pluralise(merged.rows, 'row')}",
     ]
-    _finish(run, facts, lines, merged.folder, verify, verify_rows, keep, json_output=json_output)
+    verifier = partial(verify_written, run, merged.folder, verify_rows, keep, load=load)
+    _finish(facts, lines, verifier if verify else None, json_output=json_output)
+
+
+def _loader(*, is_shared: bool) -> Callable[[Path], LoadedRun]:
+    """Returns the function that loads a run. For `--verify` the loaded run is kept, so that the
+    comparison uses it again.
+    """
+    from ..inference.loaded import load_run
+
+    return cache(load_run) if is_shared else load_run
 
 
 def _finish(
-    run: Path,
     facts: dict[str, Any],
     lines: list[str],
-    written: Path,
-    is_verified: bool,
-    verify_rows: int | None,
-    keep: float | None,
+    verify: Callable[[], Verification] | None,
     *,
     json_output: bool,
 ) -> None:
-    """Prints the result of a command, and compares the written file with the run if `--verify` was
-    given.
+    """Prints the result of a command.
+
+    verify  compares the written file with the run, if `--verify` was given
     """
     if not json_output:
         print("\n".join(lines))
-    verification = verify_written(run, written, verify_rows, keep) if is_verified else None
+    verification = None if verify is None else verify()
     if verification is not None:
         facts = facts | {"verify": verification.to_json()}
         if not json_output:
@@ -126,7 +138,9 @@ def _refuse_pictures(run: Path) -> None:
         raise UsageError(f"{run}: --verify compares language models; this run is on pictures")
 
 
-def _merge_run(run: Path, out: Path, dtype: str | None) -> MergeResult:
+def _merge_run(
+    run: Path, out: Path, dtype: str | None, load: Callable[[Path], LoadedRun]
+) -> MergeResult:
     from ..training.console import quiet_libraries
 
     quiet_libraries()
@@ -138,10 +152,9 @@ def _merge_run(run: Path, out: Path, dtype: str | None) -> MergeResult:
         from ..inference.diffusion import merge_denoiser
 
         return merge_denoiser(run, out, dtype=dtype)
-    from ..inference.loaded import load_run
     from ..inference.merge import merge as merge_run
 
-    return merge_run(load_run(run), out, dtype=dtype)
+    return merge_run(load(run), out, dtype=dtype)
 
 
 FORMATS = ("comfyui", "gguf", "ollama", "vllm")
@@ -235,6 +248,7 @@ def export(
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out}: no folder {out.parent}")
     quiet_libraries()
+    load = _loader(is_shared=verify)
     if to == "comfyui":
         if verify:
             _refuse_pictures(run)
@@ -246,5 +260,6 @@ def export(
     else:
         from ..inference.export import export_language
 
-        written, lines = export_language(run, out, to=to, kind=kind, name=name)
-    _finish(run, written, lines, out, verify, verify_rows, keep, json_output=json_output)
+        written, lines = export_language(run, out, to=to, kind=kind, name=name, load=load)
+    verifier = partial(verify_written, run, out, verify_rows, keep, load=load)
+    _finish(written, lines, verifier if verify else None, json_output=json_output)

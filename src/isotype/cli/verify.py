@@ -6,6 +6,7 @@ that they write.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ import typer
 from ..errors import UsageError
 
 if TYPE_CHECKING:
+    from ..inference.loaded import LoadedRun
     from ..inference.served.result import ServedResult
     from ..inference.verify.result import Verification
 
@@ -157,14 +159,22 @@ def refuse_idle_options(is_verified: bool, verify_rows: int | None, keep: float 
 
 
 def verify_written(
-    run: Path, file: Path, verify_rows: int | None, keep: float | None
+    run: Path,
+    file: Path,
+    verify_rows: int | None,
+    keep: float | None,
+    *,
+    load: Callable[[Path], LoadedRun] | None = None,
 ) -> Verification:
-    """Compares a file with its run, and stores the result in the run's folder. Raises UsageError."""
+    """Compares a file with its run, and stores the result in the run's folder. Raises UsageError.
+
+    load  loads the run
+    """
     from ..inference.loaded import load_run
     from ..inference.verify.measure import DEFAULT_ROWS, MIN_KEPT, verify_file
     from ..inference.verify.result import store_result
 
-    loaded = load_run(run)
+    loaded = load_run(run) if load is None else load(run)
     verification = verify_file(
         loaded,
         file,

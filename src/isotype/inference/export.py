@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -22,14 +22,22 @@ from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import detect_model_folder, split_run_and_adapter
 from .adapter_file import export_vllm, read_settings
 from .gguf_file import TYPES, export_adapter, export_model, llama_cpp, refuse_model, tokenizer_keys
-from .loaded import find_result, load_run
+from .loaded import LoadedRun, find_result, load_run
 from .merge import merge
 from .ollama import CONVERTED, modelfile, write_for_converter
 
 Export = tuple[dict[str, Any], list[str]]
 
 
-def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: str) -> Export:
+def export_language(
+    run: Path,
+    out: Path,
+    *,
+    to: str,
+    kind: str | None,
+    name: str,
+    load: Callable[[Path], LoadedRun] = load_run,
+) -> Export:
     """Writes `out`. Returns the data that `--json` prints, and the lines for the terminal.
 
     run     the run folder, or the folder of an adapter or a model
@@ -38,6 +46,7 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     name    the adapter's name in vLLM, or the model's name in Ollama
     kind    the GGUF type of the whole model. None means that only the adapter is written to a GGUF
             file; a model without an adapter is written in the type that keeps its values
+    load    loads the run for a merge
     Raises  UsageError
     """
     result = _find_result_folder(run)
@@ -73,7 +82,7 @@ def export_language(run: Path, out: Path, *, to: str, kind: str | None, name: st
     content = ""
     if to == "ollama":
         content = modelfile(tokenizer, "." if uses_converter else "./model.gguf")
-    with _merge_temporarily(run, result, out.absolute().parent) as folder:
+    with _merge_temporarily(run, result, out.absolute().parent, load) as folder:
         kind = kind or _lossless_type(folder)
         if to == "gguf":
             tensors = export_model(folder, out, kind)
@@ -139,11 +148,13 @@ def _write_ollama_folder(model: Path, out: Path, modelfile_text: str, *, kind: s
 
 
 @contextmanager
-def _merge_temporarily(run: Path, result: Path, parent: Path) -> Iterator[Path]:
+def _merge_temporarily(
+    run: Path, result: Path, parent: Path, load: Callable[[Path], LoadedRun]
+) -> Iterator[Path]:
     """Yields a folder with the whole model. An adapter is merged into a temporary folder first."""
     if not (result / ADAPTER_CONFIG_FILE).is_file():
         yield result
         return
     with tempfile.TemporaryDirectory(dir=parent, prefix=".merged-") as temporary:
-        merge(load_run(run), Path(temporary) / "model")
+        merge(load(run), Path(temporary) / "model")
         yield Path(temporary) / "model"

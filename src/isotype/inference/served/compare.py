@@ -435,9 +435,9 @@ def _check_kept(losses: Losses, min_kept: float) -> Check:
     if kept is None:
         return Check("kept", UNKNOWN, f"{texts}; {NO_GAIN}")
     if kept < min_kept:
-        message = f"{kept:.1%} of what the run learnt, less than --keep {min_kept:g}: {texts}"
+        message = f"{_percent(kept)} of what the run learnt, less than --keep {min_kept:g}: {texts}"
         return Check("kept", DIFFERS, message)
-    return Check("kept", SAME, f"{kept:.1%} of what the run learnt: {texts}")
+    return Check("kept", SAME, f"{_percent(kept)} of what the run learnt: {texts}")
 
 
 def _check_answers(comparison: Comparison) -> Check:
@@ -569,6 +569,10 @@ def _answer_difference(expected: ExpectedAnswer, answer: Answer, index: int) -> 
     found = "".join(texts) if texts else answer.text
     trained = "".join(expected.texts[index : index + 8])
     return f"at token {index} {_quote(found)}, the trained model {_quote(trained)}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}".replace("-0.0%", "0.0%")
 
 
 def _quote(text: str) -> str:

@@ -69,23 +69,25 @@ def compute_expectations(run: LoadedRun, row_count: int) -> Expectations:
     chosen = choose_scored_positions(rows)
 
     reference.fill(weights.trained)
-    answer_ids = [_generate(reference, prompt.ids, config) for prompt in prompts]
-    end_ids = frozenset(config.eos_token_id or ())
-    scored = [_Scored(reference, row.input_ids, positions) for row, positions in chosen]
-    answers = [
-        _Scored(
-            reference,
-            (*prompt.ids, *ids),
-            range(len(prompt.ids), len(prompt.ids) + len(ids)),
-            alternatives=ALTERNATIVES,
-        )
-        for prompt, ids in zip(prompts, answer_ids)
-    ]
-    endings = _find_endings(reference, rows, end_ids)
-    single_tokens = _score_single_tokens(reference, prompts)
-    reference.fill(weights.base, [n for n in reference.names if n in weights.changed_names])
-    for item in (*scored, *answers):
-        item.score_base(reference)
+    with reference.holding_weights():
+        answer_ids = [_generate(reference, prompt.ids, config) for prompt in prompts]
+        end_ids = frozenset(config.eos_token_id or ())
+        scored = [_Scored(reference, row.input_ids, positions) for row, positions in chosen]
+        answers = [
+            _Scored(
+                reference,
+                (*prompt.ids, *ids),
+                range(len(prompt.ids), len(prompt.ids) + len(ids)),
+                alternatives=ALTERNATIVES,
+            )
+            for prompt, ids in zip(prompts, answer_ids)
+        ]
+        endings = _find_endings(reference, rows, end_ids)
+        single_tokens = _score_single_tokens(reference, prompts)
+    reference.fill(weights.base)
+    with reference.holding_weights():
+        for item in (*scored, *answers):
+            item.score_base(reference)
     return Expectations(
         answers=[
             ExpectedAnswer(

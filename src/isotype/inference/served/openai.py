@@ -82,6 +82,8 @@ class OpenAiServer:
                 ids = [token_id(text) for text in texts]
                 tables = logprobs.get("top_logprobs") or []
                 alternatives = [_read_alternatives(table) for table in tables]
+                if all(index is not None for index in ids):
+                    texts = []  # the names of tokens are no texts
             usage = answer.get("usage") or {}
             has_ids = bool(ids) and all(isinstance(index, int) for index in ids)
             return Answer(

@@ -210,9 +210,6 @@ def _tensor_causes(
     def read_merged(name: str) -> Tensor:
         return cast_to_merge(weights.trained(name), written.merge_dtype)
 
-    def read_file(name: str) -> Tensor:
-        return written.tensors[name].read()
-
     names = [name for group in groups.values() for name in group]
     reference.fill(read_merged, names)
     causes = {}
@@ -222,7 +219,7 @@ def _tensor_causes(
         causes[f"merge to {written.merge_dtype}"] = merged_loss - trained.loss
     for group, group_names in groups.items():
         readable = [name for name in group_names if name in comparison.read_names]
-        reference.fill(read_file, readable)
+        reference.fill(written.read, readable)
         causes[f"{group} in the file"] = reference.score(batches).loss - merged_loss
         reference.fill(read_merged, readable)
     return causes

@@ -1,17 +1,19 @@
-"""The model in the reference arithmetic: fp32 weights and fp32 products. Weights are copied into it
-one tensor at a time, so that one model serves for every state that is compared.
+"""The model in the reference arithmetic: fp32 weights and fp32 products. The weights of one block at
+a time are read, so that one model serves for every state that is compared.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from ...data.pictures import Pictures
@@ -23,6 +25,7 @@ from ...tasks.language.batches import Batch, collate, model_inputs, split_by_pic
 from ..loaded import LoadedRun
 from .run_weights import RunWeights
 
+Reader = Callable[[str], Tensor]  # name of a weight -> its values
 _LOGITS_PER_BATCH = 1 << 27  # values of fp32 logits in one batch: 0.5 GB
 
 
@@ -62,9 +65,11 @@ class Scores:
 
 
 class ReferenceModel:
-    """An fp32 model of the run's architecture.
+    """An fp32 model of the run's architecture. Its weights are read when a block needs them and
+    released after it, so that the model needs memory for one block.
 
-    names  the names of its weights; a head that is tied to the embedding has no name of its own
+    names   the names of its weights; a head that is tied to the embedding has no name of its own
+    shapes  name -> the shape of the weight
     """
 
     def __init__(self, run: LoadedRun, weights: RunWeights) -> None:
@@ -78,13 +83,16 @@ class ReferenceModel:
         self.is_tied = _is_tied(weights)
         for config in (self.config, self.config.get_text_config()):
             config.tie_word_embeddings = self.is_tied
+        self.readers: dict[str, Reader] = {}
+        self.is_held = False
         self.build(self.config)
 
     def build(self, config: Any) -> None:
-        """Builds the model of a configuration. Its weights have no values yet."""
+        """Builds the model of a configuration. Its weights have no values."""
         # sdpa leaves out Gemma 2's softcap
         has_softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
         auto = auto_class(config, text_only=self.text_only)
+        # on the CPU memory without values is not used
         with no_init_weights():
             self.model: Any = auto.from_config(
                 config,
@@ -93,33 +101,61 @@ class ReferenceModel:
                 **({"attn_implementation": "eager"} if has_softcap else {}),
             )
         self.model.tie_weights()
-        self.model.to(self.device).eval().requires_grad_(False)
-        self.tensors = dict(self.model.named_parameters())
-        persistent = self.model.state_dict(keep_vars=True)
-        self.tensors |= {
-            name: buffer
-            for name, buffer in self.model.named_buffers()
-            if name in persistent and buffer.is_floating_point()
-        }
-        self.names = list(self.tensors)
+        self.model.eval().requires_grad_(False)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in _stored_tensors(self.model)}
+        self.names = list(self.shapes)
+        for parameter in self.model.parameters():
+            parameter.data = torch.empty(0)
+        self.model.to(self.device)
+        stored_tensors = _stored_tensors(self.model)
+        self._names_by_tensor = {id(tensor): name for name, tensor in stored_tensors}
+        self._release([tensor for _, tensor in stored_tensors])
+        for unit, recurse in _find_units(self.model):
+            stored = [
+                tensor
+                for tensor in (*unit.parameters(recurse), *unit.buffers(recurse))
+                if id(tensor) in self._names_by_tensor
+            ]
+            if stored:
+                unit.register_forward_pre_hook(partial(self._read, stored))
+                unit.register_forward_hook(partial(self._release, stored), always_call=True)
 
     @torch.no_grad()
-    def fill(self, read: Callable[[str], Tensor], names: Iterable[str] | None = None) -> None:
-        """Copies values into the weights: all of them, or those of `names`."""
+    def _read(self, tensors: Sequence[Tensor], *_: Any) -> None:
+        for tensor in tensors:
+            if tensor.numel() == 0:
+                name = self._names_by_tensor[id(tensor)]
+                value = self.readers[name](name)
+                tensor.data = value.to(self.device, torch.float32)
+
+    def _release(self, tensors: Sequence[Tensor], *_: Any) -> None:
+        if self.is_held:
+            return
+        for tensor in tensors:
+            tensor.data = torch.empty(0, device=self.device)
+
+    @contextmanager
+    def holding_weights(self) -> Iterator[None]:
+        """Keeps the weights between calls of the model. Generation calls it for each token."""
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
+            self._release([tensor for _, tensor in _stored_tensors(self.model)])
+
+    def fill(self, read: Reader, names: Iterable[str] | None = None) -> None:
+        """Sets where the values of the weights come from: of all, or of those in `names`."""
         for name in self.names if names is None else names:
-            self.tensors[name].copy_(read(name))
+            self.readers[name] = read
 
-    @torch.no_grad()
     def score_with(self, config: Any, batches: Sequence[Batch]) -> Scores:
         """Returns the scores of the current weights with another configuration, which must have the
         same weight shapes.
         """
-        values = self.tensors
         self.build(config)
-        self.fill(values.__getitem__)
         scores = self.score(batches)
         self.build(self.config)
-        self.fill(values.__getitem__)
         return scores
 
     @torch.no_grad()
@@ -157,6 +193,37 @@ class ReferenceModel:
             for group in groups
             for part in split_by_pictures(group)
         ]
+
+
+def _stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Returns the parameters and the persistent buffers of floating-point numbers, with names."""
+    persistent = model.state_dict(keep_vars=True)
+    buffers = [
+        (name, buffer)
+        for name, buffer in model.named_buffers()
+        if name in persistent and buffer.is_floating_point()
+    ]
+    return [*model.named_parameters(), *buffers]
+
+
+def _find_units(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """Yields the modules whose weights are read together, and whether this includes the modules
+    below: the blocks, and each module outside blocks.
+    """
+    blocks = _find_blocks(model)
+    inner = {id(module) for block in blocks for module in block.modules()}
+    for block in blocks:
+        yield block, True
+    for module in model.modules():
+        if id(module) not in inner:
+            yield module, False
+
+
+def _find_blocks(module: nn.Module) -> list[nn.Module]:
+    """Returns the elements of the outermost lists of modules, such as the decoder's layers."""
+    if isinstance(module, nn.ModuleList):
+        return list(module)
+    return [block for child in module.children() for block in _find_blocks(child)]
 
 
 def _is_tied(weights: RunWeights) -> bool:

