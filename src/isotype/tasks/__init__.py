@@ -1,3 +1,3 @@
-"""The kinds of runs. Each folder implements one `training.task.Task`; `choose` selects the one for
-a configuration.
+"""Contains the kinds of runs. Each folder implements one `training.task.Task`. The module `choose`
+selects the task for a configuration.
 """

@@ -1,4 +1,4 @@
-"""Chooses the task for a configuration, and trains or plans it."""
+"""Chooses the task for a configuration, and trains it or plans its run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def train(
     callbacks: Sequence[Callback] = (),
     objective: Objective | None = None,
 ) -> int:
-    """Trains a configuration to its end, or saves and returns 130 on Ctrl-C. Returns the exit
-    status; raises IsotypeError.
+    """Trains a configuration to the end of the run and returns the exit status. On Ctrl-C, saves a
+    checkpoint and returns 130. Raises IsotypeError.
     """
     return train_task(
         loaded,
@@ -51,9 +51,9 @@ def train(
 
 
 def plan_run(loaded: LoadedConfig, *, device: str | None = None, gpus: int | None = None) -> Plan:
-    """Describes what `train` would do. Raises UsageError where `train` would.
+    """Describes what `train` would do. Raises UsageError in the same cases as `train`.
 
-    device  the name of another device than that of this machine
-    gpus    also plans for this many processes, each on its own GPU
+    device  the name of a device to plan for, if it is not the device of this machine
+    gpus    if set, also plans for this number of processes, each on its own GPU
     """
     return plan_task(choose_task(loaded.config), loaded.sources, device=device, gpus=gpus)

@@ -1,3 +1,3 @@
-"""Fine-tuning of diffusion models: it reads pictures with captions, computes a loss for each noised
-latent, and draws sample pictures.
+"""Implements fine-tuning of diffusion models. It reads pictures with captions, computes a loss for
+each latent with added noise, and generates sample pictures.
 """

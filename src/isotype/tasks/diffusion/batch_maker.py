@@ -1,5 +1,5 @@
-"""Makes batches of rows: reads the encoded latents and texts, and draws noise, noise level, window,
-mirroring and caption for each row.
+"""Makes batches of rows. It reads the encoded latents and texts. For each row, it chooses at random
+the noise, the noise level, the window, whether the picture is mirrored, and the caption.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .resolved_run import ResolvedRun
 class BatchMaker:
     """Makes training and evaluation batches.
 
-    observed  receives the dtypes of the batches, by (role, tensor)
+    observed  a mapping to which the dtypes of the batches are added; its keys are (role, tensor)
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class BatchMaker:
         self.observed = observed
 
     def make_training_batch(self, rows: Sequence[PlacedRow]) -> Batch:
-        """Makes a batch of rows of one size. All random numbers depend only on the seed and the
-        row's position.
+        """Makes a batch of rows of one size. All random numbers of a row depend only on the seed
+        and on the row's position in the stream.
         """
         return self._stack([self._draw_training_row(placed) for placed in rows])
 
@@ -56,8 +56,9 @@ class BatchMaker:
         return self._drawn_row(row, entry, latents, noise, sigma, text)
 
     def make_evaluation_batch(self, draws: Sequence[EvaluationDraw]) -> Batch:
-        """Makes a batch of fixed draws: each has the posterior's mean of the first window, noise
-        that depends on the draw's number, and the row's first caption.
+        """Makes a batch for an evaluation, without random choices. Each entry has the mean of the
+        posterior for the row's first window, and the row's first caption. Its noise depends only on
+        the seed and on the number of the draw.
         """
         drawn = []
         for number, row, level in draws:

@@ -1,9 +1,10 @@
-"""The rows of a diffusion run, the stream that feeds them, and the batches that the denoiser
-receives.
+"""Defines the rows of a diffusion run, the stream that yields them, and the batches that the
+denoiser receives.
 
-All random numbers of a row are a function of the seed and of the row's position in the stream. So
-4 micro-batches of 2 rows have the same numbers as 1 micro-batch of 8 rows, a resumed run draws the
-same numbers as an uninterrupted one, and nothing that happens between steps changes the numbers.
+All random numbers of a row depend only on the seed and on the row's position in the stream. So 4
+micro-batches of 2 rows have the same random numbers as 1 micro-batch of 8 rows. A resumed run has
+the same random numbers as a run without an interruption. What happens between steps does not change
+them.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from .pixels import Size
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the data: the keys of its entries in the store. A step draws one key of each kind.
+    """A row of the data. It contains the keys under which the store has the row's latents and
+    captions. In each step, one key of each kind is chosen at random.
 
-    latents   the keys of each window's latents
+    latents   the key of the latents of each window
     mirrored  the keys of the windows' mirror images; empty if pictures are not mirrored
     text      the key of each caption
     size      the size of the windows in pixels
-    weight    the factor of the row's loss
+    weight    the factor by which the row's loss is multiplied
     empty     the key of the empty caption
     """
 
@@ -51,19 +53,20 @@ class PlacedRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of pictures of one size. The number of pictures is both the batch's weight and its
-    units, from which the speed is computed.
+    """A batch of pictures of one size. Its loss is divided by the number of pictures, and the speed
+    is also counted in pictures.
 
     latents, noise  F[N C H W]   in the dtype of `precision.latents`
     sigma           F[N]         noise levels, in the same dtype
-    text            [N ...]      each of the family's text tensors, by name
-    mask            F[N 1 H W]   where the loss of a picture counts; None for everywhere
-    weights         F[N]         the factor of each picture's loss; None for 1
-    crop            fp32[N 4]    the result of `pixels.size_and_crop`; None for whole pictures of the
-                                 size of the latents
-    lengths                      the number of tokens of each caption, if they differ
-    control         F[N C H W]   latents of the pictures before the edit; None for a model that does
-                                 not edit
+    text            [N ...]      the text tensors of the model family, by name
+    mask            F[N 1 H W]   where the loss of a picture is counted; None if it is counted
+                    everywhere
+    weights         F[N]         the factor of each picture's loss; None if all factors are 1
+    crop            fp32[N 4]    the result of `pixels.size_and_crop`; None if the pictures are not
+                                 cropped and have the size of the latents
+    lengths                      the number of tokens of each caption, if these numbers differ
+    control         F[N C H W]   latents of the pictures before the edit; None if the model does not
+                                 edit pictures
     """
 
     latents: Tensor
@@ -110,7 +113,7 @@ Item = TypeVar("Item")
 
 
 def group_by_size(items: Iterable[Item], size_of: Callable[[Item], Size]) -> dict[Size, list[Item]]:
-    """Groups items by size. The groups are in the order of their first items."""
+    """Groups items by size. The groups are ordered by the positions of their first items."""
     groups: dict[Size, list[Item]] = {}
     for item in items:
         groups.setdefault(size_of(item), []).append(item)
@@ -118,11 +121,12 @@ def group_by_size(items: Iterable[Item], size_of: Callable[[Item], Size]) -> dic
 
 
 class PictureStream(RowStream[Row]):
-    """Feeds rows with their positions. The position in the stream is its whole state, as in any
-    stream of rows.
+    """Yields rows with their positions. As in any stream of rows, its only state is the current
+    position.
 
-    step_rows  the number of rows of a step. All rows of a step have the same size, except for the
-               rows that are left over of each size, which come last in an epoch
+    step_rows  the number of rows of a step. All rows of a step have the same size. An exception are
+               the rows of each size that do not fill a whole step; these come at the end of an
+               epoch
     """
 
     def __init__(
@@ -161,7 +165,7 @@ def row_generator(purpose: str, seed: int, position: int) -> torch.Generator:
 
 
 class DrawnRow(NamedTuple):
-    """A row with the numbers that were drawn for it.
+    """A row with the random numbers that were drawn for it.
 
     latents, noise, control  fp32[C H W]
     mask                     fp32[1 H W]
@@ -181,8 +185,8 @@ class DrawnRow(NamedTuple):
 def stack_rows(
     rows: Sequence[DrawnRow], *, dtype: torch.dtype, keeps_text_lengths: bool = False
 ) -> Batch:
-    """Stacks rows of one size into a batch. With `keeps_text_lengths` texts are padded to the
-    longest, and get a mask.
+    """Stacks rows of one size into a batch. If `keeps_text_lengths` is true, the texts are padded
+    to the longest text, and a mask is added.
     """
     has_masks = any(row.mask is not None for row in rows)
     has_weights = any(row.weight != 1.0 for row in rows)
@@ -206,7 +210,7 @@ def stack_rows(
 
 
 def _pad_texts(texts: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Pads texts F[S D] to the longest one.
+    """Pads texts F[S D] to the length of the longest text.
 
     ->  `text` F[N S D], 0 after the end of a text; `mask` F[N S], 1 where there is a token
     """

@@ -1,8 +1,8 @@
-"""Finds captions that are longer than the text encoders read. The ends of such captions are not
-learnt.
+"""Finds captions that are longer than what the text encoders read. The model does not learn the
+ends of such captions.
 
-A caption counts as cut if it exceeds the limit of every tokenizer of the pipeline. The template
-that some families put around a caption is not counted.
+A caption counts as cut if it is longer than the limit of every tokenizer of the pipeline. Some
+model families put a template around a caption; the tokens of the template are not counted.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def count_cut_captions(
 ) -> CutCaptions:
     """Counts the captions that no tokenizer reads to their end.
 
-    max_text_length  the limit of the run for tokenizers that are not CLIP's; 0 for each tokenizer's
-                 limit
+    max_text_length  the run's limit for tokenizers other than CLIP's; 0 means that each tokenizer
+                 has its own limit
     """
     if folder.family.encodes_control:
         return CutCaptions()  # such a family never cuts its instructions
@@ -71,7 +71,9 @@ def count_cut_captions(
 
 
 def _longest_tokenizer(folder: PipelineFolder, max_text_length: int) -> tuple[Any, int]:
-    """The tokenizer that reads the most tokens of a caption, and this number."""
+    """Returns the tokenizer that reads the most tokens of a caption, and the number of these
+    tokens.
+    """
     best: tuple[Any, int] = (None, 0)
     for part in folder.family.encoder_parts:
         path = folder.path / part
@@ -92,7 +94,9 @@ def _longest_tokenizer(folder: PipelineFolder, max_text_length: int) -> tuple[An
 
 
 def _load_tokenizer(path: Path) -> Any:
-    """Loads a tokenizer; None if transformers cannot. Loading the pipeline will then report why."""
+    """Loads a tokenizer. Returns None if transformers cannot load it. The reason is reported later,
+    when the pipeline is loaded.
+    """
     from transformers import AutoTokenizer
 
     try:

@@ -1,4 +1,6 @@
-"""Draws the class pictures of a run (`images.regularisation: draw`) with its base model."""
+"""Generates the class pictures of a run with its base model, for the setting `draw` of
+`images.regularisation`.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ EncodePrompts = Callable[
 
 
 def class_picture_facts(run: ResolvedRun) -> dict[str, Any]:
-    """The settings that, with their caption, decide class pictures. A local model is named by its
-    full path.
+    """Returns the settings that determine what the class pictures look like, except for their
+    caption. If the model is a local folder or file, its full path is given.
     """
     settings = run.sample_settings
     name = str(run.config.model.name)
@@ -42,8 +44,8 @@ def draw_class_pictures(
     device: torch.device,
     encode_prompts: EncodePrompts,
 ) -> None:
-    """Draws the missing class pictures with the base model, under the run's precision and its
-    settings for samples. The model is freed before the pictures are encoded.
+    """Generates the missing class pictures with the base model. It uses the run's precision and the
+    run's settings for samples. The model is freed before the pictures are encoded.
     """
     config = run.config
     settings = run.sample_settings

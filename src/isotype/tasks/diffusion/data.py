@@ -1,5 +1,5 @@
-"""The data of a diffusion run: its pictures and captions, which are encoded once, and the rows for
-training and evaluation.
+"""Contains the data of a diffusion run. These are its pictures and captions, which are encoded
+once, and the rows for training and evaluation.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def make_encoder(run: ResolvedRun, device: torch.device) -> Encoder:
 
 
 class PictureData:
-    """The pictures, captions and prompts of a run, and the rows made of them.
+    """The pictures, captions and prompts of a run, and the rows that are made from them.
 
     pictures                     exist after `load`
-    encoder                      encodes pictures and texts into its store; exists after `encode`
-    text                         the key in the store of each encoded text; exists after `encode`
+    encoder                      encodes pictures and texts and saves them in its store; exists
+                                 after `encode`
+    text                         for each encoded text, its key in the store; exists after `encode`
     train_rows, evaluation_rows  exist after `encode`
     """
 
@@ -53,7 +54,7 @@ class PictureData:
         self.run = run
 
     def load(self) -> None:
-        """Collects pictures and captions. Raises UsageError."""
+        """Collects the pictures and captions. Raises UsageError."""
         images = self.run.config.images
         self.pictures = collect_pictures(
             images, seed=self.run.config.train.seed, has_controls=self.run.family.edits_pictures
@@ -70,8 +71,8 @@ class PictureData:
         )
 
     def encode(self, device: torch.device) -> None:
-        """Encodes pictures and texts of the run into its store, and frees the encoders. Raises
-        UsageError.
+        """Encodes the pictures and texts of the run, saves the results in its store, and frees the
+        encoders. Raises UsageError.
         """
         pictures = self.pictures
         self.encoder = encoder = make_encoder(self.run, device)
@@ -117,7 +118,9 @@ class PictureData:
         return encoded
 
     def _text_inputs(self) -> list[TextInput]:
-        """The texts to encode: every caption, the empty caption, and the texts of prompts."""
+        """Returns the texts to encode. These are every caption, the empty caption, and the texts of
+        the prompts.
+        """
         text_input = self.encoder.text_input
         drops_captions = self.run.config.images.caption_dropout > 0
         inputs = [] if self.run.family.encodes_control else [TextInput(EMPTY)]
@@ -137,8 +140,9 @@ class PictureData:
 
     @property
     def row_count(self) -> int:
-        """The number of training rows of an epoch. Before the pictures are encoded, it includes
-        pictures that will turn out to be bad.
+        """The number of training rows in an epoch. Before the pictures are encoded, this may
+        include pictures that cannot be used, because some errors are found only when a picture is
+        encoded.
         """
         if self.train_rows is not None:
             return len(self.train_rows)
@@ -152,7 +156,7 @@ class PictureData:
 
     @property
     def encoded_rows(self) -> list[Row]:
-        """The training rows; the pictures must be encoded already."""
+        """The training rows. They exist only after the pictures are encoded."""
         assert self.train_rows is not None, "pictures are encoded before the model is built"
         return self.train_rows
 

@@ -1,13 +1,14 @@
-"""Builds the denoiser for training: with nf4 layers, adapter, exact noise levels, Isotype's ops and
-precision. The denoiser is built with its weights, or without them on the meta device.
+"""Builds the denoiser for training. This adds nf4 layers, the adapter, exact noise levels,
+Isotype's ops and the precision. The denoiser is built either with its weights, or without them on
+the meta device.
 
-diffusers quantises on a GPU only. Here bitsandbytes' layers are made from the loaded weights, one
-at a time, on the device of the run.
+diffusers can quantise only on a GPU. Therefore this module makes bitsandbytes' layers from the
+loaded weights itself, one layer at a time, on the device of the run.
 
-Flux computes `timestep.to(hidden_states.dtype) * 1000`. In bf16, 1000 different noise levels become
-498 different ones, and a level from 0 to 1000 has an error of up to 3.5. So the forward of the
-denoiser instance records the exact level, and the sinusoidal embedding uses the recorded level. No
-class is changed.
+Flux computes `timestep.to(hidden_states.dtype) * 1000`. In bf16, 1000 different noise levels are
+rounded to 498 different ones, and a level between 0 and 1000 has an error of up to 3.5. So the
+forward of the denoiser object stores the exact level, and the sinusoidal embedding uses this stored
+level. No class is changed.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def build_denoiser(
     device_type: str,
     part: Part | None = None,
 ) -> tuple[nn.Module, Manifest]:
-    """Builds the model that is trained, and the manifest of what Isotype replaced in it. `part` is
-    the part of the weights that this process will keep, where several processes share the model.
+    """Builds the model to train, and the manifest of what Isotype replaced in it. If several
+    processes share the model, `part` is the part of the weights that this process will keep.
     """
     denoiser.requires_grad_(config.adapter.kind == "none")
     if config.adapter.kind == "none":
@@ -86,7 +87,9 @@ def install_ops_and_precision(
     device_type: str,
     part: Part | None = None,
 ) -> Manifest:
-    """Installs exact noise levels, ops and precision on a denoiser that has its adapter already."""
+    """Installs exact noise levels, ops and precision in a denoiser. The denoiser must already have
+    its adapter.
+    """
     family.prepare(denoiser)
     if family.time_scale is not None:
         keep_time_exact(denoiser, family.time_scale)
@@ -112,8 +115,9 @@ def install_ops_and_precision(
 
 
 def adapter_targets(denoiser: Any, family: Family, config: RunConfig) -> list[str]:
-    """The names of the modules that get an adapter. With `all-linear` they are the linear layers of
-    the denoiser's blocks. Layers of its text encoders follow, where these are trained.
+    """Returns the names of the modules that get an adapter. For `all-linear`, these are the linear
+    layers of the denoiser's blocks. If the text encoders are trained, layers of the text encoders
+    are added.
     """
     configured = config.adapter.targets
     if configured != "all-linear":
@@ -124,7 +128,7 @@ def adapter_targets(denoiser: Any, family: Family, config: RunConfig) -> list[st
 
 
 def load_frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.device) -> Any:
-    """Loads the folder's denoiser on `device`, without gradients. Raises UsageError."""
+    """Loads the denoiser of the folder to `device`. Its weights are frozen. Raises UsageError."""
     if (quantisation := folder.published_quantisation) is not None:
         return _load_published(folder, quantisation, precision, device)
     denoiser = folder.denoiser(to_torch(precision.unquantised)).requires_grad_(False)
@@ -142,7 +146,7 @@ def load_frozen_denoiser(folder: PipelineFolder, precision: Precision, device: t
 def load_frozen_base(
     folder: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device
 ) -> Any:
-    """Loads the frozen denoiser, with its text encoders attached where the run trains them."""
+    """Loads the frozen denoiser. If the run trains the text encoders, they are attached to it."""
     denoiser = load_frozen_denoiser(folder, precision, device)
     if config.adapter.text_encoders:
         attach_encoders(denoiser, folder, folder.text_encoders(to_torch(precision.text_encoder)))
@@ -150,15 +154,15 @@ def load_frozen_base(
 
 
 def outline_base(folder: PipelineFolder, config: RunConfig) -> Any:
-    """Builds the base of `load_frozen_base` on the meta device, without weights and not
+    """Builds the model of `load_frozen_base` on the meta device, without weights. It is not
     quantised.
     """
     return _with_encoder_outlines(folder.denoiser_outline(), folder, config)
 
 
 def outline_frozen_base(folder: PipelineFolder, config: RunConfig, precision: Precision) -> Any:
-    """Builds the base of `load_frozen_base` on the meta device, without weights but quantised in
-    the same way. Raises UsageError.
+    """Builds the model of `load_frozen_base` on the meta device, without weights. It is quantised
+    in the same way. Raises UsageError.
     """
     if (quantisation := folder.published_quantisation) is not None:
         return _with_encoder_outlines(
@@ -183,7 +187,7 @@ def _with_encoder_outlines(outline: Any, folder: PipelineFolder, config: RunConf
 
 
 def block_layers(denoiser: Any, classes: tuple[str, ...]) -> dict[str, nn.Linear]:
-    """The linear layers below modules whose class is one of `classes`, by name."""
+    """Returns the linear layers inside modules whose class is one of `classes`, by name."""
     blocks = tuple(
         f"{name}." for name, module in denoiser.named_modules() if type(module).__name__ in classes
     )
@@ -195,8 +199,8 @@ def block_layers(denoiser: Any, classes: tuple[str, ...]) -> dict[str, nn.Linear
 
 
 def quantised_layers(denoiser: Any, family: Family, precision: Precision) -> dict[str, nn.Linear]:
-    """The linear layers that a packed base packs, by name: those of the blocks, without layers that
-    the model keeps in fp32.
+    """Returns the linear layers whose weights are packed in a packed base model, by name. These are
+    the linear layers of the blocks, except for layers that the model keeps in fp32.
     """
     in_fp32 = names_kept_in_fp32(denoiser, to_torch(precision.unquantised))
     layers = block_layers(denoiser, family.adapted_classes(denoiser))
@@ -204,8 +208,8 @@ def quantised_layers(denoiser: Any, family: Family, precision: Precision) -> dic
 
 
 def quantise(denoiser: Any, family: Family, precision: Precision, device: torch.device) -> None:
-    """Replaces the linear layers of the blocks by nf4 layers with doubly quantised scales. Raises
-    UsageError if bitsandbytes is missing.
+    """Replaces the linear layers of the blocks by nf4 layers whose scales are quantised too. Raises
+    UsageError if bitsandbytes is not installed.
     """
     for name, linear in quantised_layers(denoiser, family, precision).items():
         packed, nf4 = _place_nf4_layer(denoiser, name, linear, precision)
@@ -219,8 +223,8 @@ def quantise(denoiser: Any, family: Family, precision: Precision, device: torch.
 def _place_nf4_layer(
     denoiser: Any, name: str, linear: nn.Linear, precision: Precision
 ) -> tuple[Any, Any]:
-    """Replaces the layer `linear` by bitsandbytes' layer, which has no weight yet. Returns this
-    layer and the class of its weight.
+    """Replaces the layer `linear` by a layer of bitsandbytes that has no weight yet. Returns the
+    new layer and the class of its weight.
     """
     require_bitsandbytes()
     import bitsandbytes
@@ -251,8 +255,8 @@ _DOWNLOAD_AGAIN = "get the folder again, or give the pipeline that it was quanti
 def _outline_published(
     folder: PipelineFolder, quantisation: Quantisation, precision: Precision
 ) -> Any:
-    """Builds the denoiser on the meta device, with the packed layers that the headers of its files
-    list. Raises UsageError.
+    """Builds the denoiser on the meta device. The headers of its files say which layers are packed.
+    Raises UsageError.
     """
     denoiser = folder.denoiser_outline()
     layers = _place_waiting_layers(denoiser, folder, quantisation)
@@ -272,8 +276,8 @@ def _outline_published(
 def _load_published(
     folder: PipelineFolder, quantisation: Quantisation, precision: Precision, device: torch.device
 ) -> Any:
-    """Loads the frozen denoiser on `device`; its packed layers keep the bytes of the files. Raises
-    UsageError.
+    """Loads the frozen denoiser to `device`. Its packed layers contain the same bytes as the files.
+    Raises UsageError.
     """
     from accelerate import init_empty_weights
 
@@ -326,8 +330,8 @@ def _load_published(
 def _place_waiting_layers(
     denoiser: nn.Module, folder: PipelineFolder, quantisation: Quantisation
 ) -> dict[str, nn.Linear]:
-    """Returns the packed layers by name. If Isotype reads their format itself, each layer is
-    replaced in the denoiser by a placeholder that waits for its tensors.
+    """Returns the packed layers by name. If Isotype itself reads their format, each of these layers
+    is replaced in the denoiser by a placeholder, which gets the layer's tensors later.
     """
     label = f"model.name: {folder.path / folder.denoiser_part}"
     parts = read_tensor_parts(folder.denoiser_files())
@@ -363,11 +367,11 @@ _LEVELS_ATTRIBUTE = "_isotype_noise_levels"
 
 
 class _ExactNoiseLevels:
-    """A forward pre-hook of sinusoidal embeddings, which replaces a rounded noise level by the
-    exact one. It is an object, so that deepcopy and pickling preserve it.
+    """A forward pre-hook for sinusoidal embeddings. It replaces a rounded noise level by the exact
+    noise level. The hook is an object and not a function, so that `deepcopy` and pickling keep it.
 
-    pending  the noise level and guidance of the current forward pass, in the order in which the
-             denoiser embeds them; empty between passes
+    pending  the noise level and the guidance of the current forward pass, in the order in which the
+             denoiser embeds them; empty between two passes
     """
 
     def __init__(self, scale: float) -> None:
@@ -386,8 +390,8 @@ class _ExactNoiseLevels:
 
 
 def keep_time_exact(denoiser: nn.Module, scale: float) -> None:
-    """Makes the sinusoidal embeddings of `denoiser` use its `timestep` and `guidance` in fp32,
-    times `scale`. Call it before `apply_precision`.
+    """Makes the sinusoidal embeddings of `denoiser` use its inputs `timestep` and `guidance` in
+    fp32, multiplied by `scale`. Call it before `apply_precision`.
     """
     levels = _ExactNoiseLevels(scale)
     denoiser.__dict__[_LEVELS_ATTRIBUTE] = levels
@@ -397,15 +401,15 @@ def keep_time_exact(denoiser: nn.Module, scale: float) -> None:
 
 
 def time_embeddings(model: nn.Module) -> list[nn.Module]:
-    """The sinusoidal embeddings of a denoiser."""
+    """Returns the modules of a denoiser that compute sinusoidal embeddings."""
     from diffusers.models.embeddings import Timesteps
 
     return [module for module in model.modules() if isinstance(module, Timesteps)]
 
 
 def record_time_dtypes(model: nn.Module, observed: dict[tuple[str, str], str]) -> None:
-    """Records the dtype of every noise level that is embedded, and of its embedding, in
-    `observed`.
+    """Whenever a noise level is embedded, stores the dtype of the noise level and the dtype of its
+    embedding in `observed`.
     """
 
     def record(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
@@ -432,8 +436,8 @@ def _exact_forward(denoiser: nn.Module, *args: Any, **kwargs: Any) -> Any:
 class ForwardCost:
     """The cost of one forward pass of a denoiser.
 
-    output_bytes  bytes of all results of its operators, views included
-    blocks        FLOPs of each block, for products, convolutions and attention
+    output_bytes  bytes of the results of all its operators, including views
+    blocks        FLOPs of each block for matrix products, convolutions and attention
     """
 
     output_bytes: int
@@ -443,7 +447,7 @@ class ForwardCost:
     def measure(cls, denoiser: nn.Module, run: Callable[[], Any]) -> ForwardCost:
         """Measures a forward pass.
 
-        run  runs a forward pass of `denoiser` on the meta device
+        run  a function that runs a forward pass of `denoiser` on the meta device
         """
         blocks = set(denoiser_blocks(denoiser))
         with (
@@ -461,7 +465,7 @@ class ForwardCost:
 
 
 class _OutputBytes(TorchDispatchMode):
-    """Adds up the bytes of all results of operators, while active."""
+    """While this mode is active, adds up the bytes of the results of all operators."""
 
     def __init__(self) -> None:
         super().__init__()

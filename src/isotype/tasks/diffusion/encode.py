@@ -1,9 +1,9 @@
-"""Encodes captions and pictures once with the pipeline's encoders, into a store. The encoders are
-freed before the denoiser is loaded.
+"""Encodes captions and pictures once with the pipeline's encoders, and saves the results in a
+store. The encoders are freed before the denoiser is loaded.
 
 The store is in memory, or in a folder of limited size. The key of an entry is a hash of everything
-that its content depends on. A file is written under a temporary name and then renamed. So a killed
-run leaves only complete entries, which the next run uses.
+that its content depends on. A file is written under a temporary name and then renamed. So if a run
+is killed, all its entries are complete, and the next run can use them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from .text_encoders import tokenize_captions
 
 
 class TextInput(NamedTuple):
-    """The input of a text encoder: a caption, and the picture before the edit if the family's
-    encoder reads it too.
+    """The input of a text encoder. It is a caption. If the text encoder of the model family also
+    reads the picture before the edit, this picture is included.
     """
 
     caption: str
@@ -64,7 +64,9 @@ VERSION = 4  # must be raised whenever the same picture or caption gives other t
 
 
 def entry_key(parts: Any) -> str:
-    """The name of an entry in the store: a hash of what its content depends on."""
+    """Returns the name of an entry in the store. It is a hash of everything that the entry's
+    content depends on.
+    """
     return hashlib.sha256(
         json.dumps([VERSION, parts], sort_keys=True, default=str).encode()
     ).hexdigest()[:32]
@@ -83,8 +85,8 @@ class Store:
 
     @classmethod
     def open(cls, setting: str) -> Store:
-        """Opens the store of the setting `images.cache`. With `auto` it is beside the cache of
-        tokens.
+        """Opens the store that the setting `images.cache` names. For `auto`, its folder is next to
+        the folder of the cache for tokens.
         """
         folder = cache_folder(setting)
         return cls(
@@ -92,8 +94,8 @@ class Store:
         )
 
     def has(self, key: str) -> bool:
-        """Whether the store has an intact entry. A damaged entry is removed, so that it is made
-        again.
+        """Returns True if the store has an intact entry for this key. A damaged entry is removed,
+        so that it is made again.
         """
         if self.folder is None:
             return key in self._memory
@@ -110,7 +112,7 @@ class Store:
         return True
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Stores an entry. Raises UsageError when the disk cannot be written."""
+        """Stores an entry. Raises UsageError if the disk cannot be written."""
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         if self.folder is None:
             self._memory[key] = stored
@@ -144,7 +146,7 @@ class Store:
 
     def enforce_bound(self) -> None:
         """Removes entries of other runs until the folder is within its size limit. Raises
-        UsageError if the entries of this run alone exceed it.
+        UsageError if the entries of this run alone are larger than the limit.
         """
         if self.folder is None or not self._used:
             return
@@ -163,7 +165,7 @@ class Store:
 
 
 def library_versions() -> dict[str, str]:
-    """The versions of the libraries on which an encoder's result depends."""
+    """Returns the versions of the libraries on which an encoder's result depends."""
     import diffusers
     import PIL
     import transformers
@@ -178,7 +180,7 @@ CAPTIONS_PER_PASS = 8  # number of captions in one pass of the text encoders
 
 
 class _StoredWindow(NamedTuple):
-    """A window of a picture, or its mirror image, that is one entry of the store."""
+    """A window of a picture, or the mirror image of a window. Each is one entry of the store."""
 
     picture: Picture
     window: Window
@@ -187,15 +189,15 @@ class _StoredWindow(NamedTuple):
 
 @dataclass
 class Encoder:
-    """Encodes the pictures and texts of a run into its store.
+    """Encodes the pictures and texts of a run and saves them in its store.
 
-    max_text_length  the longest caption, in tokens of the text encoder; 0 for the length of CLIP's
-                   tokenizer
+    max_text_length  the largest length of a caption, in tokens of the text encoder; 0 for the
+                   length of CLIP's tokenizer
     keeps_tokens   whether captions are stored as tokens (`tokenize_captions`), because the run
                    trains the text encoders
-    observed       (role, tensor) -> dtype, of the encoders that ran
-    encoded_count  the number of entries that were made now
-    cached_count   the number of entries that the store had already
+    observed       the dtypes of the encoders that ran, as a mapping (role, tensor) -> dtype
+    encoded_count  the number of entries that this run made
+    cached_count   the number of entries that were already in the store
     """
 
     folder: PipelineFolder
@@ -209,13 +211,15 @@ class Encoder:
     cached_count: int = 0
 
     def text_input(self, caption: str, control: Content | None) -> TextInput:
-        """The text encoder's input for a caption. `control` is the picture before the edit, or None
-        for a model that does not edit.
+        """Returns the text encoder's input for a caption. `control` is the picture before the edit,
+        or None if the model does not edit pictures.
         """
         return TextInput(caption, control if self.folder.family.encodes_control else None)
 
     def encode_captions(self, inputs: Sequence[TextInput]) -> dict[TextInput, str]:
-        """Encodes the texts that the store lacks; returns the key of each text's embeddings."""
+        """Encodes the texts that are not yet in the store. Returns the key of each text's
+        embeddings.
+        """
         part_names = [
             part
             for part in self.folder.family.encoder_parts
@@ -313,8 +317,8 @@ class Encoder:
         *,
         seed: int,
     ) -> list[list[Row]]:
-        """Encodes the pictures that the store lacks. Returns the rows of each picture, one per
-        repeat. A bad picture has no rows, and is added to `bad_pictures`.
+        """Encodes the pictures that are not yet in the store. Returns the rows of each picture, one
+        for each repeat. A picture that cannot be used gets no rows, and is added to `bad_pictures`.
         """
         key_parts = {
             "what": "latents",
@@ -363,8 +367,8 @@ class Encoder:
     def _list_windows(
         self, picture: Picture, key_parts: Mapping[str, Any], run_sizes: RunSizes, seed: int
     ) -> dict[str, _StoredWindow]:
-        """Maps keys of the store to the windows of a picture and, with `images.flip`, their mirror
-        images. Raises BadPicture, OSError.
+        """Returns a mapping from keys of the store to the windows of a picture. If `images.flip` is
+        set, the mirror images of the windows are included. Raises BadPicture, OSError.
         """
         content = picture.content.fingerprint()
         mask = picture.mask.fingerprint() if picture.mask is not None else None
@@ -389,7 +393,9 @@ class Encoder:
     def _encode_missing_pictures(
         self, pending: Mapping[str, _StoredWindow], bad_pictures: UnusablePictures
     ) -> set[str]:
-        """Encodes and stores the pending windows; returns the keys of those that cannot be used."""
+        """Encodes and stores the windows in `pending`. Returns the keys of the windows that cannot
+        be used.
+        """
         vae = (
             self.folder.vae(to_torch(self.precision.vae))
             .to(self.device)
@@ -452,8 +458,8 @@ class Encoder:
 
 
 def _open_controls(inputs: Sequence[TextInput]) -> tuple[list[TextInput], list[Any]]:
-    """Returns the inputs whose pictures can be opened, and these pictures (PIL). Another input's
-    picture is reported as bad when pictures are encoded.
+    """Returns the inputs whose pictures can be opened, and these pictures as PIL images. If a
+    picture cannot be opened, this is reported later, when the pictures are encoded.
     """
     readable = []
     for item in inputs:

@@ -1,4 +1,4 @@
-"""The facts about a run's pictures, for its header, plan, report and files."""
+"""Computes facts about a run's pictures. The run's header, plan, report and files contain them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_CAPTION = 160  # characters of a caption in the header
 
 
 def plan_facts(data: PictureData) -> dict[str, Any]:
-    """The value of `data` in `isotype plan --json`."""
+    """Returns the value of `data` in the output of `isotype plan --json`."""
     pictures = data.pictures
     sizes = data.run.sizes
     objective = data.run.objective
@@ -38,7 +38,9 @@ def plan_facts(data: PictureData) -> dict[str, Any]:
 
 
 def plan_lines(data: PictureData) -> list[str]:
-    """The lines of `isotype plan` about the data: pictures, noise levels, then notes."""
+    """Returns the lines about the data in the output of `isotype plan`. They describe the pictures
+    and the noise levels; notes follow.
+    """
     run = data.run
     pictures = data.pictures
     facts = plan_facts(data)
@@ -78,7 +80,9 @@ def _describe_pictures(facts: Mapping[str, Any]) -> str:
 
 
 def header_rows(data: PictureData) -> Header:
-    """Rows of the run's header about its data, with the first picture and its caption."""
+    """Returns the rows about the data for the run's header. They contain the first picture and its
+    caption.
+    """
     pictures, _, *notes = plan_lines(data)
     rows = [("data", pictures), *(("", note) for note in notes)]
     first_picture = data.pictures.train[0]
@@ -88,7 +92,7 @@ def header_rows(data: PictureData) -> Header:
 
 
 def header_details(data: PictureData) -> Header:
-    """Rows of the header about noise levels and the cache of latents."""
+    """Returns the rows of the header about noise levels and the cache of latents."""
     encoder = data.encoder
     folder = encoder.store.folder
     location = f"in {folder}" if folder else "in memory"
@@ -100,7 +104,7 @@ def header_details(data: PictureData) -> Header:
 
 
 def run_records(data: PictureData) -> dict[str, Any]:
-    """The JSON files that the run writes at its start, by name."""
+    """Returns the JSON files that the run writes at its start, as a mapping from name to content."""
     pictures = data.pictures
     counts = Counter(row.size for row in data.encoded_rows)
     return {

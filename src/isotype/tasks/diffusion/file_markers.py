@@ -1,8 +1,8 @@
-"""Reads the markers of a checkpoint in one file: tensors and metadata by which ComfyUI, A1111,
-Forge and kohya's tools record how the checkpoint was trained.
+"""Reads the markers of a checkpoint that is a single file. Markers are tensors and metadata with
+which ComfyUI, A1111, Forge and kohya's tools record how the checkpoint was trained.
 
-The settings beside such a file, or on the hub, are the usual ones of its model family. Only the
-markers show that this checkpoint was trained otherwise, for example with v-prediction.
+The settings next to such a file, or on the hub, are the usual settings of its model family. If this
+checkpoint was trained in another way, for example with v-prediction, only the markers show it.
 
 Sources  ComfyUI `supported_models.py` and its node that saves a checkpoint (`v_pred`, `ztsnr`,
          `edm_...`, `modelspec.predict_key`); Stability's ModelSpec 1.0; kohya's `ss_...`
@@ -48,12 +48,12 @@ LAST_LAYER_VALUES = ("", "0", "1")
 
 @dataclass(frozen=True)
 class FileMarkers:
-    """The markers of a checkpoint in one file.
+    """The markers of a checkpoint that is a single file.
 
     prediction   marker -> `epsilon`, `v_prediction` or `flow_prediction`
-    zero_snr     the markers of a schedule whose last step is pure noise
+    zero_snr     the markers that say that the last step of the schedule is pure noise
     shift        marker -> the shift of flow matching
-    notes        sentences about markers that training does not apply by itself
+    notes        sentences about markers that have no automatic effect on training
     """
 
     prediction: Mapping[str, str] = field(default_factory=dict)
@@ -63,8 +63,8 @@ class FileMarkers:
 
 
 def read_markers(file: Path) -> FileMarkers:
-    """Reads the markers of a file. Raises UsageError for a way of training that is not supported,
-    and for a value that cannot be read.
+    """Reads the markers of a file. Raises UsageError if the markers name a way of training that is
+    not supported, or if a value cannot be read.
     """
     with safe_open(file, framework="pt") as opened:
         names = set(opened.keys())
@@ -148,12 +148,13 @@ def _notes(metadata: Mapping[str, str]) -> tuple[str, ...]:
 def scheduler_changes(
     markers: FileMarkers, scheduler: Mapping[str, Any], file: Path, *, objective: str, shift: Any
 ) -> dict[str, Any]:
-    """The keys that the file's markers change in its scheduler's configuration.
+    """Returns the keys of the scheduler's configuration that the file's markers change, with their
+    new values.
 
     objective, shift  the settings of `diffusion`. Unless they are `auto`, they take precedence over
                       the markers
-    Raises            UsageError where they are `auto` and the markers contradict each other or the
-                      family
+    Raises            UsageError if they are `auto` and the markers contradict each other or the
+                      model family
     """
     if learns_velocity(scheduler):
         _refuse_other_shift(markers, scheduler, file, shift=shift)
@@ -184,10 +185,11 @@ def scheduler_changes(
 
 
 def refuse_unknown_prediction(file: Path, settings_repository: str | None) -> None:
-    """Raises UsageError for a file of Stable Diffusion 2 without a marker.
+    """Raises UsageError if the file is a Stable Diffusion 2 model and has no marker.
 
-    Such files exist for epsilon (512 pixels) and for v (768 pixels). Both have tensors of the same
-    names and shapes, and the settings on the hub fit only one of the two.
+    There are Stable Diffusion 2 models that predict epsilon (512 pixels) and models that predict v
+    (768 pixels). The tensors of both kinds have the same names and shapes. The settings on the hub
+    are right for only one of the two kinds.
     """
     if "stable-diffusion-2" in (settings_repository or ""):
         raise UsageError(
@@ -198,8 +200,8 @@ def refuse_unknown_prediction(file: Path, settings_repository: str | None) -> No
 
 
 def _zero_snr_settings(scheduler: Mapping[str, Any]) -> dict[str, Any]:
-    """The scheduler settings for zero terminal SNR (Lin et al. 2023). If the scheduler's class does
-    not support it, they name another class.
+    """Returns the scheduler settings for zero terminal SNR (Lin et al. 2023). If the scheduler's
+    class does not support this, the settings contain another class.
     """
     import diffusers
 
@@ -214,8 +216,8 @@ def _zero_snr_settings(scheduler: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_other_shift(
     markers: FileMarkers, scheduler: Mapping[str, Any], file: Path, *, shift: Any
 ) -> None:
-    """Raises UsageError where a marker names another shift than the scheduler, unless the run sets
-    the shift itself.
+    """Raises UsageError if the shift in a marker differs from the shift of the scheduler, unless
+    the run's configuration sets the shift.
     """
     if shift != "auto":
         return
@@ -234,7 +236,7 @@ def _refuse_other_shift(
 
 
 def learns_velocity(scheduler: Mapping[str, Any]) -> bool:
-    """Whether a scheduler is for flow matching."""
+    """Returns True if a scheduler is made for flow matching."""
     is_flow = "FlowMatch" in str(scheduler.get("_class_name"))
     return is_flow or scheduler.get("prediction_type") == "flow_prediction"
 
@@ -242,7 +244,7 @@ def learns_velocity(scheduler: Mapping[str, Any]) -> bool:
 def describe_markers(
     markers: FileMarkers, changes: Mapping[str, Any], scheduler: Mapping[str, Any], file: Path
 ) -> list[str]:
-    """Lines about the file's markers, for the header and the plan."""
+    """Returns lines about the file's markers for the header and the plan."""
     lines = []
     if learns_velocity(scheduler):
         epsilon_markers = [

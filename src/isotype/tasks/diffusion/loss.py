@@ -1,9 +1,10 @@
-"""The target that a denoiser is trained to predict, its loss, and its evaluation at fixed noise
-levels.
+"""Computes the target that a denoiser is trained to predict, the loss, and the evaluation at fixed
+noise levels.
 
-A denoiser predicts the velocity of flow matching, or the noise or v of a DDPM schedule. The loss of
-a batch is a mean over each picture, summed over pictures. An evaluation uses the same levels and
-noise in every run of the same seed.
+With flow matching, a denoiser predicts the velocity. With a DDPM schedule, it predicts the noise or
+v. The loss of a picture is a mean over its pixels, and the loss of a batch is the sum over its
+pictures. An evaluation uses the same noise levels and the same noise in every run with the same
+seed.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ class NoiseLevels:
     """The distribution of the noise levels in training.
 
     timesteps        `uniform`, `logit_normal` or `mode`
-    shift            s in s t / (1 + (s - 1) t), for the run's largest pictures; 1 changes nothing
+    shift            the number s in s t / (1 + (s - 1) t), for the run's largest pictures; with 1,
+                     the levels are not changed
     mean, deviation  mean and standard deviation of the logit, for `logit_normal`
     mode_scale       the scale, for `mode`
-    lowest, highest  the bounds of the levels
+    lowest, highest  the lowest and the highest noise level
     Source           Esser et al. 2024, 3.1, for `logit_normal` and `mode`
     """
 
@@ -47,8 +49,8 @@ class NoiseLevels:
     highest: float = 1.0
 
     def draw(self, generator: torch.Generator, shift: float) -> float:
-        """Draws one level in (0, 1) of the training distribution, and shifts the level. Each call
-        takes one number from the generator.
+        """Draws one noise level in (0, 1) from the training distribution, and shifts it. Each call
+        uses one number of the generator.
         """
         if self.timesteps == "logit_normal":
             logit = self.mean + self.deviation * torch.randn(
@@ -64,10 +66,10 @@ class NoiseLevels:
 
 
 def resolve_shift(section: DiffusionSection, scheduler: Mapping[str, Any], *, tokens: int) -> float:
-    """The shift of a run with flow matching.
+    """Returns the shift of a run with flow matching.
 
-    scheduler  the content of scheduler_config.json. Its shift is `shift` (`flow_shift` in
-               DPMSolver); with `use_dynamic_shifting` it grows with the picture
+    scheduler  the content of scheduler_config.json. The shift is its value `shift` (`flow_shift`
+               for DPMSolver). If `use_dynamic_shifting` is set, larger pictures have a larger shift
     tokens     number of latent tokens of a training picture
     Source     diffusers' FlowMatchEulerDiscreteScheduler and `calculate_shift` of its Flux pipeline
     """
@@ -96,8 +98,8 @@ _OBJECTIVE_BY_PREDICTION = {
 
 
 class Objective(ABC):
-    """The target of training. A noise level lies in [0, 1]; at 0 the noisy latent is the latent
-    itself.
+    """What a denoiser is trained to predict. A noise level is between 0 and 1. At level 0, the
+    noisy latent is the latent itself.
 
     Shapes: N pictures, C latent channels, H x W latent pixels.
 
@@ -109,10 +111,11 @@ class Objective(ABC):
     levels: NoiseLevels
 
     def draw(self, generator: torch.Generator, tokens: int | None = None) -> float:
-        """Draws one noise level of the training distribution. Each call takes one number from the
+        """Draws one noise level from the training distribution. Each call uses one number of the
         generator.
 
-        tokens  number of latent tokens of the picture; by default that of the run's largest picture
+        tokens  number of latent tokens of the picture; by default the number for the run's largest
+                picture
         """
         return self.levels.draw(generator, self.levels.shift)
 
@@ -120,16 +123,16 @@ class Objective(ABC):
     def mix(
         self, latents_NCHW: Tensor, noise_NCHW: Tensor, level_N: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns (noisy latents, target), both F[N C H W] in the latents' dtype."""
+        """Returns the noisy latents and the target. Both are F[N C H W] in the latents' dtype."""
 
     @abstractmethod
     def time(self, level_N: Tensor) -> Tensor:
-        """The denoiser's time input: F[N] in [0, 1] for flow matching, else int64[N], the number of
-        the schedule's step.
+        """Returns the denoiser's time input. For flow matching, it is F[N] with values in [0, 1].
+        Otherwise it is int64[N], the number of the step in the schedule.
         """
 
     def weights(self, level_N: Tensor) -> Tensor | None:
-        """The factor of each picture's loss, fp32[N]; None if all are 1."""
+        """Returns the factor of each picture's loss, fp32[N]. Returns None if all factors are 1."""
         return None
 
     def __str__(self) -> str:
@@ -151,11 +154,11 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class FlowMatching(Objective):
-    """Flow matching: the noisy latent lies on the straight line from a latent to noise, and the
-    target is its velocity.
+    """Flow matching. The noisy latent is a point on the straight line from a latent to noise. The
+    target is the velocity along this line.
 
-    shift_at  returns the shift of a picture from its number of latent tokens; None if it is the
-              same for all pictures
+    shift_at  a function that computes the shift of a picture from its number of latent tokens; None
+              if the shift is the same for all pictures
     Source    Lipman et al. 2023, in the direction of diffusers' FlowMatchEulerDiscreteScheduler
     """
 
@@ -234,8 +237,8 @@ class Ddpm(Objective):
 
 
 def min_snr(snr_T: Tensor, gamma: float, *, kind: str) -> Tensor:
-    """The min-SNR factor of a loss: min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1)
-    for v. Both give the same weight to the error of the predicted latent.
+    """Returns the min-SNR factor of a loss. It is min(SNR, gamma) / SNR for epsilon, and min(SNR,
+    gamma) / (SNR + 1) for v. With both, the error of the predicted latent has the same weight.
 
     Source  Hang et al. 2023
     """
@@ -245,7 +248,9 @@ def min_snr(snr_T: Tensor, gamma: float, *, kind: str) -> Tensor:
 
 
 def declared_objective(scheduler: Mapping[str, Any]) -> str | None:
-    """The objective that scheduler_config.json declares; None for an unknown one."""
+    """Returns the objective that scheduler_config.json declares. Returns None if the objective is
+    unknown.
+    """
     if "FlowMatch" in str(scheduler.get("_class_name")):
         return FLOW_MATCHING
     return _OBJECTIVE_BY_PREDICTION.get(str(scheduler.get("prediction_type", "epsilon")))
@@ -261,9 +266,9 @@ def build_objective(
     """Builds the objective of a run.
 
     scheduler  the content of scheduler_config.json
-    supported  the objectives that the model family has
+    supported  the objectives that the model family supports
     tokens     number of latent tokens of the largest training picture
-    Raises     UsageError where the file declares another objective than the configuration, or a key
+    Raises     UsageError if the file declares another objective than the configuration, or if a key
                would have no effect
     """
     kind = declared_objective(scheduler)
@@ -322,7 +327,7 @@ def build_objective(
 
 
 def _refuse_without_effect(section: DiffusionSection, timesteps: str, *, is_flow: bool) -> None:
-    """Raises UsageError for settings that have no effect together with the other ones."""
+    """Raises UsageError if a setting has no effect because of the other settings."""
     default = DiffusionSection()
     for key, requirement, is_met in (
         ("logit_mean", "timesteps: logit_normal", timesteps == "logit_normal"),
@@ -357,13 +362,14 @@ def picture_losses(
     dtype: str,
     huber_c: float | None = None,
 ) -> Tensor:
-    """The loss of each picture: the squared error of the denoiser's prediction, averaged over the
-    latent pixels by the picture's mask, times the weights of the objective and of the picture.
+    """Returns the loss of each picture. This is the squared error of the denoiser's prediction,
+    averaged over the latent pixels with the picture's mask as weights. It is multiplied by the
+    weights of the objective and of the picture.
 
-    huber_c  the parameter c of the smooth error, which replaces the squared error
+    huber_c  the parameter c of the smooth error, which is used in place of the squared error
     ->       float[N]  in `dtype`, `precision.loss`
-    inside   the denoiser under the model's precision; the difference, its square and the mean in
-             `dtype`
+    inside   the denoiser computes under the model's precision; the difference, its square and the
+             mean are computed in `dtype`
     """
     noisy, target = objective.mix(batch.latents, batch.noise, batch.sigma)
     prediction = family.predict(model, noisy, objective.time(batch.sigma), batch.text, conditioning)
@@ -378,7 +384,7 @@ def picture_losses(
 
 
 def mean_of_pictures(errors_NCHW: Tensor, mask_N1HW: Tensor | None) -> Tensor:
-    """The mean of each picture's errors, weighted by its mask: F[N]."""
+    """Returns the mean of each picture's errors, weighted by its mask, F[N]."""
     if mask_N1HW is None:
         return errors_NCHW.flatten(1).mean(1)
     mask = mask_N1HW.to(errors_NCHW.dtype).expand_as(errors_NCHW)
@@ -399,16 +405,17 @@ def evaluate(
     losses: Callable[[nn.Module, Batch], Tensor],
     world: World = ALONE,
 ) -> Evaluation:
-    """Returns the mean loss over `draws` noise levels of each row. The levels are the middles of
-    `draws` equal parts of [0, 1]; the loss of each part is returned too (`t250_500`). Sums are in
-    fp64.
+    """Returns the mean loss of the rows. Each row is evaluated at `draws` noise levels. The
+    interval [0, 1] is divided into `draws` equal parts, and the levels are the middles of these
+    parts. The loss of each part is returned too (`t250_500`). Sums are computed in fp64.
 
-    build_batch  makes a batch of (number of the draw, row, noise level); its rows have one size
-    losses       computes float[N], the loss of each row of a batch
-    world        the processes that share the work: they take the batches in turn, and all return
-                 the same. All make the same number of passes, since the processes run the forward
-                 of a shared model together. If a process has no batch left, it computes the first
-                 row again, and this loss does not count.
+    build_batch  a function that makes a batch from tuples (number of the draw, row, noise level);
+                 all rows of a batch have the same size
+    losses       a function that computes the loss of each row of a batch, float[N]
+    world        the processes that share the work. Each process computes a part of the batches, and
+                 all return the same result. All make the same number of forward passes, because
+                 they run the forward of a shared model together. If a process has no batch left, it
+                 computes the first row again, and this loss is not counted.
     """
     parts = [f"t{round(1000 * k / draws)}_{round(1000 * (k + 1) / draws)}" for k in range(draws)]
     all_draws = [

@@ -35,9 +35,10 @@ def load_model(
     observed: dict[tuple[str, str], str],
     part: Part | None = None,
 ) -> tuple[nn.Module, Manifest]:
-    """Loads the model that is trained, with the weights of the pipeline's folder.
+    """Loads the model to train, with the weights from the pipeline's folder.
 
-    observed  receives the dtypes of noise levels in each step, by (role, tensor)
+    observed  a mapping to which the dtypes of noise levels are added in each step; its keys are
+              (role, tensor)
     """
     config = run.config
     offload = config.model.offload
@@ -76,7 +77,9 @@ def outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -
 
 
 def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
-    """A batch without data, with the shapes and dtypes of a batch of the largest pictures."""
+    """Returns a batch without data. It has the shapes and dtypes of a batch of the largest
+    pictures.
+    """
     family = run.family
     folder = run.folder
     dtype = to_torch(run.precision.latents)
@@ -110,8 +113,8 @@ def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
 
 
 def measure_forward_cost(run: ResolvedRun) -> ForwardCost:
-    """Measures the cost of a forward on one training picture, for the denoiser without adapter in
-    fp32.
+    """Measures the cost of a forward on one training picture. The denoiser has no adapter and
+    computes in fp32.
     """
     denoiser = outline_base(run.folder, run.config)
     batch = empty_batch(run, 1, torch.device("meta"))

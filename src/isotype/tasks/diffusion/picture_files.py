@@ -1,8 +1,8 @@
-"""Reads the pictures of one source. A source is a folder whose captions are in text files or in a
-metadata file, or a table: a JSONL, CSV or Parquet file.
+"""Reads the pictures of one source. A source is a folder or a table. For a folder, the captions are
+in text files or in a metadata file. A table is a JSONL, CSV or Parquet file.
 
-A picture's bytes are in a file or in a cell of a Parquet file. The bytes are read when they are
-needed, and not kept in memory.
+The bytes of a picture are in a file or in a cell of a Parquet file. They are read when they are
+needed, and are not kept in memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ...errors import UsageError
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """A hash of the content of files. Each file is read once per process unless its size or time
-    changes.
+    """Returns a hash of the content of the files. A process reads each file only once, unless its
+    size or its modification time changes.
     """
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -55,10 +55,11 @@ class FileContent:
 
 @dataclass(frozen=True)
 class ParquetContent:
-    """A cell of a Parquet file that contains a picture: bytes, or a struct with `bytes`, as
-    `datasets` writes it.
+    """A cell of a Parquet file that contains a picture. The cell contains bytes, or a struct with
+    the field `bytes`, as the library `datasets` writes it.
 
-    group, row  the number of the row group, and of the row within it, from 0
+    group, row  the number of the row group, and the number of the row within the group, both
+                counted from 0
     """
 
     path: Path
@@ -94,14 +95,15 @@ OSError.
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture with its captions. A step draws one of them.
+    """A picture with its captions. Each step uses one of the captions, chosen at random.
 
-    origin       the picture's file, or the row that names it
-    mask         the parts of the picture where the loss counts; None for everywhere
-    control      the picture before the edit, for a model that edits
-    repeats      the number of its rows in an epoch
-    weight       the factor of its loss
-    resolutions  the resolutions in which it is used; empty for that of the run
+    origin       the picture's file, or the row of the table that names the picture
+    mask         the parts of the picture where the loss is counted; None if it is counted
+                 everywhere
+    control      the picture before the edit, for a model that edits pictures
+    repeats      how many rows of an epoch use this picture
+    weight       the factor by which its loss is multiplied
+    resolutions  the resolutions in which it is used; empty for the run's resolution
     """
 
     content: Content
@@ -124,7 +126,8 @@ ReportBad = Callable[[str, str], None]
 def read_captioned_pictures(
     files: list[Path], report_bad: ReportBad, *, uncaptioned: str = "error"
 ) -> Iterator[Picture]:
-    """Yields each picture with the captions of its text file, which has one caption per line.
+    """Yields each picture with the captions in its text file. The text file has one caption per
+    line.
 
     uncaptioned  the setting `images.uncaptioned`
     """
@@ -154,8 +157,8 @@ def read_captioned_pictures(
 
 
 def read_captions(picture: Path) -> tuple[str, ...]:
-    """The captions of a picture's text file, one per line. An empty file means the empty caption.
-    Raises BadPicture.
+    """Returns the captions in a picture's text file, which has one caption per line. An empty file
+    means that the caption is empty. Raises BadPicture.
     """
     captions_by_file: dict[str, tuple[str, ...]] = {}
     for text in (
@@ -176,8 +179,8 @@ def read_captions(picture: Path) -> tuple[str, ...]:
 
 
 def read_caption_file(file: Path) -> str:
-    """Reads a file of captions. Raises BadPicture for a file that is larger than
-    MAX_CAPTION_BYTES, and UnicodeDecodeError for a file that is not UTF-8.
+    """Reads a file of captions. Raises BadPicture if the file is larger than MAX_CAPTION_BYTES, and
+    UnicodeDecodeError if it is not valid UTF-8.
     """
     size = file.stat().st_size
     if size > MAX_CAPTION_BYTES:
@@ -188,20 +191,22 @@ def read_caption_file(file: Path) -> str:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """The files of a folder and its subfolders, without run folders, whose samples are pictures
-    too.
+    """Returns the files of a folder and its subfolders. Run folders are left out, because they
+    contain sample pictures.
     """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
     return exclude_runs(files, folder)[0]
 
 
 def readable_pictures(files: list[Path]) -> list[Path]:
-    """The files that are pictures of a format that can be read."""
+    """Returns the files that are pictures in a format that can be read."""
     return [path for path in files if is_picture(path) and unreadable_reason(path.suffix) is None]
 
 
 def report_unreadable(files: list[Path], report_bad: ReportBad) -> list[Path]:
-    """Reports each picture of a format that cannot be read as bad, and returns them."""
+    """Finds the pictures whose format cannot be read. Reports each of them as bad, and returns
+    them.
+    """
     unreadable = []
     for path in files:
         reason = unreadable_reason(path.suffix)
@@ -216,20 +221,24 @@ def is_picture(path: Path) -> bool:
 
 
 def count_other_files(files: list[Path], read_files: Iterable[Path]) -> Counter[str]:
-    """Counts, by file ending, the files that are neither pictures nor among `read_files`."""
+    """Counts the files that are neither pictures nor in `read_files`. Returns the counts by file
+    ending.
+    """
     read_paths = set(read_files)
     other_files = [path for path in files if not is_picture(path) and path not in read_paths]
     return Counter(path.suffix.lower() or "no ending" for path in other_files)
 
 
 def find_metadata(folder: Path) -> Path | None:
-    """The metadata file with the captions of the folder's pictures; None if there is none."""
+    """Returns the metadata file with the captions of the folder's pictures. Returns None if there
+    is no such file.
+    """
     return next((folder / name for name in METADATA_FILES if (folder / name).is_file()), None)
 
 
 def pictures_by_name(folder: Path) -> dict[str, Path]:
-    """The pictures of a folder by their name without suffix, relative to the folder. They are masks
-    or controls of the pictures of the same name.
+    """Returns the pictures of a folder by name. The name is the path relative to the folder,
+    without the suffix. These pictures are masks or controls of the pictures with the same name.
     """
     return {
         p.relative_to(folder).with_suffix("").as_posix(): p
@@ -266,13 +275,14 @@ def read_table_pictures(
     *,
     has_controls: bool = False,
 ) -> Iterator[Picture]:
-    """Yields the pictures of a table's rows, in order of their first row. Paths are relative to the
-    file's folder. Rows of the same picture become one picture with several captions.
+    """Yields the pictures of a table. Paths in the table are relative to the folder of the file. If
+    several rows name the same picture, it is yielded once, with several captions, at the position
+    of its first row.
 
-    columns       the file's column names for `image`, `text`, `mask`, `control`
+    columns       the names of the file's columns for `image`, `text`, `mask` and `control`
     key           the setting that names the file, for messages
-    has_controls  whether rows are edits
-    Raises        UsageError for a file without these columns, or that is no table
+    has_controls  whether each row has a picture before the edit
+    Raises        UsageError if the file does not have these columns, or if it is not a table
     """
     pictures: dict[Any, Picture] = {}
     names: dict[str, str] | None = None
@@ -304,8 +314,8 @@ def read_table_pictures(
 
 
 def _read_rows(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
-    """Yields each row with its row group and its position in the group, which are 0 except in
-    Parquet.
+    """Yields each row with the number of its row group and its position in this group. For files
+    other than Parquet, both are 0.
     """
     positions = _parquet_positions(file) if file_suffix(file) == ".parquet" else repeat((0, 0))
     return zip(read_records(file, str(file)), positions)
@@ -327,7 +337,9 @@ def _match_columns(
     key: str,
     known_names: Mapping[str, tuple[str, ...]],
 ) -> dict[str, str]:
-    """Maps `image`, `text`, `mask` and `control` to the file's columns. Raises UsageError."""
+    """Returns a mapping from `image`, `text`, `mask` and `control` to the file's columns. Raises
+    UsageError.
+    """
     columns = columns or {}
     for field, file_column in columns.items():
         if file_column not in row:
@@ -355,7 +367,9 @@ def _match_columns(
 def _row_picture(
     record: Record, names: Mapping[str, str], file: Path, position: tuple[int, int]
 ) -> tuple[Any, Picture]:
-    """Returns the identity of the row's picture and control, and the picture. Raises BadPicture."""
+    """Returns the picture of a row. The first value identifies the row's picture and control, so
+    that rows with the same picture can be found. Raises BadPicture.
+    """
     row = record.value
     key = names["text"]
     texts = [row.get(key)] if isinstance(row.get(key), str) else row.get(key)
@@ -378,7 +392,7 @@ def _row_picture(
 
 
 def _cell_content(cell: Any, column: str, file: Path, position: tuple[int, int]) -> Content:
-    """The picture of a cell. Raises BadPicture."""
+    """Returns the picture in a cell. Raises BadPicture."""
     if isinstance(cell, dict) and isinstance(cell.get("path"), str) and not cell.get("bytes"):
         cell = cell["path"]
     if isinstance(cell, bytes) or (isinstance(cell, dict) and isinstance(cell.get("bytes"), bytes)):

@@ -1,8 +1,8 @@
 """Collects the pictures and captions of a run, and checks them before anything is computed.
 
-Pictures that cannot be used are named together in one error. With `images.on_bad_row: skip` a
-limited share of them is left out and listed instead. Class pictures for prior preservation belong
-to the pictures of a run too.
+One error lists all pictures that cannot be used. If `images.on_bad_row` is `skip` and there are not
+too many of them, they are left out and listed instead. The class pictures for prior preservation
+are also pictures of a run.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ EXAMPLE_COUNT = 6  # number of example pictures in the report
 class RunPictures:
     """The pictures of a run.
 
-    train                   training pictures; the regularisation pictures are at the end
+    train                   the training pictures, with the regularisation pictures at the end
     bad_pictures            the pictures that cannot be used
     regularisation_count    the number of regularisation pictures
-    has_controls            whether each picture has a control, the picture before the edit
+    has_controls            whether each picture has a control, which is the picture before the edit
     missing_class_pictures  the class pictures that do not exist yet
-    other_files             folder -> file ending -> number of files that are no pictures and were
+    other_files             folder -> file ending -> number of files that are not pictures and were
                             not read
     """
 
@@ -74,8 +74,8 @@ class RunPictures:
         return [*self.train, *self.eval]
 
     def unmasked_pictures(self) -> list[Picture]:
-        """The training pictures without a mask, if other pictures have one. The loss of such a
-        picture counts everywhere in it.
+        """Returns the training pictures without a mask, if other training pictures have a mask. In
+        a picture without a mask, the loss is counted everywhere.
         """
         subject_pictures = self.train[: len(self.train) - self.regularisation_count]
         unmasked = [picture for picture in subject_pictures if picture.mask is None]
@@ -91,7 +91,7 @@ class RunPictures:
         ]
 
     def other_file_lines(self) -> list[str]:
-        """Lines about files that were not read, for the header and the plan."""
+        """Returns lines about the files that were not read, for the header and the plan."""
         lines = []
         for folder, counts in self.other_files.items():
             kinds = ", ".join(f"{number} {ending}" for ending, number in sorted(counts.items()))
@@ -99,7 +99,7 @@ class RunPictures:
         return lines
 
     def examples(self) -> list[dict[str, Any]]:
-        """Thumbnails of the first training pictures with their captions, for the report."""
+        """Returns thumbnails of the first training pictures with their captions, for the report."""
         examples = []
         for picture in self.train[:EXAMPLE_COUNT]:
             with suppress(BadPicture, OSError):
@@ -126,8 +126,8 @@ class RunPictures:
 def collect_pictures(
     images: ImagesSection, *, seed: int, has_controls: bool = False
 ) -> RunPictures:
-    """Collects training and evaluation pictures. Raises UsageError that names every picture that
-    cannot be used.
+    """Collects the training and evaluation pictures. Raises a UsageError that lists every picture
+    that cannot be used.
 
     has_controls  whether each picture needs a picture before the edit
     """
@@ -168,7 +168,7 @@ def collect_pictures(
 
 
 def _split_by_resolution(pictures: Iterable[Picture]) -> list[Picture]:
-    """Repeats each picture once per resolution, with that resolution alone."""
+    """Repeats each picture once for each of its resolutions. Each copy has only one resolution."""
     return [
         replace(picture, resolutions=picture.resolutions[i : i + 1])
         for picture in pictures
@@ -256,8 +256,8 @@ def _read_source(
 
 
 def _files_of_source(folder: Path, images: ImagesSection) -> list[Path]:
-    """The files of a folder and its subfolders, without the masks if `images.masks` is one of
-    these.
+    """Returns the files of a folder and its subfolders. If `images.masks` is one of the subfolders,
+    its files are left out.
     """
     files = list_files(folder)
     if images.masks is None:
@@ -271,9 +271,10 @@ def _files_of_source(folder: Path, images: ImagesSection) -> list[Path]:
 def _read_with_metadata(
     files: list[Path], file: Path, source: PictureSource, result: RunPictures
 ) -> Iterable[Picture]:
-    """Yields the pictures of the folder that its metadata file names. A picture that the file does
-    not name is bad, since it has no caption. If pictures have controls, every row of the metadata
-    file is yielded: the controls are in the same folder, so its files cannot be matched to rows.
+    """Yields the pictures of a folder that are listed in its metadata file. A picture that is not
+    listed cannot be used, because it has no caption. If pictures have controls, the controls are in
+    the same folder, so not every file belongs to a row of its own. Therefore every row of the
+    metadata file is yielded in this case.
     """
     rows = list(
         read_table_pictures(
@@ -311,13 +312,13 @@ def _read_with_metadata(
 
 
 def _read_words(caption_file: Path) -> list[str]:
-    """The words of a caption file. If the file is too large, only its beginning is read."""
+    """Returns the words of a caption file. If the file is too large, only its beginning is read."""
     with caption_file.open("rb") as file:
         return file.read(MAX_CAPTION_BYTES + 1).decode("utf-8", "replace").split()
 
 
 def _report_disagreeing(pictures: Iterable[Picture], result: RunPictures) -> None:
-    """Reports as bad the pictures for which another source has other captions."""
+    """Reports a picture as bad if another source has other captions for the same picture."""
     for picture in pictures:
         if not isinstance(picture.content, FileContent):
             continue
@@ -336,7 +337,7 @@ def _report_disagreeing(pictures: Iterable[Picture], result: RunPictures) -> Non
 def _attach_masks(
     pictures: list[Picture], images: ImagesSection, result: RunPictures
 ) -> list[Picture]:
-    """Adds the masks of `images.masks` to the pictures, by name."""
+    """Adds the masks of `images.masks` to the pictures with the same names."""
     if images.masks is None:
         return pictures
     folder = Path(images.masks).expanduser()
@@ -363,9 +364,9 @@ def _attach_masks(
 def _attach_controls(
     pictures: Sequence[Picture], source: PictureSource, report_bad: ReportBad
 ) -> list[Picture]:
-    """Adds to each edited picture its picture before the edit: the picture that its row names, or
-    the picture of the same name in the source's `controls`. Edited pictures without a picture
-    before the edit are left out and reported.
+    """Adds to each edited picture its picture before the edit. This is the picture that the row
+    names, or the picture with the same name in the source's `controls`. An edited picture without a
+    picture before the edit is left out and reported.
     """
     root = Path(source.name).expanduser()
     controls = dict[str, Path]()
@@ -394,7 +395,7 @@ def _attach_controls(
 
 
 def _relative_name(picture: Picture, roots: Sequence[Path]) -> str:
-    """The picture's path without suffix, relative to its source's folder."""
+    """Returns the picture's path relative to the folder of its source, without the suffix."""
     if not isinstance(picture.content, FileContent):
         return ""
     path = picture.content.path
@@ -409,8 +410,8 @@ MAX_SKIPPED_SHARE = 0.05  # share of all pictures; above it the data as a whole 
 
 
 class UnusablePictures:
-    """The pictures of a run that cannot be used, each with its file or row and the reason, in the
-    order in which they were found.
+    """The pictures of a run that cannot be used. Each has its file or row and the reason. They are
+    in the order in which they were found.
 
     skip  whether `images.on_bad_row: skip` is set
     """
@@ -423,11 +424,11 @@ class UnusablePictures:
         self.rows.setdefault(origin, BadRow(origin, reason))
 
     def refuse_unusable(self, usable_count: int, *, fix: str | None = None) -> None:
-        """Raises UsageError that names the bad pictures, unless they may be left out.
+        """Raises a UsageError that lists the bad pictures, unless they may be left out.
 
         usable_count  number of pictures that can be used
-        fix           the fix of the error, to which `images.on_bad_row: skip` is added where it
-                      would help
+        fix           the advice in the error message; `images.on_bad_row: skip` is added to it if
+                      that would help
         """
         if not self.rows:
             return
@@ -463,8 +464,8 @@ SEPARATOR = ","
 def apply_caption_settings(
     pictures: Sequence[Picture], images: ImagesSection, *, seed: int
 ) -> list[Picture]:
-    """Replaces the captions of pictures by the forms that are trained on. Raises UsageError for
-    settings of tags if no caption contains a comma.
+    """Replaces the captions of pictures by the forms of these captions that are used in training.
+    Raises UsageError if a setting for tags is set but no caption contains a comma.
     """
     wants_tags = images.tag_orders is not None
     if not wants_tags:
@@ -501,8 +502,8 @@ def _caption_forms(captions: Sequence[str], images: ImagesSection, *, seed: int)
 
 
 def _shuffle_tags(caption: str, images: ImagesSection, *, seed: int) -> list[str]:
-    """Draws `images.tag_orders` forms of a caption. The same form may come twice, as it may in
-    independent draws.
+    """Returns `images.tag_orders` forms of a caption, in which tags are shuffled and dropped at
+    random. The forms are drawn independently, so two of them may be the same.
     """
     tags = [tag.strip() for tag in caption.split(SEPARATOR) if tag.strip()]
     first_tags = tags[: images.keep_tags]
@@ -518,7 +519,9 @@ def _shuffle_tags(caption: str, images: ImagesSection, *, seed: int) -> list[str
 
 
 def caption_of_name(path: Path) -> str:
-    """The caption that a file's name gives: `red circle 2` for `red_circle-2.png`."""
+    """Returns the caption that is made from a file's name. For `red_circle-2.png`, it is `red
+    circle 2`.
+    """
     return " ".join(path.stem.replace("_", " ").replace("-", " ").split())
 
 
@@ -532,10 +535,11 @@ RECORD_FILE = "drawn.json"
 
 @dataclass(frozen=True)
 class MissingPicture:
-    """A class picture that must still be drawn.
+    """A class picture that must still be generated.
 
-    number  its number in the folder, from 1; it decides the noise, together with the run's seed
-    size    its side in pixels; None for the run's resolution
+    number  its number in the folder, counted from 1; the noise depends on this number and on the
+            run's seed
+    size    its side in pixels; None if it is the run's resolution
     """
 
     path: Path
@@ -547,12 +551,12 @@ class MissingPicture:
 def read_class_pictures(
     source: PictureSource, *, has_controls: bool = False
 ) -> tuple[list[Picture], list[MissingPicture]]:
-    """Returns the class pictures of a source with `draw`, and a list of the class pictures that
-    must still be drawn. Existing pictures of the folder are taken first.
+    """Returns the class pictures of a source that has the setting `draw`, and a list of the class
+    pictures that must still be generated. Pictures that already exist in the folder are used first.
 
     has_controls  whether the model edits pictures
-    Raises        UsageError for a model that edits, because class pictures have no picture before
-                  the edit, and for a source that is a file
+    Raises        UsageError if the model edits pictures, because class pictures have no picture
+                  before the edit, or if the source is a file
     """
     if has_controls:
         raise UsageError(
@@ -584,8 +588,8 @@ def read_class_pictures(
 def balance_repeats(
     train: Sequence[Picture], regularisation: Sequence[Picture]
 ) -> tuple[list[Picture], list[Picture]]:
-    """Repeats the pictures of the smaller of the two lists in turn, so that both have the same
-    number of rows in an epoch.
+    """Repeats the pictures of the smaller of the two lists, one after the other, so that both lists
+    have the same number of rows in an epoch.
     """
     rows_per_epoch = max(
         sum(picture.repeats for picture in pictures) for pictures in (train, regularisation)
@@ -606,10 +610,10 @@ def _repeat_in_turn(pictures: Sequence[Picture], rows: int) -> list[Picture]:
 def refuse_other_class_pictures(
     sources: Sequence[PictureSource], missing: Sequence[MissingPicture], facts: dict[str, Any]
 ) -> None:
-    """Raises UsageError for a folder whose class pictures were drawn with another caption or model.
-    If some pictures must still be drawn there, all `facts` must be equal.
+    """Raises UsageError if the class pictures in a folder were generated with another caption or
+    model. If some pictures of the folder must still be generated, all `facts` must be equal.
 
-    facts  the settings of drawing, by the keys of the folder's record
+    facts  the settings with which pictures are generated, by their keys in the folder's record
     """
     incomplete_folders = {picture.path.parent for picture in missing}
     for source in sources:
@@ -637,11 +641,11 @@ def refuse_other_class_pictures(
 def write_class_pictures(
     missing: Sequence[MissingPicture], facts: dict[str, Any], png_files: Iterator[bytes]
 ) -> None:
-    """Writes the missing class pictures. Each file appears only when it is complete, so that an
-    interrupted run continues with the next picture.
+    """Writes the missing class pictures. A file appears only when it is complete. So if the run is
+    interrupted, the next run continues with the next picture.
 
-    facts  the settings of drawing, which are recorded in the folder
-    png_files  yields the PNG of each picture, in order
+    facts  the settings with which the pictures are generated; they are recorded in the folder
+    png_files  yields the PNG file content of each picture, in order
     """
     for folder, caption in {picture.path.parent: picture.caption for picture in missing}.items():
         folder.mkdir(parents=True, exist_ok=True)

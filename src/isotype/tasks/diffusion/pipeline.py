@@ -1,8 +1,8 @@
-"""A diffusers pipeline in a folder or on the hub: its family and its parts. The parts are loaded
-one at a time, from safetensors files only.
+"""Opens a diffusers pipeline in a folder or on the hub. It finds the pipeline's model family and
+loads its parts. The parts are loaded one at a time, and only from safetensors files.
 
-For a pipeline on the hub, settings and tokenizers are downloaded first, and the weights of a part
-when it is loaded. A plan downloads no weights.
+For a pipeline on the hub, the settings and tokenizers are downloaded first. The weights of a part
+are downloaded when the part is loaded. `isotype plan` does not download weights.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class PipelineFolder:
 
     path                 the pipeline's folder, with settings and tokenizers
     index                the content of model_index.json
-    hub_name             the pipeline's name on the hub, if `path` is its copy in the local cache;
-                         its weights are then downloaded when they are needed
-    denoiser_settings    the denoiser's configuration for `model.init: random`; else None
-    random_weights       the folder of the denoiser's weights for `model.init: random`
-    file                 a checkpoint in one file, which has the denoiser
-    has_all_parts        whether this file has all other parts too
-    markers              what the file says about its training
-    scheduler_overrides  the keys of the scheduler's settings that the markers or the run change
-    settings_repository  the repository on the hub with the settings of a file that has no folder
-                         beside it
+    hub_name             the pipeline's name on the hub, if `path` is a copy in the local cache; in
+                         this case, the weights are downloaded when they are needed
+    denoiser_settings    the denoiser's configuration for `model.init: random`; otherwise None
+    random_weights       for `model.init: random`, the folder with the denoiser's weights
+    file                 the checkpoint that contains the denoiser, if it is a single file
+    has_all_parts        whether this file also contains all other parts
+    markers              the markers in the file, which say how it was trained
+    scheduler_overrides  the scheduler's settings that the markers or the run's configuration change
+    settings_repository  the repository on the hub with the settings for the file, if there is no
+                         folder with settings next to the file
     """
 
     path: Path
@@ -74,7 +74,8 @@ class PipelineFolder:
 
     @classmethod
     def open(cls, name: str, *, revision: str | None = None) -> PipelineFolder:
-        """Opens a pipeline. Raises UsageError if its family is not supported, or a part is missing.
+        """Opens a pipeline. Raises UsageError if its model family is not supported or if a part is
+        missing.
 
         name  a folder, a .safetensors file, or a name on the hub
         """
@@ -144,8 +145,8 @@ class PipelineFolder:
 
     @property
     def denoiser_part(self) -> str:
-        """The denoiser's name, which is the name of its folder, its key in model_index.json, and
-        the pipeline's attribute.
+        """The denoiser's name. Its folder, its key in model_index.json and the pipeline's attribute
+        all have this name.
         """
         return self.family.denoiser
 
@@ -157,8 +158,8 @@ class PipelineFolder:
         return part_files
 
     def with_markers(self, *, objective: str, shift: Any) -> PipelineFolder:
-        """Returns this pipeline with the schedule on which its single file was trained. Raises
-        UsageError if the file's markers contradict each other.
+        """Returns this pipeline with the schedule with which its file was trained, if it is a
+        single file. Raises UsageError if the file's markers contradict each other.
 
         objective, shift  the settings of `diffusion`
         """
@@ -173,7 +174,7 @@ class PipelineFolder:
         return replace(self, scheduler_overrides=changes)
 
     def marker_lines(self) -> list[str]:
-        """Lines about a single file's markers, for the header."""
+        """Returns lines about the markers of a single file, for the header."""
         if self.file is None:
             return []
         return describe_markers(
@@ -221,7 +222,7 @@ class PipelineFolder:
                 )
 
     def config(self, part: str) -> dict[str, Any]:
-        """The configuration of a part. Raises UsageError."""
+        """Returns the configuration of a part. Raises UsageError."""
         if self.denoiser_settings is not None and part == self.denoiser_part:
             return dict(self.denoiser_settings)
         file = (
@@ -234,7 +235,7 @@ class PipelineFolder:
         return {**settings, **self.scheduler_overrides} if part == "scheduler" else settings
 
     def clip_length(self) -> int:
-        """The number of tokens to which the CLIP tokenizer pads a caption."""
+        """Returns the number of tokens to which the CLIP tokenizer pads a caption."""
         try:
             settings = json.loads(
                 (self.path / "tokenizer" / "tokenizer_config.json").read_text(encoding="utf-8")
@@ -258,7 +259,7 @@ class PipelineFolder:
 
     @property
     def published_quantisation(self) -> Quantisation | None:
-        """The quantisation of the denoiser's files; None if they are not quantised."""
+        """How the denoiser's files are quantised. It is None if they are not quantised."""
         is_plain = self.denoiser_settings is not None or self.file is not None
         if is_plain:
             settings = None
@@ -269,7 +270,7 @@ class PipelineFolder:
         return None
 
     def denoiser_files(self) -> list[Path]:
-        """The denoiser's safetensors files. Raises UsageError."""
+        """Returns the denoiser's safetensors files. Raises UsageError."""
         self._fetch(self.denoiser_part)
         folder = self.path / self.denoiser_part
         index = folder / f"{WEIGHTS_FILE}.index.json"
@@ -313,8 +314,8 @@ class PipelineFolder:
         return self.random_weights
 
     def widen_buffers(self, denoiser: torch.nn.Module) -> None:
-        """Restores floating-point buffers in fp32 from the files. Loading in a narrower dtype
-        rounds them, and tables of positions must stay exact.
+        """Reads the floating-point buffers from the files again, in fp32. When a denoiser is loaded
+        in a narrower dtype, its buffers are rounded, but tables of positions must stay exact.
         """
         narrow_names = {
             name
@@ -339,12 +340,12 @@ class PipelineFolder:
             denoiser.get_submodule(module)._buffers[buffer_name] = exact_buffers[name]
 
     def denoiser_outline(self) -> Any:
-        """The denoiser on the meta device, without weights."""
+        """Returns the denoiser on the meta device, without weights."""
         with self._explain_errors(self.denoiser_part), torch.device("meta"):
             return self.denoiser_class().from_config(self.dense_config())
 
     def dense_config(self) -> dict[str, Any]:
-        """The denoiser's configuration, without the settings of quantisation."""
+        """Returns the denoiser's configuration, without the settings for quantisation."""
         return {
             key: value
             for key, value in self.config(self.denoiser_part).items()
@@ -352,7 +353,7 @@ class PipelineFolder:
         }
 
     def encoder_outlines(self) -> list[Any]:
-        """The text encoders on the meta device, without weights."""
+        """Returns the text encoders on the meta device, without weights."""
         import transformers
 
         outlines = []
@@ -367,8 +368,8 @@ class PipelineFolder:
         return outlines
 
     def text_encoders(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Loads the text encoders that can be trained, with frozen weights; returns them by part.
-        Raises UsageError.
+        """Loads the text encoders that can be trained. Their weights are frozen. Returns a mapping
+        from the name of the part to the text encoder. Raises UsageError.
         """
         pipe = self.pipeline(dtype, vae=None, **{self.denoiser_part: None})
         return {
@@ -377,11 +378,11 @@ class PipelineFolder:
         }
 
     def with_random_denoiser(self, settings: Mapping[str, Any] | None) -> PipelineFolder:
-        """Returns this pipeline with the configuration of a denoiser whose weights are random.
+        """Returns this pipeline with the configuration of a denoiser that has random weights.
 
-        settings  the configuration; None for that of the folder
-        Raises    UsageError for a configuration of another class, with a key that the class does
-                  not have, or with values that it rejects
+        settings  the configuration; None for the configuration in the folder
+        Raises    UsageError if the configuration is for another class, if it has a key that the
+                  class does not have, or if the class rejects its values
         """
         if settings is None:
             return replace(self, denoiser_settings=self.dense_config())
@@ -410,8 +411,8 @@ class PipelineFolder:
         return replace(self, denoiser_settings=settings)
 
     def draw_denoiser(self, folder: Path, *, seed: int) -> PipelineFolder:
-        """Returns this pipeline with the random denoiser of `folder`. The denoiser's weights are
-        drawn now, unless the folder has them already.
+        """Returns this pipeline with the randomly initialised denoiser in `folder`. If the folder
+        does not contain its weights yet, random weights are generated now.
         """
         if find_damage(folder) is not None:
             torch.manual_seed(seed)
@@ -430,8 +431,8 @@ class PipelineFolder:
             )
 
     def pipeline(self, dtype: torch.dtype, **parts: Any) -> Any:
-        """Builds the pipeline with `parts` in place of those of the folder. A part that is not
-        needed is None.
+        """Builds the pipeline. The parts in `parts` are used in place of those in the folder. A
+        part that is not needed is None.
         """
         import diffusers
 
@@ -474,15 +475,16 @@ class PipelineFolder:
     def pipeline_for_sampling(
         self, denoiser: Any, vae: Any, encoders: Mapping[str, Any] = MappingProxyType({})
     ) -> Any:
-        """Builds the pipeline around a denoiser. The pipeline has only those text encoders that are
-        in `encoders`.
+        """Builds the pipeline for a denoiser that is already loaded. Of the text encoders, the
+        pipeline has only those that are in `encoders`.
         """
         parts = {**dict.fromkeys(self.family.encoder_parts), **encoders}
         return self.pipeline(torch.float32, **parts, vae=vae, **{self.denoiser_part: denoiser})
 
     def save_other_parts(self, folder: Path) -> None:
-        """Saves the parts that come from a single file: VAE and text encoders, each in a subfolder
-        of `folder`, in the file's dtype. Also saves the scheduler's settings if they were changed.
+        """Saves the parts that come from a single file. These are the VAE and the text encoders.
+        Each is saved in a subfolder of `folder`, in the dtype that it has in the file. Also saves
+        the scheduler's settings if they were changed.
         """
         if self.scheduler_overrides:
             self._save_scheduler(folder)
@@ -525,7 +527,9 @@ class PipelineFolder:
 
 
 def require_diffusers() -> None:
-    """Raises UsageError, with the command that installs diffusers and Pillow, if one is missing."""
+    """Raises UsageError if diffusers or Pillow is not installed. The message contains the command
+    that installs them.
+    """
     try:
         import diffusers
         import PIL  # noqa: F401
@@ -543,7 +547,7 @@ VARIANT_PATTERNS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*"]
 
 
 def fetch_settings(name: str, revision: str | None) -> Path:
-    """Downloads a pipeline's settings and tokenizers; returns their folder in the local cache.
+    """Downloads a pipeline's settings and tokenizers. Returns their folder in the local cache.
     Raises UsageError.
     """
     from huggingface_hub import hf_hub_download, snapshot_download
@@ -564,8 +568,8 @@ def fetch_settings(name: str, revision: str | None) -> Path:
 
 
 def fetch_weights(name: str, folder: Path, parts: Sequence[str]) -> None:
-    """Downloads the safetensors files of some parts into `folder`, a snapshot in the cache, unless
-    they exist there. Raises UsageError.
+    """Downloads the safetensors files of the given parts to `folder`, which is a snapshot in the
+    cache. Files that already exist there are not downloaded. Raises UsageError.
     """
     from huggingface_hub import constants, snapshot_download
 

@@ -1,9 +1,9 @@
-"""The sizes of a run's pictures, and the conversion of a picture file to the tensor that a VAE
-takes.
+"""Computes the sizes of a run's pictures, and converts a picture file to a tensor for a VAE.
 
-A picture is assigned to an aspect bucket and cropped to windows. Its pixels are those that a viewer
-shows: EXIF rotation and colour profile are applied, and transparent parts are white. Pictures in
-CMYK, and those with 16 bits per channel, are converted too.
+Each picture is assigned to a bucket of pictures with a similar aspect ratio, and cropped to
+windows. Its pixels are the same as in an image viewer. The EXIF rotation and the colour profile are
+applied, and transparent parts are white. Pictures in CMYK and pictures with 16 bits per channel are
+converted too.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Size:
 class Window:
     """The part of a picture that is scaled to `size`.
 
-    x_share, y_share  the position of the window in a larger picture: from 0 (left, top) to 1
-                      (right, bottom)
+    x_share, y_share  the position of the window if the picture is larger than the window, from 0
+                      (left, top) to 1 (right, bottom)
     """
 
     size: Size
@@ -64,10 +64,10 @@ class Window:
 
 
 def bucket_sizes(resolution: int, *, max_aspect: float, multiple: int) -> list[Size]:
-    """The sizes of aspect buckets, the square first. All sides are multiples of `multiple`, and
-    all areas are at most `resolution` squared.
+    """Returns the picture sizes of the buckets, one for each aspect ratio. The square is the first.
+    All sides are multiples of `multiple`, and no area is larger than `resolution` squared.
 
-    multiple  the number of pixels per token of the model, in each direction
+    multiple  the number of pixels per token of the model in each direction
     """
     step = max(multiple, resolution // _STEPS_PER_SIDE // multiple * multiple)
     square = Size(resolution, resolution)
@@ -93,8 +93,8 @@ class RunSizes:
 
     @cached_property
     def resolutions(self) -> list[tuple[str, int]]:
-        """The resolutions of training and evaluation pictures in ascending order, each with its
-        setting.
+        """The resolutions of the training and evaluation pictures in ascending order. Each has the
+        name of its setting.
         """
         key_by_side = dict[int, str]()
         for source in self.sources:
@@ -119,7 +119,9 @@ class RunSizes:
 
     @cached_property
     def buckets(self) -> dict[int, list[Size]]:
-        """The bucket sizes of each resolution. The square is first, and has the most tokens."""
+        """The sizes of the buckets for each resolution. The square is the first, and has the most
+        tokens.
+        """
         return {
             side: bucket_sizes(side, max_aspect=self.images.max_aspect, multiple=self.multiple)
             for _, side in self.resolutions
@@ -132,10 +134,10 @@ class RunSizes:
     def check_sizes(
         self, sample_sizes: Iterable[tuple[str, int]], max_side_tokens: int | None
     ) -> None:
-        """Raises UsageError for a size that the model does not support.
+        """Raises UsageError if the model does not support one of the sizes.
 
-        sample_sizes     sizes of samples, each with its setting
-        max_side_tokens  the largest number of tokens per side that the model has positions for;
+        sample_sizes     sizes of samples, each with the name of its setting
+        max_side_tokens  the largest number of tokens per side for which the model has positions;
                          None for no limit
         """
         multiple = self.multiple
@@ -167,8 +169,9 @@ class RunSizes:
 
 
 def nearest_bucket(width: int, height: int, sizes: Sequence[Size]) -> Size:
-    """The bucket whose aspect is nearest to that of a picture, by the logarithm of width over
-    height. Of two equally near buckets the larger is returned.
+    """Returns the bucket whose aspect ratio is nearest to the aspect ratio of a picture. The
+    logarithms of width / height are compared. If two buckets are equally near, returns the larger
+    bucket.
     """
     aspect = math.log(width / height)
     return min(
@@ -180,8 +183,8 @@ def nearest_bucket(width: int, height: int, sizes: Sequence[Size]) -> Size:
 def crop_windows(
     size: Size, crop: Literal["center"] | int, *, seed: int, content: str
 ) -> list[Window]:
-    """The windows of a picture for training. Random windows depend only on the seed and the
-    picture's content.
+    """Returns the windows of a picture for training. Random windows depend only on the seed and on
+    the picture's content.
     """
     if crop == "center":
         return [Window(size)]
@@ -195,7 +198,9 @@ _ORIENTATION = 0x0112
 
 
 def displayed_size(content: bytes) -> tuple[int, int]:
-    """Width and height as a viewer shows the picture, from its header. Raises BadPicture."""
+    """Returns the width and the height of a picture as an image viewer shows it. They are read from
+    the file's header. Raises BadPicture.
+    """
     from PIL import Image
 
     readable_phone_formats()
@@ -211,7 +216,9 @@ def displayed_size(content: bytes) -> tuple[int, int]:
 
 @contextmanager
 def label_control_errors() -> Iterator[None]:
-    """Adds to a BadPicture in this block that it is about the picture before the edit."""
+    """If a BadPicture is raised within this block, adds to its message that the error is in the
+    picture before the edit.
+    """
     try:
         yield
     except BadPicture as error:
@@ -219,8 +226,8 @@ def label_control_errors() -> Iterator[None]:
 
 
 def refuse_other_shape(edited: bytes, original: bytes) -> None:
-    """Raises BadPicture if the two pictures of an edit differ in aspect by more than a pixel,
-    because both are scaled to the same window.
+    """Raises BadPicture if the two pictures of an edit have different aspect ratios, because both
+    are scaled to the same window. A difference of one pixel is allowed.
     """
     width, height = displayed_size(edited)
     with label_control_errors():
@@ -233,15 +240,15 @@ def refuse_other_shape(edited: bytes, original: bytes) -> None:
 
 
 def open_displayed(content: bytes) -> Any:
-    """Opens a picture as a PIL image in RGB, as a viewer shows it, with sRGB colours. Raises
+    """Opens a picture as a PIL image in RGB, with sRGB colours, as an image viewer shows it. Raises
     BadPicture.
     """
     return open_picture(content, to_srgb=True)
 
 
 def pixels(content: bytes, window: Window) -> Tensor:
-    """Reads a picture as fp32[3 H W] in [-1, 1]. The picture is scaled to cover the window, and
-    cropped to the window. Raises BadPicture.
+    """Reads a picture as fp32[3 H W] in [-1, 1]. The picture is scaled so that it covers the
+    window, and then cropped to the window. Raises BadPicture.
     """
     image = open_displayed(content)
     if min(image.size) < MIN_SIDE:
@@ -254,8 +261,9 @@ def pixels(content: bytes, window: Window) -> Tensor:
 
 
 def size_and_crop(width: int, height: int, window: Window, *, is_mirrored: bool) -> Tensor:
-    """The original size and the crop of a picture, fp32[4], in pixels: its height and width, and
-    top and left of its window in the scaled picture, which may be mirrored.
+    """Returns the original size and the crop of a picture in pixels, fp32[4]. The values are the
+    height and the width of the picture, and the top and the left edge of its window in the scaled
+    picture. The scaled picture may be mirrored.
     """
     size = window.size
     # the picture is scaled to the window's height, so that only its width exceeds the window
@@ -278,8 +286,8 @@ def size_and_crop(width: int, height: int, window: Window, *, is_mirrored: bool)
 
 
 def mask_pixels(content: bytes, window: Window) -> Tensor:
-    """Reads a mask from a grey picture, fp32[1 H W] in [0, 1], with 1 for white. Raises BadPicture,
-    also for a mask that is black everywhere.
+    """Reads a mask from a grey picture. Returns fp32[1 H W] with values in [0, 1], where 1 is
+    white. Raises BadPicture if the picture cannot be used, or if the mask is completely black.
     """
     mask = (
         np.array(_fit_to_window(open_picture(content).convert("L"), window), dtype=np.float32)
@@ -317,8 +325,8 @@ def encode_png(picture_CHW: Tensor) -> bytes:
 
 
 def thumbnail_url(content: bytes) -> str:
-    """Scales a picture down to a longer side of THUMBNAIL_SIDE pixels, and returns it as a data:
-    URL. Raises BadPicture.
+    """Scales a picture down so that its longer side has THUMBNAIL_SIDE pixels, and returns it as a
+    data: URL. Raises BadPicture.
     """
     image = open_displayed(content)
     image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))

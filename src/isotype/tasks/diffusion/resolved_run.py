@@ -1,5 +1,5 @@
-"""The settings of a diffusion run, resolved before its data is read: its configuration with its
-pipeline, the sizes of its pictures, its objective and its prompts.
+"""Determines all settings of a diffusion run before its data is read. From the configuration, it
+finds the pipeline, the sizes of the pictures, the objective and the prompts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from .setting_checks import refuse_incompatible_settings
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A diffusion run's settings, with everything that follows from them before data is read.
+    """The settings of a diffusion run, and everything that can be computed from them before the
+    data is read.
 
-    folder   the pipeline, with the schedule and the denoiser settings of this run
-    sources  the picture sources of training, regularisation and evaluation
+    folder   the pipeline, with this run's schedule and settings of the denoiser
+    sources  the sources of the pictures for training, regularisation and evaluation
     """
 
     config: RunConfig
@@ -41,8 +42,8 @@ class ResolvedRun:
 
     @classmethod
     def open(cls, config: RunConfig, precision: Precision) -> ResolvedRun:
-        """Opens the pipeline and checks the settings. Raises UsageError for settings that do not
-        fit the pipeline or each other.
+        """Opens the pipeline and checks the settings. Raises UsageError if the settings do not fit
+        the pipeline or contradict each other.
         """
         run = cls(
             config,
@@ -58,8 +59,8 @@ class ResolvedRun:
 
     def with_drawn_denoiser(self, folder: Path) -> ResolvedRun:
         """With `model.init: random`, returns a copy of this run whose denoiser has random weights.
-        They are in `folder` and are drawn first if they do not exist there. Otherwise returns the
-        run itself.
+        The weights are in `folder`. If they do not exist there, they are generated first. Otherwise
+        returns the run itself.
         """
         if self.config.model.init != "random":
             return self
@@ -72,12 +73,12 @@ class ResolvedRun:
 
     @cached_property
     def downscale(self) -> int:
-        """The number of pixels per latent pixel, in each direction."""
+        """The number of pixels per latent pixel in each direction."""
         return self.family.latents.downscale(self.folder.config("vae"))
 
     @property
     def max_text_length(self) -> int:
-        """The largest number of tokens of a caption; 0 if the tokenizer's own limit holds."""
+        """The largest number of tokens of a caption; 0 if the tokenizer's own limit is used."""
         return self.config.diffusion.max_text_length or self.family.max_text_length or 0
 
     @cached_property
@@ -96,7 +97,7 @@ class ResolvedRun:
 
     @property
     def sample_settings(self) -> SampleSettings:
-        """The settings of a sample, for prompts that do not override them."""
+        """The settings of a sample. A prompt may override them."""
         run = self.config.run
         return SampleSettings(
             run.sample_size or self.config.images.resolution,
@@ -106,7 +107,7 @@ class ResolvedRun:
         )
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
-        """The loss of each picture of a batch: float[N] in `dtype`."""
+        """Returns the loss of each picture of a batch, float[N] in `dtype`."""
         settings = self.config.diffusion
         huber_c = settings.huber_c if settings.loss == "huber" else None
         conditioning = Conditioning(
@@ -117,7 +118,7 @@ class ResolvedRun:
         )
 
     def _check_sizes(self) -> None:
-        """Raises UsageError for pictures or samples of a size that the model cannot have."""
+        """Raises UsageError if the model does not support the size of a picture or of a sample."""
         sample_sizes = [
             ("run.samples: size", int(prompt.overrides["size"]))
             for prompt in self.prompts
@@ -133,8 +134,9 @@ class ResolvedRun:
 
 
 def _open_pipeline(config: RunConfig) -> PipelineFolder:
-    """Opens the pipeline of `model.name`. A single file's markers adapt its schedule, and
-    `model.init: random` sets the configuration of its denoiser. Raises UsageError.
+    """Opens the pipeline that `model.name` names. If it is a single file, its schedule is changed
+    as the markers in the file say. If `model.init` is `random`, the configuration of its denoiser
+    is set. Raises UsageError.
     """
     pipeline = PipelineFolder.open(str(config.model.name), revision=config.model.revision)
     pipeline = pipeline.with_markers(

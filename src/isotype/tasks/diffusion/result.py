@@ -1,5 +1,5 @@
-"""Saves the trained adapter or denoiser, also in the format that diffusers reads, and loads this
-file in the way a user would.
+"""Saves the trained adapter or denoiser. An adapter is also saved in the format that diffusers
+reads. Loads the saved file in the same way as a user would.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def save_lora(
     *,
     writes_comfyui_file: bool = False,
 ) -> None:
-    """Saves the adapter as a PEFT folder. If the pipeline can load LoRA files, the folder also gets
-    the adapter under diffusers' names. The metadata of this file contains rank, alpha and the other
-    settings, because diffusers would otherwise take the rank as alpha.
+    """Saves the adapter as a PEFT folder. If the pipeline can load LoRA files, the adapter is also
+    saved to a file with diffusers' names for the tensors. The metadata of this file contains the
+    rank, alpha and the other settings. Without them, diffusers would use the rank as alpha.
 
-    writes_comfyui_file  also writes a file for ComfyUI
+    writes_comfyui_file  whether to write a file for ComfyUI too
     """
     from peft import PeftConfig
 
@@ -82,8 +82,8 @@ def read_adapter_settings(adapter: Path, setting: str = "adapter") -> dict[str, 
 
 
 def is_lokr(adapter: Path) -> bool:
-    """Whether a PEFT folder contains a LoKr. PEFT loads it, since most pipelines of diffusers do
-    not read LoKr files.
+    """Returns True if a PEFT folder contains a LoKr adapter. PEFT loads such an adapter, because
+    most pipelines of diffusers cannot read LoKr files.
     """
     return read_adapter_settings(adapter).get("peft_type") == "LOKR"
 
@@ -109,12 +109,12 @@ def load_result(
     device: torch.device,
     part: Part | None = None,
 ) -> nn.Module:
-    """Loads the saved denoiser, or the saved adapter onto a freshly loaded denoiser, under the
-    run's precision. An adapter is loaded by the pipeline's `load_lora_weights`, or by PEFT if the
-    pipeline has no such method.
+    """Loads the result of a run under the run's precision. This is a denoiser, or an adapter for a
+    denoiser that is loaded again. An adapter is loaded with the pipeline's method
+    `load_lora_weights`, or with PEFT if the pipeline has no such method.
 
-    Raises  RunError SV001 when a tensor of the file is missing in the model, or differs; UsageError
-            for the adapter of another model
+    Raises  RunError SV001 if a tensor of the file is missing in the model or is different there;
+            UsageError if the adapter belongs to another model
     """
     model: nn.Module
     if config.adapter.text_encoders:
@@ -146,8 +146,8 @@ def load_result(
 
 
 class NamedAsPeft(nn.Module):
-    """Wraps a denoiser to which diffusers attached an adapter, so that its parameters have the same
-    names as under PEFT's wrapper.
+    """Wraps a denoiser to which diffusers has attached an adapter. The names of its parameters are
+    then the same as with PEFT's wrapper.
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
@@ -170,8 +170,9 @@ def _layer_shape(
     base_module: nn.Module | None = None,
     base_weight_param_name: str | None = None,
 ) -> torch.Size:
-    """The shape of a linear layer's weight, with which diffusers compares an adapter of Flux. A
-    packed weight is stored as bytes, so its shape comes from its quantisation state.
+    """Returns the shape of a linear layer's weight. diffusers compares an adapter for Flux with
+    this shape. A packed weight is stored as bytes, so its shape is read from its quantisation
+    state.
     """
     layer = base_module or model.get_submodule(str(base_weight_param_name).rpartition(".")[0])
     if isinstance(layer, PackedLinear):
@@ -184,13 +185,15 @@ def _layer_shape(
 def load_adapter_as_diffusers(
     denoiser: Any, folder: Path, pipeline: PipelineFolder, encoders: Mapping[str, nn.Module]
 ) -> None:
-    """Loads the adapter by diffusers and checks the loaded tensors. Raises RunError SV001.
+    """Loads the adapter with diffusers and checks the loaded tensors. Raises RunError SV001.
 
-    The check is needed because diffusers leaves a tensor uninitialised if the file lacks it, and
-    ignores a tensor that belongs to no part of the model. diffusers also casts the adapter to the
-    denoiser's dtype; so each loaded tensor is replaced by the file's tensor afterwards.
+    The check is needed for two reasons. If a tensor is missing in the file, diffusers leaves the
+    model's tensor uninitialised. If a tensor of the file belongs to no part of the model, diffusers
+    ignores it. diffusers also casts the adapter to the denoiser's dtype. So afterwards, each loaded
+    tensor is replaced by the tensor from the file.
 
-    encoders  the text encoders that the run trained, by part; they are not in the denoiser yet
+    encoders  the text encoders that the run trained, by the names of their parts; they are not in
+              the denoiser yet
     """
     if not encoders:
         refuse_adapter_of_another_model(denoiser, folder)
@@ -238,10 +241,10 @@ def load_adapter_as_diffusers(
 def refuse_adapter_of_another_model(
     denoiser: nn.Module, folder: Path, setting: str = "adapter"
 ) -> None:
-    """Raises UsageError where a matrix of a PEFT folder belongs to no module of this denoiser, or
-    to one of another size.
+    """Raises UsageError if a matrix in a PEFT folder belongs to no module of this denoiser, or if
+    the module has another size.
 
-    denoiser  with its weights, or on the meta device
+    denoiser  a denoiser with its weights, or on the meta device
     """
     modules = dict(denoiser.named_modules())
     for name, shape in read_shapes(folder / "adapter_model.safetensors", setting).items():
@@ -268,7 +271,7 @@ def refuse_adapter_of_another_model(
 
 
 def read_shapes(file: Path, setting: str) -> dict[str, list[int]]:
-    """The shapes of a file's tensors, by name. Raises UsageError."""
+    """Returns the shapes of the tensors in a file, by name. Raises UsageError."""
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  # not a mapping
@@ -281,8 +284,8 @@ def read_shapes(file: Path, setting: str) -> dict[str, list[int]]:
 
 
 def _saved_name(name: str) -> str:
-    """The name under which PEFT saves a parameter of an adapter. It leaves out the adapter's name
-    `default`, and the `.weight` of DoRA's magnitude vector.
+    """Returns the name under which PEFT saves a parameter of an adapter. PEFT leaves out the
+    adapter's name `default`, and the ending `.weight` of DoRA's magnitude vector.
     """
     return name.replace(".default.", ".").replace(
         ".lora_magnitude_vector.weight", ".lora_magnitude_vector"
@@ -320,7 +323,8 @@ _UNET = {"lora_A": "lora_down", "lora_B": "lora_up"}
 
 
 def write_comfyui(adapter: Path, out: Path, family: Family) -> int:
-    """Writes the adapter of a PEFT folder to the file `out`; returns the number of its modules.
+    """Writes the adapter in a PEFT folder to the file `out` in ComfyUI's format. Returns the number
+    of modules that the adapter changes.
 
     Raises  UsageError for a family whose adapters ComfyUI does not read
     """
@@ -340,9 +344,10 @@ def refuse_without_comfyui_support(family: Family) -> None:
 
 
 def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
-    """The tensors of the ComfyUI file, by name. Each module has its two matrices, F[r in] and
-    F[out r], in the dtype F of the adapter, and its alpha, fp32[]. ComfyUI multiplies by alpha / r.
-    alpha is in fp32, because bf16 would round the alpha of an rsLoRA, for example 313.53 to 314.
+    """Returns the tensors of the ComfyUI file, by name. For each module, there are two matrices F[r
+    in] and F[out r] in the adapter's dtype F, and alpha as fp32[]. ComfyUI multiplies by alpha / r.
+    alpha is stored in fp32, because bf16 would round the alpha of an rsLoRA adapter, for example
+    313.53 to 314.
     """
     settings = read_adapter_settings(adapter)
     if settings.get("use_dora"):
@@ -366,8 +371,8 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
 
 
 def _module_setting(module: str, settings: Mapping[str, Any], patterns: str, default: str) -> float:
-    """A module's alpha or rank: the value of the pattern that PEFT would choose for this module, or
-    the default.
+    """Returns the alpha or the rank of a module. If PEFT would use one of `patterns` for this
+    module, it is the value of this pattern, otherwise the default.
     """
     from peft.utils.other import get_pattern_key
 
@@ -393,9 +398,10 @@ def _comfyui_name(module: str, family: Family) -> str:
 
 
 def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> dict[str, Tensor]:
-    """The factors of a LoKr for ComfyUI. PEFT's scale, alpha / r, is multiplied into the small
-    factor, and no alpha is written. ComfyUI would divide an alpha by the rank of a factor that is
-    stored as two matrices, and ignore it if both factors are stored whole.
+    """Returns the factors of a LoKr adapter for ComfyUI. The small factor is multiplied by PEFT's
+    scale alpha / r, and no alpha is written. If there were an alpha, ComfyUI would divide it by the
+    rank of a factor that is stored as two matrices. If no factor is stored as two matrices, ComfyUI
+    would ignore alpha.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():

@@ -1,5 +1,5 @@
-"""Draws sample pictures during training, with the model's diffusers pipeline and under the run's
-precision. Sampling does not change training.
+"""Generates sample pictures during training. It uses the model's diffusers pipeline and the run's
+precision. Sampling does not change the training.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Sample:
 class Prompt:
     """One entry of `run.samples`.
 
-    negative   the text that the picture is guided away from
+    negative   the negative text, which says what the picture should not show
     overrides  the fields of `SampleSettings` that this prompt sets itself. If it sets a seed, the
-               noise of its picture depends on this seed alone.
+               noise of its picture depends only on this seed.
     control    the file of the picture before the edit
     """
 
@@ -71,8 +71,8 @@ class Prompt:
 
     @classmethod
     def parse(cls, entry: str | Mapping[str, Any], setting: str = "run.samples") -> Prompt:
-        """Parses an entry of `run.samples`. Raises UsageError for unknown keys or unsuitable
-        values.
+        """Parses an entry of `run.samples`. Raises UsageError if a key is unknown or a value is not
+        valid.
         """
         if isinstance(entry, str):
             return cls(entry)
@@ -131,11 +131,12 @@ def sample(
     *,
     world: World = ALONE,
 ) -> Iterator[Sample]:
-    """Yields one picture per prompt, as soon as it is drawn. The noise of a picture depends only on
-    the seed and on the position of its prompt.
+    """Generates one picture for each prompt, and yields each picture when it is complete. The noise
+    of a picture depends only on the seed and on the position of its prompt.
 
-    prompts  each prompt with the embeddings of its text and of its negative text
-    world    the processes that share the model and call this together: all draw the same pictures
+    prompts  the prompts, each with the embeddings of its text and of its negative text
+    world    the processes that share the model and call this together; all generate the same
+             pictures
     """
     dtype = to_torch(precision.latents)
     with preserve_random_state(), eval_mode(model), use_generate_dtype(model):
@@ -173,7 +174,9 @@ def sample(
 
 
 def prompt_text_inputs(prompts: Sequence[Prompt], encoder: Encoder) -> list[TextInput]:
-    """The inputs of the text encoder for these prompts: the text and the negative text of each."""
+    """Returns the inputs of the text encoder for these prompts. These are the text and the negative
+    text of each prompt.
+    """
     inputs = []
     for prompt in prompts:
         control = None if prompt.control is None else FileContent(prompt.control)
@@ -182,8 +185,8 @@ def prompt_text_inputs(prompts: Sequence[Prompt], encoder: Encoder) -> list[Text
 
 
 def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
-    """Checks the pictures of prompts. Raises UsageError for an editing model and a prompt without a
-    readable picture, and for a prompt with a picture where the model does not edit.
+    """Checks the pictures of prompts. If the model edits pictures, raises UsageError for a prompt
+    without a readable picture. If it does not, raises UsageError for a prompt with a picture.
     """
     for prompt in prompts:
         if prompt.control is None and family.edits_pictures:
@@ -208,7 +211,9 @@ def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
 
 
 def control_thumbnails(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Maps the label of each prompt in the report to a thumbnail of the picture that it edits."""
+    """Returns a mapping from each prompt's label in the report to a thumbnail of the picture that
+    the prompt edits.
+    """
     return {
         prompt.label: thumbnail_url(prompt.control.read_bytes())
         for prompt in prompts

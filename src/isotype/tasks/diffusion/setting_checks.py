@@ -1,5 +1,5 @@
-"""Refuses settings of a run that do not fit its pipeline, or each other, before anything is
-loaded.
+"""Checks the settings of a run before anything is loaded. It finds settings that do not fit the
+pipeline or that contradict each other.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def refuse_incompatible_settings(
     sources: Sequence[PictureSource],
     prompts: Sequence[Prompt],
 ) -> None:
-    """Raises UsageError for settings that do not fit the pipeline or each other.
+    """Raises UsageError for settings that do not fit the pipeline or that contradict each other.
 
-    folder  the pipeline, with the denoiser settings of the run
+    folder  the pipeline, with the run's settings of the denoiser
     """
     family = folder.family
     adapter = config.adapter
@@ -131,9 +131,7 @@ def _refuse_controls(config: RunConfig, sources: Sequence[PictureSource], pipeli
 
 
 def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: Precision) -> None:
-    """Raises UsageError where `adapter.text_encoders` does not fit the pipeline or another
-    setting.
-    """
+    """Raises UsageError if `adapter.text_encoders` does not fit the pipeline or another setting."""
     adapter = config.adapter
     family = folder.family
     if not adapter.text_encoders:
@@ -185,8 +183,9 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
 
 
 def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
-    """Checks the adapter of `adapter.start_from`. Raises UsageError if it belongs to another model,
-    is of another kind, or cannot be written in `run.adapter_format`.
+    """Checks the adapter that `adapter.start_from` names. Raises UsageError if it belongs to
+    another model, if it is of another kind, or if it cannot be saved in the format
+    `run.adapter_format`.
     """
     adapter = config.adapter
     setting = "adapter.start_from"
@@ -225,8 +224,8 @@ _ENCODERS = re.compile(r"text_?encoder|text_model|(^|[._])te[123]?($|[._])")
 
 
 def _refuse_encoders(targets: str | Sequence[str], folder: PipelineFolder) -> None:
-    """Raises UsageError for a name of `adapter.targets` that matches no layer of the denoiser but a
-    text encoder or its layers.
+    """Raises UsageError if a name in `adapter.targets` matches no layer of the denoiser, but
+    matches a text encoder or one of its layers.
     """
     denoiser = folder.denoiser_outline()
     unknown = [
@@ -255,7 +254,7 @@ def _refuse_encoders(targets: str | Sequence[str], folder: PipelineFolder) -> No
 
 
 def _names_a_layer(name: str, model: nn.Module) -> bool:
-    """Whether a module's name is `name`, ends in it, or matches it as a pattern."""
+    """Returns True if a module's name is `name`, ends in it, or matches it as a pattern."""
     try:
         pattern = re.compile(rf"(.*\.)?({name})")
     except re.error:

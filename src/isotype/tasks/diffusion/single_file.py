@@ -1,9 +1,11 @@
-"""Reads a checkpoint in one .safetensors file (Pony, Illustrious, Flux without its encoders).
+"""Reads a checkpoint that is a single .safetensors file, such as Pony, Illustrious, or Flux without
+its encoders.
 
-Settings and tokenizers come from a pipeline's folder beside the file. The folder has the file's
-name without the ending. Without such a folder they come from the hub, if diffusers recognises the
-model family of the file. If the folder contains the weights of a VAE, the file has the denoiser
-alone, and all other parts come from the folder.
+The settings and tokenizers are read from a pipeline's folder next to the file. The name of the
+folder is the file's name without the ending. If there is no such folder, the settings and
+tokenizers are downloaded from the hub. This is possible if diffusers recognises the model family of
+the file. If the folder contains the weights of a VAE, only the denoiser is read from the file, and
+all other parts are read from the folder.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ _FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 
 def read_model(file: Path, model_class: Any, settings: Path, part: str, dtype: torch.dtype) -> Any:
-    """Reads a part (denoiser or VAE) with the file's weights in `dtype`. Buffers, and weights that
-    the part's class keeps in fp32, are in fp32, without rounding. Raises the errors of diffusers,
-    and ValueError for a file that lacks weights.
+    """Reads a part of the pipeline (denoiser or VAE) from the file, with the weights in `dtype`.
+    Buffers, and weights that the class of this part keeps in fp32, are in fp32 and are not rounded.
+    Raises the errors of diffusers, and ValueError if weights are missing in the file.
     """
     try:
         model = model_class.from_single_file(
@@ -58,10 +60,10 @@ def read_model(file: Path, model_class: Any, settings: Path, part: str, dtype: t
 def refuse_other_family(
     file: Path, kinds: Mapping[str, Any], settings: Path, pipeline: str
 ) -> None:
-    """Raises UsageError where diffusers cannot read the parts from the file. Only the names and
-    shapes of its tensors are used.
+    """Raises UsageError if diffusers cannot read the parts from the file. The function uses only
+    the names and shapes of the tensors in the file.
 
-    kinds  part -> class, for the parts that the file has
+    kinds  a mapping from part to class, for the parts that the file contains
     """
     from ...training.console import silence_library_warnings
 
@@ -94,8 +96,8 @@ def refuse_other_family(
 
 
 def find_settings_repository(file: Path) -> str:
-    """The repository on the hub with the settings for this file, by the names of its tensors.
-    Raises UsageError for an unknown family.
+    """Returns the repository on the hub that contains the settings for this file. It is found from
+    the names of the tensors. Raises UsageError if the model family is unknown.
     """
     from diffusers.loaders.single_file_utils import (
         DIFFUSERS_DEFAULT_PIPELINE_PATHS,
@@ -128,7 +130,9 @@ def _unknown_family_error(file: Path) -> UsageError:
 
 
 def _read_headers(file: Path) -> dict[str, tuple[str, list[int]]]:
-    """The dtype, as the file names it, and the shape of each tensor, by name. Raises UsageError."""
+    """Returns a mapping from the name of each tensor to its dtype and its shape. The dtype has the
+    name that the file uses. Raises UsageError.
+    """
     if file.suffix != ".safetensors":
         if file.suffix in (".ckpt", ".pt", ".pth", ".bin"):
             reason = "a pickle can run code"
@@ -149,8 +153,8 @@ def _read_headers(file: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def widest_dtype(file: Path) -> torch.dtype:
-    """The widest dtype of the file's weights. Raises UsageError for fp8, and for packed weights
-    (8-bit integers).
+    """Returns the widest dtype of the weights in the file. Raises UsageError if the weights are in
+    fp8, or if they are packed (8-bit integers).
     """
     # a tensor without elements is a marker, and its dtype says nothing about the weights
     dtype_names = {
@@ -177,9 +181,10 @@ UNET_PREFIX = "model.diffusion_model."
 def write_with_unet(
     original: Path, unet: Mapping[str, Tensor], config: Mapping[str, Any], out: Path
 ) -> bool:
-    """Writes a copy of a checkpoint in one file, in which `unet` replaces the U-Net. The tensors keep
-    the names of the original file, which diffusers can read. Returns False, and writes nothing, if
-    the file does not use the names of the original code of Stable Diffusion and SDXL.
+    """Writes a copy of a checkpoint that is a single file. In the copy, `unet` replaces the U-Net.
+    The tensors have the same names as in the original file, and diffusers can read these names. If
+    the file does not use the names of the original code of Stable Diffusion and SDXL, writes
+    nothing and returns False.
 
     config  the configuration of the U-Net
     """

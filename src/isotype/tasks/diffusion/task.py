@@ -1,4 +1,4 @@
-"""LoRA and full fine-tuning of a diffusion model: the implementation of `training.task.Task`."""
+"""Implements `training.task.Task` for LoRA and full fine-tuning of a diffusion model."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ REHEARSED_STEPS = 2  # number of denoising steps of a shortened sample
 
 
 class DiffusionTask:
-    """The task of a diffusion run. It delegates its data, model, samples and results to the other
-    modules of this folder.
+    """The task of a diffusion run. The other modules of this folder do the work for the data, the
+    model, the samples and the results.
 
     run, data  exist after `check`
     """

@@ -1,9 +1,10 @@
-"""Text encoders that are trained with the denoiser (`adapter.text_encoders`). They become
-submodules of the denoiser, named `text_encoders.PART`.
+"""Makes it possible to train text encoders together with the denoiser (`adapter.text_encoders`).
+The text encoders become submodules of the denoiser with the names `text_encoders.PART`.
 
-So adapter, optimizer, checkpoint, average and precision see one model, and a step is one forward.
-The denoiser then receives token ids in place of embeddings, and encodes them first. The store keeps
-the tokens of captions instead of embeddings.
+So the denoiser and the text encoders are one model for the adapter, the optimizer, checkpoints,
+weight averages and the precision, and a step needs only one forward. The denoiser then gets token
+ids in place of embeddings, and encodes them first. The store contains the tokens of captions, not
+their embeddings.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ADAPTED_LAYERS = (
 
 
 class TextEncoders(nn.Module):
-    """The text encoders of a pipeline, by the names of their parts.
+    """Contains the text encoders of a pipeline. Each has the name of its part.
 
     zeroes_empty_captions  whether the embeddings of an empty caption are zeros
                            (`force_zeros_for_empty_prompt`)
@@ -47,11 +48,11 @@ class TextEncoders(nn.Module):
             self.add_module(part, encoder)
 
     def forward(self, ids: Tensor, captioned: Tensor) -> dict[str, Tensor]:
-        """Encodes tokens as `Family.encode_text` encodes captions.
+        """Encodes tokens in the same way as `Family.encode_text` encodes captions.
 
-        ids        int64[N P S]  the tokens of each caption for P encoders
+        ids        int64[N P S]  the tokens of each caption, for P encoders
         captioned  bool[N]       whether the caption is not empty
-        ->         F[N ...]      each, in the dtype of `compute`
+        ->         F[N ...]      each result, in the dtype of `compute`
         """
         text = self.family.encode_tokens(dict(self.named_children()), ids)
         if not self.zeroes_empty_captions:
@@ -65,7 +66,7 @@ class TextEncoders(nn.Module):
 def attach_encoders(
     denoiser: nn.Module, folder: PipelineFolder, encoders: Mapping[str, nn.Module]
 ) -> None:
-    """Makes frozen text encoders submodules of the denoiser. Call it before the adapter is
+    """Adds frozen text encoders to the denoiser as submodules. Call it before the adapter is
     attached, and before `apply_precision`.
     """
     if len(encoders) > 1:
@@ -88,8 +89,8 @@ def _forward(
     added_cond_kwargs: dict[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """The denoiser's forward, which also accepts tokens (`ids`, `captioned`) as its text. Without
-    `sample` it returns only the encoded text.
+    """The forward of the denoiser, which also accepts tokens (`ids`, `captioned`) as its text. If
+    `sample` is not given, it returns only the encoded text.
     """
     if isinstance(encoder_hidden_states, dict):
         text = denoiser.text_encoders(**encoder_hidden_states)
@@ -109,8 +110,8 @@ def _forward(
 
 
 def encoder_targets(denoiser: nn.Module, family: Family) -> list[str]:
-    """The attention and MLP layers of the encoders that get an adapter. The last layer of an
-    encoder is left out if the family does not use its result.
+    """Returns the attention and MLP layers of the text encoders that get an adapter. The last layer
+    of a text encoder is left out if the model family does not use its result.
     """
     targets = []
     for part in family.trainable_encoders if hasattr(denoiser, PREFIX[:-1]) else ():
@@ -129,7 +130,8 @@ def encoder_targets(denoiser: nn.Module, family: Family) -> list[str]:
 
 def split_part(name: str, family: Family) -> tuple[str, str]:
     """Splits the name of an adapter's module or tensor into the part of the pipeline and the name
-    within it. The latter is the name in published files (`text_model.encoder...`).
+    within this part. The name within the part is the one that published files use
+    (`text_model.encoder...`).
     """
     if not name.startswith(PREFIX):
         return family.denoiser, name
@@ -142,7 +144,7 @@ def tokenize_captions(
 ) -> dict[str, Tensor]:
     """Tokenizes captions with the tokenizers of the pipeline.
 
-    max_text_length  `diffusion.max_text_length`, or 0 if it is not set
+    max_text_length  the setting `diffusion.max_text_length`; 0 if it is not set
     ->          `ids` int64[N P S], `captioned` bool[N]
     """
     ids_by_encoder = []

@@ -1,3 +1,3 @@
-"""Fine-tuning of causal language models: it reads rows of tokens, computes a loss by an objective,
-and generates sample answers.
+"""Implements fine-tuning of causal language models. It reads rows of tokens, computes the loss that
+the objective defines, and generates sample answers.
 """

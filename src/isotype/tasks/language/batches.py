@@ -1,5 +1,5 @@
-"""Batches for a causal language model: rows of tokens as padded or packed tensors, and the inputs
-of the model's forward and of the loss.
+"""Makes batches for a causal language model. A batch contains rows of tokens as padded or packed
+tensors. This module also makes the inputs of the model's forward and of the loss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GPU_MULTIPLE = 128
 
 
 def padded_length(longest: int, device_type: str) -> int:
-    """The length of a batch whose longest row has `longest` tokens."""
+    """Returns the length of a batch whose longest row has `longest` tokens."""
     is_short = longest <= GPU_MULTIPLE
     if device_type == "cpu":
         multiple = CPU_MULTIPLE
@@ -46,17 +46,20 @@ class Batch:
     """The inputs of the model and the labels of the loss.
 
     input_ids, labels     int[B T]
-    attention_mask        int[B T]  1 for real tokens; None if rows are packed
+    attention_mask        int[B T]  1 for real tokens, 0 for padding; None if rows are packed
     tokens                          the number of real tokens
-    supervised                      the number of tokens that a causal loss counts
-    position_ids          int[B T]  positions of packed rows, which begin at 0 in each document;
-                                    transformers separates documents by them
-    supervised_positions  int[N]    the sorted positions in the flattened B x T at which the next
-                                    token is supervised; None if all are. They are computed on the
-                                    host, so that the host need not wait for the device to learn N
-    documents                       where each document of packed rows begins, computed on the host
-    pictures                        the processor's outputs for the rows' pictures, by the names of
-                                    the model's arguments: pixels, grids, token types
+    supervised                      the number of tokens for which a causal loss is computed
+    position_ids          int[B T]  positions in packed rows, which begin at 0 in each document;
+                                    transformers uses them to separate documents
+    supervised_positions  int[N]    the sorted positions in the flattened B x T at which a loss is
+                                    computed for the next token; None if this is the case at all
+                                    positions. They are computed on the host, so that the host knows
+                                    N without waiting for the device
+    documents                       the positions at which the documents of packed rows begin,
+                                    computed on the host
+    pictures                        the processor's outputs for the pictures of the rows, by the
+                                    names of the model's arguments; they are pixels, grids and token
+                                    types
     """
 
     input_ids: Tensor
@@ -95,8 +98,8 @@ class Batch:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The arguments of a causal model's forward. The cache is off, because transformers ignores
-        the positions if it is on.
+        """The arguments for the forward of a causal model. The cache is switched off, because
+        transformers ignores the positions if it is on.
         """
         if self.position_ids is None:
             mask_or_positions = {"attention_mask": self.attention_mask}
@@ -110,8 +113,8 @@ class Batch:
         }
 
     def join_packed_rows(self) -> Batch:
-        """Joins packed rows into one row, as varlen attention requires. The first label of each row
-        is masked already.
+        """Joins the packed rows of the batch into one row, because varlen attention requires a
+        single row. The first label of each row is already masked.
         """
         assert self.position_ids is not None, "only packed rows may lie in one"
         ids, labels, positions = (
@@ -123,9 +126,7 @@ class Batch:
 
 
 def move_to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Moves the values that lie on a device, tensors and batches, to this one; leaves out the
-    others.
-    """
+    """Returns the tensors and batches in `values`, moved to this device. Other values are left out."""
     return {
         name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
         for name, value in values.items()
@@ -136,11 +137,12 @@ def move_to_device(values: Mapping[str, Any], device: torch.device) -> dict[str,
 def collate(
     rows: Sequence[Row], *, pad_id: int, device_type: str = "cpu", pictures: Pictures | None = None
 ) -> Batch:
-    """Makes a batch of rows, padded on the right to `padded_length` of the longest row. Padding is
-    never supervised.
+    """Makes a batch of rows. They are padded on the right to the length that `padded_length`
+    computes from the longest row. No loss is computed for padding.
 
-    All rows must have pictures, or none. If no row is packed, the batch has a mask. If a row is
-    packed, the batch has positions instead, and padding counts as another document.
+    Either all rows must have pictures, or no row may have any. If no row is packed, the batch has a
+    mask. If a row is packed, the batch has positions in place of the mask, and the padding is
+    treated as another document.
     """
     longest = padded_length(max(len(row.input_ids) for row in rows), device_type)
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
@@ -184,8 +186,8 @@ def collate(
 
 
 def split_by_pictures(rows: Sequence[Any]) -> list[Sequence[Any]]:
-    """Splits rows into those with pictures and those without. A batch may contain only one kind,
-    because processors take pictures for all rows of a batch or for none.
+    """Splits rows into rows with pictures and rows without pictures. A batch must not contain both
+    kinds, because a processor needs pictures for all rows of a batch or for none.
     """
     has_pictures = [bool(getattr(row, "pictures", ())) for row in rows]
     if all(has_pictures) or not any(has_pictures):
@@ -197,13 +199,14 @@ def split_by_pictures(rows: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """The arguments of the model's forward, with the smallest mask under which every supervised
-    token attends to the right tokens.
+    """Returns the arguments for the model's forward. The attention mask is as small as possible;
+    with it, every token for which a loss is computed still attends to the right tokens.
 
-    Causal attention needs no mask for padding on the right: no real token attends to later tokens,
-    and the loss does not count padding. With a mask attention cannot use its fast kernels. So the
-    mask is removed unless the model needs it for something else. On a GPU packed documents are
-    separated by their bounds, with which windows and softcaps also run in kernels.
+    Causal attention needs no mask for padding on the right, because no real token attends to later
+    tokens, and padding has no loss. With a mask, attention cannot use its fast kernels. So the mask
+    is removed unless the model needs it for something else. On a GPU, the bounds of the packed
+    documents are used to separate them. With bounds, attention with windows and softcaps also runs
+    in fast kernels.
     """
     inputs = batch.inputs
     if batch.position_ids is not None and has_grid_positions(model):
@@ -228,9 +231,9 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def has_grid_positions(model: nn.Module) -> bool:
-    """Whether the model's positions have rows for time, height and width, as in Qwen's
-    vision-language models. With a single row of packed positions Qwen2.5-VL would take all
-    documents for one.
+    """Returns True if the model's positions have separate rows for time, height and width, as in
+    Qwen's vision-language models. If the packed positions had only one row, Qwen2.5-VL would treat
+    all documents as a single document.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
@@ -238,18 +241,18 @@ def has_grid_positions(model: nn.Module) -> bool:
 
 
 def needs_single_packed_row(model: nn.Module) -> bool:
-    """Whether packed rows must be joined into one row, so that attention separates their documents.
-    FlashAttention's varlen path reads the positions of a single row only.
+    """Returns True if packed rows must be joined into one row, so that attention separates their
+    documents. FlashAttention's varlen function reads the positions of only one row.
     """
     return "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
 
 
 def next_tokens(batch: Batch, *, every_row: bool) -> Targets:
-    """The targets of a causal loss: the label at t is the target of position t - 1, and -100 is no
-    label.
+    """Returns the targets of a causal loss. The label at t is the target of position t - 1. The
+    value -100 means that there is no label.
 
-    every_row  includes positions without a label, which the loss skips; otherwise only the
-               positions of `batch.supervised_positions`
+    every_row  whether to include positions without a label, which the loss skips; otherwise only
+               the positions in `batch.supervised_positions` are included
     """
     # shifts the labels instead of the hidden states, since shifting would copy these
     targets_N = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
@@ -261,7 +264,7 @@ def next_tokens(batch: Batch, *, every_row: bool) -> Targets:
 
 
 def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> Feed[Row]:
-    """The feed of a run's training rows, in the order in which it trains on them."""
+    """Returns a feed, which yields the training rows in the order in which the run uses them."""
     if data.stream is not None:
         stream: Feed[Row] = data.stream
         return stream
@@ -269,7 +272,7 @@ def row_feed(data: LoadedData, *, seed: int, shuffle: bool) -> Feed[Row]:
 
 
 def longest_rows(rows: Sequence[Any], count: int) -> list[Any]:
-    """The `count` longest rows, the longest first."""
+    """Returns the `count` longest rows, beginning with the longest."""
     lengths = row_lengths(rows)
     return [rows[i] for i in sorted(range(len(rows)), key=lambda i: -lengths[i])[:count]]
 

@@ -1,4 +1,6 @@
-"""The preflight's checks of language data: labels, the tokenizer, positions, packing."""
+"""Contains the checks of language data that run before the first step. They check the labels, the
+tokenizer, positions and packing.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ LEAK_TOLERANCE = 1e-3  # as a share of the largest logit; masked attention leaks
 
 
 def training_formats(subject: PreflightSubject) -> set[str]:
-    """The formats of the training files, as data.json names them."""
+    """Returns the formats of the training files, with the names that data.json uses."""
     return {
         form
         for file in subject.task.data.facts["train"]["files"]
@@ -45,8 +47,8 @@ def training_formats(subject: PreflightSubject) -> set[str]:
 
 
 def check_learnt_tokens(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF005: counts rows without a token to learn, both those that were dropped when the data was
-    read and those that remain.
+    """Runs the check PF005, which counts the rows without a token to learn. It counts the rows that
+    were dropped when the data was read, and the rows that remain.
     """
     for name, rows in (("train", subject.task.data.documents), ("eval", subject.task.data.eval)):
         facts = subject.task.data.facts[name]
@@ -79,8 +81,8 @@ def check_learnt_tokens(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def _unlearnt_rows_advice(drop_reasons: set[str], masked_count: int, names: SettingNames) -> str:
-    """Advice that depends on the reasons, since a larger max_length does not help a row without an
-    answer.
+    """Returns advice that depends on why the rows have no token to learn. For example, a larger
+    max_length does not help if a row has no answer.
     """
     if drop_reasons == {EMPTY_REASON} and not masked_count:
         return (
@@ -94,8 +96,8 @@ def _unlearnt_rows_advice(drop_reasons: set[str], masked_count: int, names: Sett
 
 
 def check_prompt_labels(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF006: finds data of chats or prompt/completion pairs in which every token is learnt,
-    although only answers should be.
+    """Runs the check PF006. In data with chats or prompt/completion pairs, the model should learn
+    only the answers. The check finds data of this kind in which the model learns every token.
     """
     rows = subject.task.data.documents
     if (
@@ -121,8 +123,9 @@ def check_prompt_labels(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def check_end_token(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF007: finds data in which no end token is learnt. Generation stops only at the end tokens of
-    the tokenizer and the model, so a model that never learns one does not stop.
+    """Runs the check PF007, which finds data in which the model learns no end token. Generation
+    stops only at the end tokens of the tokenizer and the model. So a model that never learns an end
+    token does not stop.
     """
     data = subject.task.data
     tokenizer = subject.task.tokenizer
@@ -176,7 +179,9 @@ def check_end_token(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def _has_masked_end(row: Row, end_ids: set[int]) -> bool:
-    """Whether an end token that is not learnt directly follows a learnt one."""
+    """Returns True if a token that the model learns is directly followed by an end token that it
+    does not learn.
+    """
     neighbours = zip(row.labels, row.input_ids[1:], row.labels[1:])
     return any(
         previous != IGNORE_INDEX and token in end_ids and label == IGNORE_INDEX
@@ -185,8 +190,9 @@ def _has_masked_end(row: Row, end_ids: set[int]) -> bool:
 
 
 def check_token_ids(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF008: finds token ids in rows and prompts for which the model has no embedding. The size of
-    the tokenizer is checked when the model is loaded, but single ids may lie beyond it.
+    """Runs the check PF008, which finds token ids in rows and prompts for which the model has no
+    embedding. The size of the tokenizer is already checked when the model is loaded, but single ids
+    may be larger than this size.
     """
     rows = _embedding_table(subject, output=False).weight.shape[0]
     prompts = [i for prompt in subject.task.prompts for i in prompt.input_ids]
@@ -212,8 +218,9 @@ def check_token_ids(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def check_new_tokens(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF009: finds added tokens of the training rows whose frozen embedding was never trained. Such
-    an embedding is zero or the mean of all embeddings, as resizing leaves it.
+    """Runs the check PF009. It finds added tokens in the training rows whose embedding is frozen
+    and was never trained. After the embeddings were resized, such an embedding is zero or the mean
+    of all embeddings.
     """
     added_ids = set(subject.task.tokenizer.added_tokens_decoder) - {
         subject.task.tokenizer.pad_token_id
@@ -248,10 +255,11 @@ def check_new_tokens(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
-    """The rows of `weight`, among `rows`, that are nearly zero or nearly the mean row.
+    """Returns those of `rows` for which the row of `weight` is nearly zero or nearly the mean of
+    all rows.
 
     weight  F[V H]
-    inside  fp32, over at most 4096 rows
+    inside  the mean is computed in fp32, over at most 4096 rows
     """
     if not rows or not weight.is_floating_point():
         return []
@@ -270,7 +278,9 @@ def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
 
 
 def check_chat_template(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF010: finds chats with a tokenizer that has no chat template."""
+    """Runs the check PF010, which finds an error if the data contain chats but the tokenizer has no
+    chat template.
+    """
     template = subject.task.data.facts["template"]
     if not template or template["source"] != "default":
         return
@@ -296,8 +306,9 @@ def _embedding_table(subject: PreflightSubject, *, output: bool) -> Any:
 
 
 def check_positions(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF020: finds rows that are longer than the model's positions. This is an error for a table of
-    positions. Rotary positions continue, with angles that the model was not trained on.
+    """Runs the check PF020, which finds rows with more tokens than the model has positions. If the
+    model has a table of positions, this is an error. Rotary positions have no limit, but the model
+    was not trained on the larger angles.
     """
     model: Any = inner_model(subject.prepared.model)
     position_count = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -332,13 +343,13 @@ def check_positions(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def check_packing(subject: PreflightSubject) -> Iterator[Finding]:
-    """PF018: finds models for which, in a packed row, one document changes the predictions in
-    another.
+    """Runs the check PF018. It finds models in which one document of a packed row changes the
+    predictions for another document.
 
-    Positions separate the documents: every attention back end of transformers converts them to a
-    mask or to cumulative lengths. Some layers ignore them: a layer with a state along the row (a
-    convolution, a recurrence), a custom attention, or an attention whose mask is made without
-    positions (GPT-OSS).
+    The positions separate the documents, because every attention back end of transformers converts
+    them to a mask or to cumulative lengths. But some layers ignore the positions. Examples are a
+    layer with a state that runs along the row (a convolution or a recurrence), a custom attention,
+    and an attention whose mask does not depend on positions (GPT-OSS).
     """
     if not subject.config.data.packing:
         return
@@ -377,8 +388,9 @@ def check_packing(subject: PreflightSubject) -> Iterator[Finding]:
 def measure_leakage(
     model: nn.Module, rows: Sequence[Row], *, pad_id: int, device: torch.device
 ) -> float:
-    """The largest change of a document's logits, relative to the largest logit, when the tokens of
-    the previous document in a packed row change.
+    """Packs two documents into one row, changes the tokens of the first document, and returns the
+    largest change in the logits of the second document. The change is divided by the largest of
+    these logits.
     """
     lengths = (min([TRIAL_TOKENS, *row.documents[:1], len(row.input_ids)]) for row in rows)
     documents = [Row(row.input_ids[:n], row.labels[:n], 0) for row, n in zip(rows, lengths)]

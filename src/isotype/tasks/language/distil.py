@@ -1,8 +1,8 @@
-"""`distil`: the model learns the next-token distributions of a teacher with the same vocabulary, at
-every learnt token.
+"""Implements the objective `distil`. At every token to learn, the model learns the teacher's
+probability distribution of the next token. The teacher has the same vocabulary as the model.
 
 The loss of a token is (1 - cross_entropy) D + cross_entropy (-ln p(token)). D is the divergence
-that `ops.linear_divergence` defines by `beta` and `temperature`.
+that `ops.linear_divergence` defines. It depends on `beta` and `temperature`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .objective import NextToken, OtherModels, refuse_balancing_loss
 
 
 class Distil(NextToken):
-    """The objective `distil`. A step's loss is the mean over its learnt tokens."""
+    """The objective `distil`. The loss of a step is the mean over the tokens that the model learns."""
 
     teacher: nn.Module | None = None
 
@@ -75,8 +75,8 @@ class Distil(NextToken):
     def load_other_models(
         self, tokenizer: Any, precision: Precision, device: torch.device | None
     ) -> OtherModels:
-        """Loads the teacher, frozen, in the dtype of `precision.compute`. Raises UsageError for a
-        teacher with another vocabulary.
+        """Loads the teacher in the dtype `precision.compute`. Its weights are frozen. Raises
+        UsageError if the teacher has another vocabulary.
         """
         assert self.settings.teacher is not None, "checked before anything is loaded"
         name = self.settings.teacher
@@ -132,8 +132,9 @@ class Distil(NextToken):
         )
 
     def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:
-        """Returns the sum of the losses, float[], or float[3] with its measures if cross-entropy
-        has a share. In a plan no teacher is loaded, and the student takes its place.
+        """Returns the sum of the losses, float[]. If cross-entropy is a part of the loss, returns
+        float[3], which also contains the measures. In a memory plan, no teacher is loaded, and the
+        student is used in its place.
         """
         teacher = model if self.teacher is None else self.teacher
         if batch.position_ids is not None and (
@@ -162,11 +163,11 @@ class Distil(NextToken):
 
 
 class HeadInputs(NamedTuple):
-    """The inputs from which a head computes its logits, or, without `weight`, the logits in
-    `hidden`.
+    """The inputs from which a head computes its logits. If `weight` is None, `hidden` contains the
+    logits themselves.
 
-    With z = hidden @ weight^T + bias the logits are scale z, or with a softcap
-    softcap tanh(scale z / softcap).
+    Let z = hidden @ weight^T + bias. Then the logits are scale z. With a softcap, they are softcap
+    tanh(scale z / softcap).
     """
 
     hidden: Tensor
@@ -176,7 +177,9 @@ class HeadInputs(NamedTuple):
     softcap: float | None = None
 
     def logits(self, classes: int, dtype: str) -> Tensor:
-        """The logits of the first `classes` classes, [N classes] in `dtype`."""
+        """Returns the logits of the first `classes` tokens of the vocabulary, [N classes] in
+        `dtype`.
+        """
         if self.weight is None:
             return self.hidden[:, :classes].to(to_torch(dtype))
         z = F.linear(self.hidden, self.weight, self.bias)[:, :classes].to(to_torch(dtype))
@@ -196,7 +199,9 @@ class HeadInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadRecorder(Targets):
-    """Targets that record the inputs of the teacher's head instead of computing a loss."""
+    """Is passed in place of the targets of a loss. It records the inputs of the teacher's head, and
+    no loss is computed.
+    """
 
     heads: list[HeadInputs] = field(default_factory=list)
 
@@ -220,8 +225,9 @@ def _select_rows(x_BTH: Tensor, rows: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentTargets(Targets):
-    """Targets that compute the student's loss against the recorded teacher. If the two heads have
-    different numbers of classes, as padding may cause, the common classes are compared.
+    """Is passed in place of the targets of a loss. It computes the student's loss from the recorded
+    inputs of the teacher's head. If a vocabulary is padded, the two heads may have different
+    numbers of classes. Then only the classes that both have are compared.
     """
 
     teacher_head: HeadInputs

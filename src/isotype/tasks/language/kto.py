@@ -1,15 +1,16 @@
-"""`kto`: learns from answers that are labelled as wanted or unwanted.
+"""Implements the objective `kto`, which learns from answers that are labelled as wanted or
+unwanted.
 
-The loss of an answer is w (1 - sigmoid(h)). For a wanted answer h = beta (c - cr - z), and for an
-unwanted one h = beta (z - (c - cr)).
+The loss of an answer is w (1 - sigmoid(h)). For a wanted answer, h = beta (c - cr - z). For an
+unwanted answer, h = beta (z - (c - cr)).
 
-w       the weight of wanted, or of unwanted answers
-c, cr   the log-probability of the answer under the model, and under the reference, which is the
-        model as the run starts
-z       max(0, mean of p - pr) over a whole step, without gradient. It estimates how far the model
-        is from the reference
-p, pr   the log-probabilities of the answer's partner: the same prompt with the answer to another
-        one
+w       the weight of wanted answers or of unwanted answers
+c, cr   the log-probability of the answer under the model, and under the reference. The reference is
+        the model at the start of the run
+z       max(0, mean of p - pr) over a whole step, computed without gradient. It is an estimate of
+        how much the model differs from the reference
+p, pr   the log-probabilities of the answer's partner under the model and under the reference. The
+        partner is the same prompt with the answer to another prompt
 Source  Ethayarajh et al. 2024, equation 8
 """
 
@@ -45,8 +46,9 @@ KTO_MEASURES = (
 
 
 def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Computes TRL's metrics of a step or an evaluation from its means over all answers. If there
-    is no wanted or no unwanted answer, the metrics of this side are left out.
+    """Computes the same metrics as TRL for a step or an evaluation. `sums` contains means over all
+    its answers. If there are no wanted answers, the metrics for wanted answers are left out. The
+    same applies to unwanted answers.
     """
     metrics = {name: sums[name] for name in ("rewards/accuracies", "kl")}
     for side, share in (("chosen", sums["wanted"]), ("rejected", 1.0 - sums["wanted"])):
@@ -62,13 +64,14 @@ def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class AnswerBatch(BatchOfAnswers):
-    """A batch of labelled answers, each with its partner.
+    """A batch of labelled answers. Each answer has a partner, which is the same prompt with the
+    answer to another prompt.
 
     answers, partners             B rows each
     desirable          bool[B]    whether the answer is wanted
-    reference          fp32[2 B]  log-probabilities under the reference: of each answer and its
-                                  partner in turn; None before they are computed
-    reference_point    fp32[]     z of the whole step; None before `prepare_step`
+    reference          fp32[2 B]  log-probabilities under the reference, for each answer followed by
+                                  its partner; None until they are computed
+    reference_point    fp32[]     the value z of the whole step; None until `prepare_step` is called
     """
 
     answers: Batch
@@ -86,7 +89,7 @@ class AnswerBatch(BatchOfAnswers):
 
 
 class Kto(Preference):
-    """The objective `kto`. A step's loss is the mean over its answers."""
+    """The objective `kto`. The loss of a step is the mean over its answers."""
 
     metric_names = MetricNames(
         units="tokens",
@@ -152,9 +155,7 @@ class Kto(Preference):
     def prepare_step(
         self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str
     ) -> Iterable[Any]:
-        """Computes the reference point z of a step, or of an evaluation, and adds it to its
-        batches.
-        """
+        """Computes the reference point z of a step or of an evaluation, and adds it to the batches."""
         batch_list = list(batches)
         drifts = []
         count = 0.0
@@ -184,8 +185,9 @@ class Kto(Preference):
     def loss_sum(
         self, model: nn.Module, batch: AnswerBatch, divisor: int = 1, *, dtype: str
     ) -> Tensor:
-        """Returns the sums of the losses and measures, fp32[1 + measures]. Without reference values
-        the log-probabilities of the model itself are used; in the first step both are equal.
+        """Returns the sum of the losses and the sums of the measures, fp32[1 + measures]. If the
+        reference values are not computed yet, the log-probabilities of the model itself are used.
+        In the first step, both are the same.
         """
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         section = self.config.preference

@@ -1,5 +1,5 @@
-"""The objectives of a language run. `train.objective` selects one; it defines the rows, the
-batches, the loss and the names of metrics.
+"""Defines the objectives of a language run. The setting `train.objective` selects one of them. An
+objective defines the rows, the batches, the loss and the names of the metrics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from .checks import CHECKS
 
 @dataclass(frozen=True)
 class OtherModels:
-    """The other models that a run keeps in memory: their bytes, and lines about them."""
+    """The other models that a run keeps in memory. Stores their bytes, and lines that describe
+    them.
+    """
 
     bytes: int = 0
     notes: Sequence[str] = ()
@@ -42,11 +44,11 @@ class OtherModels:
 class Objective(ABC):
     """The part of a language run that depends on its objective.
 
-    format           the data format that the objective requires; None for all formats with one
-                     answer per row
-    answers_per_row  the number of rows of the model's input per row of the data
-    has_score_head   whether the model has a score head in place of the language-model head
-    train, eval      the rows; they exist after `set_data`
+    format           the data format that the objective requires; None if all formats with one
+                     answer per row are accepted
+    answers_per_row  how many rows of the model's input are made from one row of the data
+    has_score_head   whether the model has a score head in place of its language-model head
+    train, eval      the training rows and the evaluation rows; they exist after `set_data`
     """
 
     metric_names: MetricNames
@@ -60,7 +62,7 @@ class Objective(ABC):
         self.config = config
 
     def check(self) -> None:  # noqa: B027  # some objectives support every setting
-        """Raises UsageError for settings that the objective does not support."""
+        """Raises UsageError if the objective does not support a setting."""
 
     @abstractmethod
     def set_data(self, data: LoadedData) -> None: ...
@@ -73,12 +75,12 @@ class Objective(ABC):
 
     @abstractmethod
     def check_model(self, model: nn.Module) -> None:
-        """Raises UsageError for a model that the objective cannot train."""
+        """Raises UsageError if the objective cannot train this model."""
 
     def load_other_models(
         self, tokenizer: Any, precision: Precision, device: torch.device | None
     ) -> OtherModels:
-        """Loads the other models that the objective needs. Without a device it only counts their
+        """Loads the other models that the objective needs. If no device is given, only counts their
         bytes. Raises UsageError.
         """
         return OtherModels()
@@ -93,7 +95,9 @@ class Objective(ABC):
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch: ...
 
     def outline_batch(self, batch: Any) -> Any:
-        """Builds the objective's batch for a memory plan, from a batch of tokens without data."""
+        """Builds the batch of this objective for a memory plan, from a batch of tokens without
+        data.
+        """
         return batch
 
     @abstractmethod
@@ -102,7 +106,9 @@ class Objective(ABC):
     def prepare_step(
         self, model: nn.Module, batches: Iterable[Any], world: World, *, dtype: str
     ) -> Iterable[Any]:
-        """Implements `Task.prepare_step`, for a step or for all batches of an evaluation."""
+        """Implements `Task.prepare_step`. `batches` are the batches of a step or all batches of an
+        evaluation.
+        """
         return batches
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
@@ -122,7 +128,7 @@ class Objective(ABC):
 
 
 class NextToken(Objective):
-    """The objective `sft`: the cross-entropy of every learnt token."""
+    """The objective `sft`. Its loss is the cross-entropy of the tokens that the model learns."""
 
     metric_names = MetricNames(units="tokens", unit="tok", weight="supervised")
 
@@ -135,7 +141,9 @@ class NextToken(Objective):
         self.data, self.train, self.eval, self.pictures = data, data.train, data.eval, data.pictures
 
     def check_model(self, model: nn.Module) -> None:
-        """Accepts every model, and reads the coefficient of a mixture's balancing loss."""
+        """Accepts every model. If the model is a mixture of experts, reads the coefficient of its
+        balancing loss.
+        """
         self.balance_coefficient = balancing_coefficient(model, self.config.train.aux_loss)
         if self.balance_coefficient:
             self.metric_names = replace(
@@ -171,10 +179,11 @@ class NextToken(Objective):
 def batch_loss_sum(
     model: nn.Module, batch: TokenBatch, divisor: int = 1, *, dtype: str = "fp32"
 ) -> Tensor:
-    """The cross-entropy of a batch, summed over its supervised tokens and divided by `divisor`:
-    float[] in `dtype`, which is that of `precision.loss`.
+    """Returns the cross-entropy of a batch, float[] in `dtype`, which is `precision.loss`. It is
+    summed over the tokens that have a label and divided by `divisor`.
 
-    An optimized head computes an fp32 loss by an op, without storing the logits.
+    If the head is optimized and the loss is in fp32, one of Isotype's ops computes the loss without
+    storing the logits.
     """
     if batch.position_ids is not None and needs_single_packed_row(model):
         batch = batch.join_packed_rows()
@@ -200,10 +209,11 @@ _ROUTERS: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
 
 def balancing_coefficient(model: nn.Module, configured: float | None) -> float:
-    """The coefficient of the balancing loss: `train.aux_loss`, or else that of the model if its
-    config asks for the loss, or else 0.
+    """Returns the coefficient of the balancing loss. It is `train.aux_loss` if that is set.
+    Otherwise it is the model's coefficient if the model's config switches this loss on, and 0 if
+    not.
 
-    Raises  UsageError for a model whose family has no such loss
+    Raises  UsageError if the model's family has no such loss
     """
     mixture_model = find_mixture(model)
     if mixture_model is None:
@@ -222,8 +232,8 @@ def balancing_coefficient(model: nn.Module, configured: float | None) -> float:
 
 
 def refuse_balancing_loss(model: nn.Module, configured: float | None, objective: str) -> None:
-    """Raises UsageError for a mixture whose config asks for its balancing loss, with an objective
-    that does not support it.
+    """Raises UsageError if the config of a mixture of experts switches its balancing loss on, but
+    the objective does not support this loss.
     """
     if coefficient := balancing_coefficient(model, configured):
         raise UsageError(
@@ -234,8 +244,8 @@ def refuse_balancing_loss(model: nn.Module, configured: float | None, objective:
 
 
 def find_mixture(model: nn.Module) -> Any:
-    """The causal language model within `model` that has routers and a balancing loss; None if there
-    is none.
+    """Returns the causal language model within `model` that has routers and a balancing loss.
+    Returns None if there is no such model.
     """
     candidates = (
         m
@@ -246,8 +256,9 @@ def find_mixture(model: nn.Module) -> Any:
 
 
 def _find_balancing_function(model: nn.Module) -> Any:
-    """The function of the model family that computes its balancing loss; None if it has none. All
-    base classes are searched, because FSDP replaces the model's class by one of another module.
+    """Returns the function with which the model's family computes its balancing loss. Returns None
+    if the family has no such function. All base classes are searched, because FSDP replaces the
+    model's class by a class in another Python module.
     """
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
     return next(
@@ -258,8 +269,8 @@ def _find_balancing_function(model: nn.Module) -> Any:
 
 @contextmanager
 def record_router_scores(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Records the scores of the routers in the forward within this block, layer by layer. The
-    scores of a recompute, in backward, are not recorded.
+    """Within this block, records the scores of the routers in the forward, layer by layer. If a
+    layer is recomputed in backward, its scores are not recorded again.
     """
     if model not in _ROUTERS:
         recordable_outputs = [
@@ -286,7 +297,7 @@ def record_router_scores(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def balancing_loss(model: nn.Module, scores: list[Tensor], mask: Tensor | None) -> Tensor:
-    """The balancing loss of all tokens that are not padding: fp32[]."""
+    """Returns the balancing loss, fp32[], over all tokens that are not padding."""
     mixture_model = find_mixture(model)
     loss: Tensor = _find_balancing_function(mixture_model)(
         tuple(logits.float() for logits in scores),

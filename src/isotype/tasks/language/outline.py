@@ -1,5 +1,5 @@
-"""Builds the parts of a language run that a memory plan needs, without data: the model on the meta
-device, and its largest step, evaluation and sample.
+"""Builds the parts of a language run that a memory plan needs. These are the model on the meta
+device, and its largest step, evaluation and sample. None of them contains data.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def outline_model(
     device_type: str,
     has_pictures: bool = False,
 ) -> ModelOutline:
-    """Builds the model as `build_model` does, but without its weights. Raises UsageError for
-    adapter targets that the model does not have.
+    """Builds the model in the same way as `build_model`, but without its weights. Raises UsageError
+    if the model has no module that the adapter's targets name.
     """
     trains_every_weight = config.adapter.kind == "none"
     dtype = precision.trainable if trains_every_weight else precision.unquantised
@@ -155,14 +155,15 @@ def outline_step(
     device_type: str = "cpu",
     objective: Objective | None = None,
 ) -> StepOutline:
-    """Describes the largest step, evaluation and sample of a run from lengths in tokens.
+    """Describes the largest step, evaluation and sample of a run. They are given by lengths in
+    tokens.
 
     length         the length of the longest training row
-    eval_rows      the number of rows of an evaluation pass; 0 for a run that does not evaluate
+    eval_rows      the number of rows in an evaluation pass; 0 if the run does not evaluate
     eval_length    the length of the longest evaluation row
-    sample_length  the length of the longest prompt with its answer; 0 for a run that does not
-                   sample
-    With packing, batches have the positions and bounds of documents in place of a mask.
+    sample_length  the length of the longest prompt with its answer; 0 if the run generates no
+                   samples
+    If rows are packed, batches have the positions and bounds of documents in place of a mask.
     """
     learned_objective = objective or NextToken(config)
     packing = config.data.packing
@@ -187,7 +188,9 @@ def outline_step(
             )
 
     def sampling(model: nn.Module, device: torch.device) -> None:
-        """Runs prompt and answer in one pass, at whose end the cache has its largest size."""
+        """Runs the prompt and the answer in one pass. At the end of this pass, the cache has its
+        largest size.
+        """
         ids = torch.empty(1, sample_length, dtype=torch.long, device=device)
         with eval_mode(model), use_generate_dtype(model):
             outputs = model(input_ids=ids, use_cache=True, logits_to_keep=1)
@@ -228,8 +231,9 @@ def _empty_batch(rows: int, length: int, device: torch.device, *, packing: bool)
 
 
 def _fill_inverse_frequencies(model: nn.Module) -> None:
-    """Gives the frequencies of rotary modules values on the CPU. `optimize` runs such a module to
-    see how its tables repeat; for this the frequencies need only differ from each other.
+    """Gives values to the frequencies of rotary modules, on the CPU. `optimize` runs such a module
+    to find out how its tables repeat. For this, any values are right as long as the frequencies
+    differ from each other.
     """
     for module in model.modules():
         for name, _ in module.named_buffers(recurse=False):

@@ -1,5 +1,6 @@
-"""The objectives dpo, ipo, simpo, orpo, cpo and reward, which learn from preference pairs: their
-batches, their losses, and the reference log-probabilities of the model as the run starts.
+"""Implements the objectives dpo, ipo, simpo, orpo, cpo and reward, which learn from preference
+pairs. This module makes their batches and computes their losses. It also computes the reference
+log-probabilities, which come from the model at the start of the run.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ LOGPS = ("logps/chosen", "logps/rejected")
 
 
 class BatchOfAnswers:
-    """The common part of batches of pairs and of labelled answers. `answers` are the rows of the
-    model's input, and `rows` counts rows of the data.
+    """The common base of batches of pairs and batches of labelled answers. `answers` contains the
+    rows of the model's input, and `rows` is the number of rows of the data.
     """
 
     answers: Batch
@@ -89,10 +90,10 @@ class BatchOfAnswers:
 class PairBatch(BatchOfAnswers):
     """A batch of preference pairs.
 
-    answers               2 B rows: the chosen and the rejected answer of each pair in turn
-    lengths    fp32[2 B]  the number of learnt tokens of each answer
-    reference  fp32[2 B]  log-probabilities under the model as the run starts; None before they are
-                          computed, or if they are not used
+    answers               2 B rows, for each pair the chosen answer followed by the rejected answer
+    lengths    fp32[2 B]  for each answer, the number of tokens that the model learns
+    reference  fp32[2 B]  log-probabilities under the model at the start of the run; None if they
+                          are not computed yet or not used
     """
 
     answers: Batch
@@ -108,8 +109,8 @@ class PairBatch(BatchOfAnswers):
 
 
 def stack_references(rows: Sequence[Any]) -> Tensor | None:
-    """Stacks the reference log-probabilities of rows, two per row: fp32[2 B]. None before they are
-    computed.
+    """Stacks the reference log-probabilities of rows, two for each row, fp32[2 B]. Returns None if
+    they are not computed yet.
     """
     values = [row.reference for row in rows if row.reference is not None]
     if len(values) == len(rows):
@@ -118,10 +119,10 @@ def stack_references(rows: Sequence[Any]) -> Tensor | None:
 
 
 def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
-    """The sum of the log-probabilities of each row's learnt tokens: fp32[B]. The head computes only
-    the positions of learnt tokens.
+    """Returns, for each row, the sum of the log-probabilities of the tokens that the model learns,
+    fp32[B]. The head computes logits only at the positions that predict these tokens.
 
-    inside  `dtype` for a token, fp32 for the sum
+    inside  log-probabilities of tokens are computed in `dtype`, and their sum in fp32
     """
     targets = next_tokens(batch, every_row=False)
     log_probs_N = compute_loss(
@@ -135,8 +136,9 @@ def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
 
 
 def row_sums(values_BT: Tensor) -> Tensor:
-    """The sum of each row, fp32[B]. The sum is computed by adding halves. Padding with zeros then
-    does not change it: a row has bit for bit the same sum in a batch of any length.
+    """Returns the sum of each row, fp32[B]. To compute it, the first half of a row is added to the
+    second half, again and again. In this way, padding with zeros does not change the result. The
+    sum of a row is bit for bit the same in batches of any length.
     """
     length = values_BT.shape[1]
     width = 1 << max(0, length - 1).bit_length()
@@ -148,7 +150,7 @@ def row_sums(values_BT: Tensor) -> Tensor:
 
 
 class Preference(Objective):
-    """The objectives that learn from pairs. A step's loss is the mean over its pairs."""
+    """The objectives that learn from pairs. The loss of a step is the mean over its pairs."""
 
     metric_names = MetricNames(
         units="tokens",
@@ -289,8 +291,8 @@ class Preference(Objective):
         )
 
     def reference_log_probs(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
-        """Computes the log-probabilities for the reference: fp32[2 B], two values per row of the
-        data.
+        """Computes the log-probabilities for the reference, fp32[2 B]. There are two values for
+        each row of the data.
         """
         return answer_log_probs(model, batch.answers, dtype=dtype)
 
@@ -325,8 +327,8 @@ class Preference(Objective):
 
 
 class PairLogProbs(NamedTuple):
-    """The log-probabilities and lengths of the answers of B pairs, fp32[B] each. The reference
-    values are 0 for an objective without a reference.
+    """The log-probabilities and the lengths of the answers of B pairs, each fp32[B]. If the
+    objective does not use a reference, the reference values are 0.
     """
 
     chosen: Tensor
@@ -338,7 +340,9 @@ class PairLogProbs(NamedTuple):
 
 
 class PairLosses(NamedTuple):
-    """The losses of B pairs, with the rewards and logps as TRL defines them: fp32[B] each."""
+    """The losses of B pairs, with the rewards and log-probabilities as TRL defines them. Each is
+    fp32[B].
+    """
 
     losses: Tensor
     chosen_rewards: Tensor
@@ -348,11 +352,12 @@ class PairLosses(NamedTuple):
 
 
 def pair_losses(objective: str, settings: PreferenceSection, log_probs: PairLogProbs) -> PairLosses:
-    """The losses of an objective, `nll` included.
+    """Returns the losses of an objective. The part `nll` of the loss is included.
 
-    The reward of an answer is beta times the difference of its log-probabilities under the model
-    and under the reference (0 for an objective without a reference). simpo and orpo use the mean
-    over an answer's tokens instead of the sum.
+    The reward of an answer is beta times the difference between its log-probabilities under the
+    model and under the reference. If the objective does not use a reference, the reference's
+    log-probability is 0. simpo and orpo use the mean over the tokens of an answer in place of the
+    sum.
     """
     beta = settings.beta
     smoothing = settings.label_smoothing
@@ -384,8 +389,8 @@ def pair_losses(objective: str, settings: PreferenceSection, log_probs: PairLogP
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """Computes ln(1 - e^x) for x < 0 without cancellation. Near 0, where the function tends to
-    -inf, the result is its value at x = -1e-6.
+    """Computes ln(1 - e^x) for x < 0 without cancellation. For x near 0, the function goes to -inf.
+    There the result is the value at x = -1e-6.
     """
     x = x.clamp(max=-1e-6)
     return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
@@ -413,13 +418,13 @@ def add_reference(
     folder: Path,
     world: World,
 ) -> Header:
-    """Adds the reference log-probabilities to the rows; returns a row of the header. If the run
-    folder has the log-probabilities of the same rows, they are read from there; otherwise they are
-    computed.
+    """Adds the reference log-probabilities to the rows. Returns a row for the header. If the run
+    folder contains the log-probabilities of the same rows, they are read from there. Otherwise they
+    are computed.
 
-    log_probs  computes two values per row: of both answers of a pair, or of an answer and its
-               partner
-    Raises     UsageError if the folder has the reference of another model
+    log_probs  a function that computes two values for each row; they belong to the two answers of a
+               pair, or to an answer and its partner
+    Raises     UsageError if the folder contains the reference values of another model
     """
     is_sharded = any(local_part(p) is not p for p in model.parameters())
     identity = {
@@ -475,8 +480,9 @@ def _compute_log_probs(
     batch_size: int,
     world: World,
 ) -> list[float]:
-    """Computes the reference log-probabilities: two values per row, in the order of the rows. The
-    processes take batches in turn, and all make the same number of passes, as a shared model needs.
+    """Computes the reference log-probabilities. There are two values for each row, in the order of
+    the rows. The batches are divided among the processes. All processes make the same number of
+    forward passes, because a shared model needs this.
     """
     by_length = np.argsort(pairs.lengths, kind="stable").tolist() if len(pairs) else []
     results = [0.0] * (2 * len(pairs))
@@ -493,8 +499,9 @@ def _compute_log_probs(
 
 
 def _load_reference(path: Path, identity: Mapping[str, str]) -> dict[str, list[float]]:
-    """Reads the reference log-probabilities of the same rows from the run folder, for training and
-    evaluation rows. Raises UsageError if they were computed with another model.
+    """Reads the reference log-probabilities from the run folder, for the training rows and the
+    evaluation rows. Values for other rows are ignored. Raises UsageError if the values were
+    computed with another model.
     """
     if not path.is_file():
         return {}
@@ -525,8 +532,8 @@ REWARD_MEASURES = ("accuracy", "margin", "mean_reward")
 
 
 class Reward(Preference):
-    """The objective `reward`: a reward model learns scores from pairs. A step's loss is the mean
-    over its pairs.
+    """The objective `reward`, with which a reward model learns scores from pairs. The loss of a
+    step is the mean over its pairs.
     """
 
     metric_names = MetricNames(
@@ -570,8 +577,9 @@ class Reward(Preference):
         )
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
-        """The checks of the data. The check of the end token is left out, because a reward model
-        generates nothing, and the check of packing, because it reads logits of every position.
+        """Returns the checks of the data. The check of the end token is left out, because a reward
+        model does not generate text. The check of packing is left out too, because this check reads
+        logits at every position.
         """
         return {
             "data": tuple(check for check in CHECKS["data"] if check.run is not check_end_token)

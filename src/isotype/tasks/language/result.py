@@ -1,4 +1,4 @@
-"""Saves a fully trained model, loads a result in the way a user would, and evaluates it."""
+"""Saves a fully trained model, loads a result in the same way as a user would, and evaluates it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ from .objective import NextToken, Objective
 
 
 def save_model(model: Any, folder: Path, precision: Precision) -> None:
-    """Saves the model as an ordinary Hugging Face folder, in the dtype of
-    `precision.save_model`.
-    """
+    """Saves the model as an ordinary Hugging Face folder, in the dtype `precision.save_model`."""
     dtype = to_torch(precision.save_model)
     names = embedding_and_head(model)
     state = model.state_dict()
@@ -56,15 +54,15 @@ def load_result(
     part: Part | None = None,
     adapter: AdapterSection | None = None,
 ) -> nn.Module:
-    """Loads the saved model, or the saved adapter onto a freshly loaded base, under the run's
-    precision.
+    """Loads the result of a run under the run's precision. This is a model, or an adapter for a
+    base model that is loaded again.
 
-    If the base has code of its own (remote code), this code is saved beside the model. The saved
-    code is executed if the run executed the code of the base.
+    If the base model comes with its own code (remote code), this code is saved next to the model.
+    The saved code is executed only if the run executed the code of the base model.
 
-    part     the part of the weights that this process will keep, if several share the model
-    adapter  the run's adapter settings, which decide which parts of a vision-language model were
-             frozen
+    part     the part of the weights that this process will keep, if several processes share the
+             model
+    adapter  the run's adapter settings; they say which parts of a vision-language model were frozen
     """
     if (folder / "adapter_config.json").is_file():
         source = replace(source, text_only=is_trained_on_text_class(folder))
@@ -113,14 +111,15 @@ def evaluate(
     world: World = ALONE,
     objective: Objective | None = None,
 ) -> Evaluation:
-    """Returns the mean loss over the rows, and the objective's measures. Rows are sorted by length,
-    to reduce padding. Sums are in fp64. `weight` of the result is the sum of the batches' weights.
+    """Returns the mean loss over the rows, and the objective's measures. The rows are sorted by
+    length to reduce padding. Sums are computed in fp64. `weight` of the result is the sum of the
+    weights of the batches.
 
     objective  by default `NextToken`
 
-    The processes of `world` take the batches in turn. All make the same number of passes, because
-    the processes run the forward of a sharded model together. If a process has no batch left, it
-    computes the first row again, and this loss does not count.
+    The batches are divided among the processes of `world`. All processes make the same number of
+    forward passes, because they run the forward of a sharded model together. If a process has no
+    batch left, it computes the first row again, and this loss is not counted.
     """
     objective = objective or NextToken(RunConfig())
     lengths = row_lengths(rows)

@@ -1,5 +1,5 @@
-"""Generates samples during training, in the same precision, without changing the state of
-training.
+"""Generates samples during training, in the same precision as training. This does not change the
+state of training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """A generated answer. `reference` is the answer of the data, if the prompt comes from a row."""
+    """A generated answer. If the prompt comes from a row of the data, `reference` is the answer in
+    this row.
+    """
 
     prompt: str
     answer: str
@@ -46,8 +48,9 @@ def generation_config(
     temperature: float = 0.0,
     top_p: float = 1.0,
 ) -> GenerationConfig:
-    """The settings of a generation, which is greedy at temperature 0. The generation ends at the
-    tokenizer's end token and at the end tokens that the model's configuration names.
+    """Returns the settings for generating text. With temperature 0, decoding is greedy. The
+    generation ends at the tokenizer's end token, or at one of the end tokens in the model's
+    configuration.
     """
     from transformers import GenerationConfig
 
@@ -82,12 +85,12 @@ def sample(
     world: World = ALONE,
     pictures: Pictures | None = None,
 ) -> list[Sample]:
-    """Generates answers, one prompt at a time, greedily by default. Later training steps are
-    bit-identical to those of a run without samples.
+    """Generates answers for one prompt after the other. Decoding is greedy by default. The training
+    steps after it are bit-identical to those of a run without samples.
 
-    min_new_tokens  the least number of tokens of an answer
-    world           the processes that share the model and call this together: all continue until
-                    the longest answer has ended
+    min_new_tokens  the smallest number of tokens of an answer
+    world           the processes that share the model and call this together; all processes
+                    continue until the longest answer is complete
     """
     config = generation_config(
         model,
@@ -112,7 +115,7 @@ def sample(
 def prompt_inputs(
     prompt: SamplePrompt, pictures: Pictures | None, device: torch.device
 ) -> dict[str, Tensor]:
-    """The arguments of `generate` for a prompt, including its pictures."""
+    """Returns the arguments of `generate` for a prompt, including the prompt's pictures."""
     ids = torch.tensor([list(prompt.input_ids)])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if prompt.pictures and pictures is not None:

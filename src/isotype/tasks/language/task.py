@@ -1,4 +1,4 @@
-"""Fine-tuning of a causal language model: the implementation of `training.task.Task`."""
+"""Implements `training.task.Task` for fine-tuning of a causal language model."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class LanguageTask:
             self.prompts = run_prompts(config.run, data, self.tokenizer)
 
     def encode(self, device: torch.device) -> None:
-        """Does nothing, since no other model encodes the data."""
+        """Does nothing, because no other model encodes the data."""
 
     def build_model(
         self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None
@@ -406,7 +406,9 @@ class LanguageTask:
         }
 
     def begin(self, folder: Path, *, is_resuming: bool) -> None:
-        """Writes the list of rows that are left out. A stream adds rows to it while it is read."""
+        """Writes the list of the rows that are left out. If the data is a stream, more rows are
+        added while the stream is read.
+        """
         bad_rows_file = BadRowFile(folder / BAD_ROWS, resuming=is_resuming)
         bad_rows_file.write(self.data.bad_rows)
         if self.data.stream is None:
@@ -450,8 +452,8 @@ class LanguageTask:
         return str(getattr(architecture, "model_type", "model")), notes
 
     def plan_facts(self) -> dict[str, Any]:
-        """The numbers of rows and tokens for `isotype plan`. Packed rows are counted, and of a
-        stream only its first rows.
+        """Returns the numbers of rows and tokens for `isotype plan`. If rows are packed, packed
+        rows are counted. For a stream, only its first rows are counted.
         """
         data = self.data
         return {
@@ -497,15 +499,17 @@ class LanguageTask:
 
 
 def flops_per_token(model: nn.Module, config: Any) -> float:
-    """The FLOPs of one token for the products with weights, in forward and backward.
+    """Returns the number of FLOPs for one token in forward and backward. Only the matrix products
+    with weights are counted.
 
-    A product with an M-element weight costs 2 M in forward and 2 M for the input's gradient. If the
-    weight is trained, its gradient costs another 2 M. Every Linear of `model` is counted, adapters
-    included; of stacked experts only as many as process a token.
+    The product with a weight of M elements needs 2 M FLOPs in forward, and 2 M for the gradient of
+    its input. If the weight is trained, its gradient needs another 2 M. Every Linear module of
+    `model` is counted, including those of adapters. Of stacked experts, only those that process a
+    token are counted.
 
     model   a layer, or a model for text
     config  a transformers configuration
-    Source  Kaplan et al. 2020, section 2.1, without the weight gradient of frozen weights
+    Source  Kaplan et al. 2020, section 2.1, but without the weight gradients of frozen weights
     """
     flops = 0.0
     stacked_experts = {

@@ -1,4 +1,4 @@
-"""The model families of diffusers: the inputs and outputs of each family's denoiser."""
+"""Describes the model families of diffusers, with the inputs and outputs of each family's denoiser."""
 
 from __future__ import annotations
 

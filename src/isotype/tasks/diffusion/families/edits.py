@@ -1,5 +1,6 @@
-"""Families that edit a picture. The latents of the picture before the edit follow the noisy ones as
-further tokens, and the denoiser's predictions for them are not used.
+"""Contains the model families that edit a picture. The denoiser gets the tokens of the noisy
+latents, followed by the tokens of the picture before the edit. Its predictions for the tokens of
+the picture before the edit are not used.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from .flow import Flux, QwenImage, pack_latents, unpack_latents
 
 
 class FluxKontext(Flux):
-    """Flux.1 Kontext. The tokens of the picture before the edit follow the noisy ones. They have
-    the row and column ids of the noisy tokens, and 1 as their first id.
+    """Flux.1 Kontext. The tokens of the picture before the edit come after the noisy tokens. They
+    have the same row and column ids as the noisy tokens, but their first id is 1.
     """
 
     pipeline = "FluxKontextPipeline"
@@ -41,14 +42,15 @@ class QwenImageEdit(QwenImage):
     tokens: ClassVar[int] = 1369
 
     def count_text_tokens(self, clip_length: int, max_length: int) -> int:
-        """The number of text tokens in a plan: those of the picture, and 256 for the instruction,
-        which has no limit.
+        """Returns the number of text tokens for a memory plan. It is the number of tokens of the
+        picture plus 256 for the instruction. An instruction may be longer, because its length has
+        no limit.
         """
         return self.tokens + 256
 
     def prepare_picture(self, pipe: Any, picture: Any) -> Any:
-        """Resizes a picture as the pipeline does for its language model, to about 1024 x 1024
-        pixels.
+        """Resizes a picture to about 1024 x 1024 pixels, as the pipeline does for its language
+        model.
         """
         from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
@@ -74,8 +76,8 @@ class QwenImageEdit(QwenImage):
         generator: Any,
         control: Tensor | None = None,
     ) -> Tensor:
-        """Draws a picture in the same steps as the pipeline. The pipeline itself is not called,
-        because it scales every picture before an edit to about 1024 x 1024 pixels.
+        """Generates a picture in the same steps as the pipeline. The pipeline itself is not called,
+        because it scales every picture before the edit to about 1024 x 1024 pixels.
         """
         from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import (
             calculate_shift,
@@ -135,8 +137,8 @@ class QwenImageEdit(QwenImage):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit of September 2025 and later, with one picture before the edit. The pipeline's
-    language model reads this picture at a smaller size than in the first Qwen-Image-Edit.
+    """Qwen-Image-Edit of September 2025 and later, with one picture before the edit. The language
+    model reads this picture at a smaller size than in the first version of Qwen-Image-Edit.
     """
 
     pipeline = "QwenImageEditPlusPipeline"

@@ -1,5 +1,6 @@
-"""The base class of diffusers' model families, with the form of their latents and the inputs and
-outputs of their denoiser. A table names the pipelines that are not trained, each with its reason.
+"""Defines the base class of diffusers' model families. It describes the form of their latents, and
+the inputs and outputs of their denoiser. A table lists the pipelines that Isotype cannot train,
+each with the reason.
 
 Shapes: N pictures, C channels and H x W pixels of the denoiser's latents, S text tokens, D text
 width.
@@ -32,16 +33,16 @@ class Latents:
     vae: ClassVar[str] = "AutoencoderKL"
 
     def downscale(self, config: Config) -> int:
-        """The number of pixels per latent pixel, in each direction."""
+        """Returns the number of pixels per latent pixel in each direction."""
         return int(2 ** (len(config["block_out_channels"]) - 1))
 
     def channels(self, config: Config) -> int:
-        """The number of latent channels C."""
+        """Returns the number of latent channels C."""
         return int(config["latent_channels"])
 
     def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean and standard deviation of the posterior, in the denoiser's scale: fp32[N C H W]
-        each.
+        """Returns the mean and the standard deviation of the posterior, each fp32[N C H W]. They
+        are scaled as the denoiser expects latents.
 
         x_N3HW  pixels in [-1, 1], in the VAE's dtype
         """
@@ -51,21 +52,23 @@ class Latents:
         return (posterior.mean.float() - offset) * factor, posterior.std.float() * factor
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
-        """Decodes latents of the denoiser's scale to pixels: F[N 3 H W] in the VAE's dtype."""
+        """Decodes latents to pixels F[N 3 H W] in the VAE's dtype. The latents are scaled as for
+        the denoiser.
+        """
         return decode_pixels(
             vae, latents_NCHW / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
         )
 
 
 def decode_pixels(vae: Any, latents: Tensor, *arguments: Tensor) -> Tensor:
-    """Decodes latents of the VAE's own scale to pixels, in the VAE's dtype."""
+    """Decodes latents to pixels in the VAE's dtype. The latents have the VAE's own scale."""
     pixels: Tensor = vae.decode(latents.to(vae.dtype), *arguments, return_dict=False)[0]
     return pixels
 
 
 class VideoLatents(Latents):
-    """The latents of a VAE for videos, used on one frame, with an offset and a factor per channel
-    (Qwen-Image).
+    """The latents of a VAE for videos, which is used for one frame (Qwen-Image). Each channel has
+    its own offset and factor.
     """
 
     vae = "AutoencoderKLQwenImage"
@@ -77,7 +80,7 @@ class VideoLatents(Latents):
         return int(config["z_dim"])
 
     def statistics(self, vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The mean and standard deviation of the VAE's latents: fp32[C 1 1] each."""
+        """Returns the mean and the standard deviation of the VAE's latents, each fp32[C 1 1]."""
         mean, deviation = (
             torch.tensor(values, device=device)[:, None, None]
             for values in (vae.config.latents_mean, vae.config.latents_std)
@@ -102,7 +105,9 @@ class VideoLatents(Latents):
 
 
 class DeepCompressionLatents(Latents):
-    """The latents of a deep compression autoencoder, which has no posterior (Sana)."""
+    """The latents of a deep compression autoencoder (Sana). It has no posterior, so an encoded
+    picture is a single latent.
+    """
 
     vae = "AutoencoderDC"
 
@@ -118,8 +123,8 @@ class DeepCompressionLatents(Latents):
 
 
 class PatchedLatents(Latents):
-    """Latents in which each pixel combines 2 x 2 pixels of the VAE's latents, normalised by the
-    VAE's running statistics (Flux.2).
+    """Latents in which each pixel combines 2 x 2 pixels of the VAE's latents (Flux.2). They are
+    normalised with the VAE's running statistics.
     """
 
     vae = "AutoencoderKLFlux2"
@@ -139,7 +144,7 @@ class PatchedLatents(Latents):
         )
 
     def normalise(self, vae: Any, patched_NCHW: Tensor) -> Tensor:
-        """Normalises the VAE's patched latents for the denoiser: fp32[N C H W]."""
+        """Normalises the VAE's patched latents for the denoiser. Returns fp32[N C H W]."""
         offset, deviation = _running_statistics(vae)
         return (patched_NCHW - offset) / deviation
 
@@ -149,14 +154,17 @@ class PatchedLatents(Latents):
 
 
 def _running_statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """The running mean and standard deviation of the VAE's latents: fp32[C 1 1] each."""
+    """Returns the running mean and the running standard deviation of the VAE's latents, each fp32[C
+    1 1].
+    """
     deviation = (vae.bn.running_var.float() + vae.config.batch_norm_eps).sqrt()
     return vae.bn.running_mean.float()[:, None, None], deviation[:, None, None]
 
 
 def patchify(x_NCHW: Tensor) -> Tensor:
-    """Combines patches of 2 x 2 pixels: F[N C H W] -> F[N 4C H/2 W/2]. The channel comes first,
-    then row and column in the patch.
+    """Combines each patch of 2 x 2 pixels into one pixel, F[N C H W] -> F[N 4C H/2 W/2]. In the
+    order of the new channels, the old channel comes first, then the row and the column within the
+    patch.
     """
     n, c, h, w = x_NCHW.shape
     return (
@@ -185,14 +193,14 @@ Denoiser = Callable[..., Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Conditioning:
-    """The inputs of a denoiser besides picture, time and text.
+    """The inputs of a denoiser in addition to the picture, the time and the text.
 
     guidance   the guidance scale (a number) of a guidance-distilled model
-    downscale  the number of pixels per latent pixel, in each direction; models that take a
-               picture's size need it in pixels
+    downscale  the number of pixels per latent pixel in each direction; models that have a picture's
+               size as an input need the size in pixels
     lengths    the number of tokens of each caption, for a family with `keeps_text_lengths`
-    crop       fp32[N 4]   the result of `pixels.size_and_crop` for each picture; None for whole
-                           pictures of the size of the latents
+    crop       fp32[N 4]   the result of `pixels.size_and_crop` for each picture; None if the
+                           pictures are not cropped and have the size of the latents
     control_latents  F[N C H W]  latents of the pictures before the edit, for a family with
                                  `edits_pictures`
     """
@@ -206,7 +214,9 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """The settings of a sample: side in pixels, denoising steps, guidance scale, seed."""
+    """The settings of a sample. They are the side of the picture in pixels, the number of denoising
+    steps, the guidance scale and the seed.
+    """
 
     size: int
     steps: int
@@ -215,50 +225,56 @@ class SampleSettings:
 
 
 class Family:
-    """A model family: how its denoiser is called, and how its pipeline encodes texts and draws.
+    """A model family. It defines how the denoiser is called, and how the pipeline encodes texts and
+    generates pictures.
 
-    A family's latents are the VAE's latents after shift and scale. `predict` packs them into tokens
-    if the denoiser works on tokens.
+    The latents of a family are the VAE's latents after a shift and a scale. If the denoiser works
+    on tokens, `predict` packs the latents into tokens.
 
-    pipeline               the `_class_name` in model_index.json, a class of diffusers
-    denoiser               the name of the denoiser's folder and of the pipeline's attribute
-    objectives             the objectives with which such models are trained
+    pipeline               the `_class_name` in model_index.json, which is a class of diffusers
+    denoiser               the name of the denoiser's folder, and of the pipeline's attribute that
+                           contains it
+    objectives             the objectives with which models of this family can be trained
     time_scale             the factor by which `keep_time_exact` multiplies the noise level before
-                           its sinusoidal embedding. It is set for a denoiser that would round the
-                           level to the dtype of its hidden states, and None for others
-    side_multiple          the number of latent pixels of which the sides of latents are multiples;
-                           if the denoiser works on tokens, the side of one token
-    max_text_length        the default limit of a caption, in tokens of the text encoder; None if
-                           every caption has the length of CLIP's tokenizer, or of several windows
-                           of that length
+                           its sinusoidal embedding. It is set if the denoiser would round the level
+                           to the dtype of its hidden states; otherwise it is None
+    side_multiple          each side of the latents must be a multiple of this number of latent
+                           pixels; if the denoiser works on tokens, it is the side of one token
+    max_text_length        the default limit for the length of a caption, in tokens of the text
+                           encoder; None if every caption has the length of CLIP's tokenizer or a
+                           multiple of it
     max_clip_windows       the largest number of windows in which CLIP encoders read a caption
-    keeps_text_lengths     whether captions are stored in their own length; in a batch they are
-                           padded to the longest, with a `mask`
+    keeps_text_lengths     whether captions are stored without padding; in a batch they are padded
+                           to the longest caption, and a `mask` is added
     encoder_parts          the folders of text encoders and tokenizers
     unneeded_parts         the parts of the pipeline that are never loaded
-    latents                the conversion between pictures, latents of the VAE and of the denoiser
-    text_output_indices    encoded text -> its index in the tuple that the pipeline's
-                           `encode_prompt` returns: `text` F[N S D], `pooled` F[N D], `mask` F[N S]
-    text_width_key         the key of D in the denoiser's configuration
-    text_arguments         argument of the pipeline -> encoded text; the arguments of the negative
-                           prompt have the prefix `negative_`
-    takes_negative_prompt  whether the pipeline guides away from a second text; otherwise the
-                           guidance is a number that the denoiser takes
-    loads_lora             whether the pipeline has `load_lora_weights`; otherwise an adapter is
-                           saved as a PEFT folder only
-    comfyui_blocker        why ComfyUI reads no adapter of this family; empty if it reads them
-    comfyui_prefix         the prefix of a transformer's modules in ComfyUI
-    comfyui_names          the parts of module names that are different in ComfyUI
-    block_classes          the classes of the blocks that are recomputed, shared between processes
-                           and adapted, if the denoiser's `_no_split_modules` does not name them
+    latents                the conversion between pictures, the latents of the VAE and the latents
+                           of the denoiser
+    text_output_indices    maps each encoded text to its index in the tuple that the pipeline's
+                           `encode_prompt` returns; the names are `text` F[N S D], `pooled` F[N D]
+                           and `mask` F[N S]
+    text_width_key         the key in the denoiser's configuration that contains D
+    text_arguments         maps an argument of the pipeline to an encoded text; the arguments for
+                           the negative prompt have the prefix `negative_`
+    takes_negative_prompt  whether the pipeline uses a second, negative text for the guidance;
+                           otherwise the guidance is a number that the denoiser gets as an input
+    loads_lora             whether the pipeline has the method `load_lora_weights`; otherwise an
+                           adapter is saved only as a PEFT folder
+    comfyui_blocker        why ComfyUI cannot read adapters of this family; empty if it can
+    comfyui_prefix         the prefix that ComfyUI uses for the modules of a transformer
+    comfyui_names          the parts of module names that have other names in ComfyUI
+    block_classes          the classes of the denoiser's blocks, if the denoiser's
+                           `_no_split_modules` does not list them; blocks can be recomputed, split
+                           over processes, and get adapters
     adapted_block_classes  the classes of the modules whose linear layers get an adapter; empty if
-                           these are the classes of the blocks
+                           these are the same as the classes of the blocks
     guidance_argument      the pipeline's argument for the guidance scale
-    edits_pictures         whether a row has a picture before the edit, whose latents the denoiser
-                           gets in addition to the noisy ones
-    encodes_control        whether the text encoder reads this picture too (`encode_instructions`)
-    trainable_encoders     the text encoders that `adapter.text_encoders` trains
-    unused_last_layers     the text encoders of which the last layer's result is not used
+    edits_pictures         whether a row has a picture before the edit; the denoiser then gets the
+                           latents of this picture in addition to the noisy latents
+    encodes_control        whether the text encoder also reads the picture before the edit
+                           (`encode_instructions`)
+    trainable_encoders     the text encoders that are trained if `adapter.text_encoders` is set
+    unused_last_layers     the text encoders whose last layer is not used
     """
 
     pipeline: ClassVar[str]
@@ -289,8 +305,8 @@ class Family:
     unused_last_layers: ClassVar[tuple[str, ...]] = ()
 
     def adapted_classes(self, denoiser: Any) -> tuple[str, ...]:
-        """The classes of the modules whose linear layers get an adapter, and are quantised in an
-        nf4 base.
+        """Returns the classes of the modules whose linear layers get an adapter. In an nf4 base
+        model, these linear layers are also the ones that are quantised.
         """
         return (
             self.adapted_block_classes
@@ -299,29 +315,30 @@ class Family:
         )
 
     def refusal(self, index: Mapping[str, Any]) -> str | None:
-        """The reason why a pipeline of this class is not trained, from its model_index.json; None
-        if it is.
+        """Returns the reason why Isotype cannot train this pipeline, or None if it can. `index` is
+        the content of its model_index.json.
         """
         return None
 
     def prepare(self, denoiser: Any) -> None:
-        """Adapts a denoiser instance: some name no blocks, some compute in a wider dtype than
-        declared, and some could not be planned on the meta device.
+        """Changes a denoiser object so that it can be trained. Some denoisers do not list their
+        blocks, some compute in a wider dtype than declared, and some do not run on the meta device.
         """
         if self.block_classes:
             denoiser._no_split_modules = list(self.block_classes)
 
     def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """The names, or beginnings of names, of layers whose result the denoiser does not use, so
-        that they get no gradient.
+        """Returns the names of layers whose result the denoiser does not use, or the beginnings of
+        their names. These layers get no gradient.
         """
         return ()
 
     def clip_windows(self, clip_length: int, max_length: int) -> int:
-        """The number of windows in which a CLIP encoder reads a caption.
+        """Returns the number of windows in which a CLIP encoder reads a caption.
 
-        clip_length  the length of a window, with its begin and end token
-        max_length   the longest caption, without begin and end tokens; 0 if it is not set
+        clip_length  the length of a window, including its begin and end token
+        max_length   the largest length of a caption, not including begin and end tokens; 0 if it is
+                     not set
         """
         if self.max_clip_windows == 1:
             return 1
@@ -336,7 +353,7 @@ class Family:
         return max_length
 
     def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor of `encode_text`, without N.
+        """Returns the shape of each tensor that `encode_text` returns, without the dimension N.
 
         config  the denoiser's configuration
         length  S
@@ -351,8 +368,9 @@ class Family:
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, Any]:
-        """Encodes captions with the pipeline's text encoders. Returns a tensor for each name of
-        `text_output_indices`; with `keeps_text_lengths` a list of F[S D] for `text` instead, without mask.
+        """Encodes captions with the pipeline's text encoders. Returns a tensor for each name in
+        `text_output_indices`. If `keeps_text_lengths` is true, `text` is a list of tensors F[S D]
+        instead, and there is no mask.
 
         options  further arguments of the pipeline's `encode_prompt`
         """
@@ -369,16 +387,16 @@ class Family:
     def encode_instructions(
         self, pipe: Any, captions: list[str], pictures: list[Any]
     ) -> Mapping[str, Sequence[Tensor]]:
-        """Encodes captions together with the pictures before their edits (PIL), for a family with
-        `encodes_control`. Returns the same as `encode_text`.
+        """Encodes each caption together with the picture before the edit, which is a PIL image.
+        This is for families with `encodes_control`. Returns the same as `encode_text`.
         """
         raise NotImplementedError
 
     def encode_tokens(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
-        """Encodes tokens, with gradients, for a family with `trainable_encoders`. Returns the same
-        as `encode_text`.
+        """Encodes tokens, and computes gradients. This is for families with `trainable_encoders`.
+        Returns the same as `encode_text`.
 
-        encoders  P text encoders by the names in `trainable_encoders`
+        encoders  the P text encoders, with the names in `trainable_encoders`
         """
         raise NotImplementedError
 
@@ -390,13 +408,13 @@ class Family:
         text: Text,
         conditioning: Conditioning,
     ) -> Tensor:
-        """Returns the denoiser's prediction for `noisy_NCHW` at `time_N` (`Objective.time`): F[N C
-        H W].
+        """Returns the denoiser's prediction F[N C H W] for `noisy_NCHW` at the time `time_N`, which
+        is the result of `Objective.time`.
         """
         raise NotImplementedError
 
     def text_inputs(self, text: Text, empty: Text) -> dict[str, Any]:
-        """The pipeline's arguments for the encoded texts, and for the negative texts."""
+        """Returns the pipeline's arguments for the encoded texts and the encoded negative texts."""
         sides = {"": text, "negative_": empty} if self.takes_negative_prompt else {"": text}
         masked_sides = {sign: {"mask": full_mask(texts)} | texts for sign, texts in sides.items()}
         return {
@@ -406,7 +424,8 @@ class Family:
         }
 
     def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
-        """The pipeline's further arguments, besides texts, size, steps, guidance and generator.
+        """Returns the other arguments of the pipeline, in addition to texts, size, steps, guidance
+        and generator.
 
         size     the side of the picture in pixels
         control  F[1 C H W]  the latents of the picture before the edit
@@ -414,8 +433,8 @@ class Family:
         return {}
 
     def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
-        """Converts the pipeline's output for pictures of `size` pixels to latents F[N C H W] in the
-        denoiser's scale.
+        """Converts the pipeline's output for pictures of `size` pixels to latents F[N C H W]. They
+        are scaled as for the denoiser.
         """
         return output
 
@@ -428,8 +447,8 @@ class Family:
         generator: Any,
         control: Tensor | None = None,
     ) -> Tensor:
-        """Draws latents F[N C H W], in the denoiser's scale, from noise by the pipeline's denoising
-        loop.
+        """Generates latents F[N C H W] from noise with the pipeline's denoising loop. They are
+        scaled as for the denoiser.
 
         empty    the encoded negative text
         control  the latents of the picture before the edit
@@ -454,17 +473,19 @@ POOLED_ARGUMENTS = {"prompt_embeds": "text", "pooled_prompt_embeds": "pooled"}
 
 
 def denoiser_config(model: Any) -> Any:
-    """The denoiser's configuration, with an adapter or without."""
+    """Returns the denoiser's configuration. The denoiser may have an adapter."""
     return (model.get_base_model() if hasattr(model, "get_base_model") else model).config
 
 
 def full_mask(text: Text) -> Tensor:
-    """A mask bool[N S] in which every token counts, for captions without padding."""
+    """Returns a mask bool[N S] in which every token is counted. This is for captions without
+    padding.
+    """
     return text["text"].new_ones(text["text"].shape[:2]).bool()
 
 
 def tokens_to_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
-    """Arranges tokens, one per latent pixel, as latents F[N C H W]."""
+    """Arranges tokens as latents F[N C H W]. There is one token for each latent pixel."""
     count, _, channels = tokens_NTC.shape
     return tokens_NTC.transpose(1, 2).reshape(count, channels, height, width)
 

@@ -1,5 +1,5 @@
-"""Families that learn a velocity by flow matching. The families differ in the content of a token
-and in the encoding of texts.
+"""Contains the model families that learn a velocity with flow matching. They differ in what a token
+contains and in how texts are encoded.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .family import (
 
 
 def pack_latents(latents_NCHW: Tensor) -> Tensor:
-    """Packs latents into tokens of 2 x 2 latent pixels, channel first: F[N C H W] -> F[N HW/4
-    4C].
+    """Packs latents into tokens of 2 x 2 latent pixels, F[N C H W] -> F[N HW/4 4C]. Within a token,
+    the channel is the first index.
     """
     n, c, h, w = latents_NCHW.shape
     return (
@@ -43,7 +43,7 @@ def pack_latents(latents_NCHW: Tensor) -> Tensor:
 
 
 def unpack_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
-    """The inverse of `pack_latents`, to latents of `height` x `width`."""
+    """The inverse of `pack_latents`. Returns latents of `height` x `width`."""
     n, _, c = tokens_NTC.shape
     return (
         tokens_NTC.reshape(n, height // 2, width // 2, c // 4, 2, 2)
@@ -53,8 +53,8 @@ def unpack_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
 
 
 class PackedTokens(Family):
-    """A family with tokens of 2 x 2 latent pixels. The tokens of a picture before the edit follow
-    the noisy ones.
+    """A family whose tokens are 2 x 2 latent pixels. If there is a picture before the edit, its
+    tokens come after the noisy tokens.
     """
 
     def pack_tokens(self, noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
@@ -68,7 +68,9 @@ class PackedTokens(Family):
 
 
 class Flux(PackedTokens):
-    """Flux.1. It takes CLIP's pooled text, T5's sequence, and the guidance as a number."""
+    """Flux.1. The denoiser's inputs are CLIP's pooled text embedding, T5's sequence of embeddings,
+    and the guidance as a number.
+    """
 
     pipeline = "FluxPipeline"
     time_scale = 1000.0
@@ -91,7 +93,9 @@ class Flux(PackedTokens):
         text: Text,
         conditioning: Conditioning,
     ) -> dict[str, Any]:
-        """The denoiser's further inputs, besides tokens, time and text sequence."""
+        """Returns the other inputs of the denoiser, in addition to the tokens, the time and the
+        text sequence.
+        """
         return {
             "guidance": guidance_input(model, time_N, conditioning),
             "pooled_projections": text["pooled"],
@@ -123,8 +127,8 @@ class Flux(PackedTokens):
 
 
 def guidance_input(model: Any, time_N: Tensor, conditioning: Conditioning) -> Tensor | None:
-    """The guidance scale F[N] for a model with such an input (Flux.1-dev); None for a model without
-    it (Flux.1-schnell).
+    """Returns the guidance scale F[N] if the model has such an input, as Flux.1-dev has. Returns
+    None if it does not, as for Flux.1-schnell.
     """
     if denoiser_config(model).guidance_embeds:
         return torch.full_like(time_N, conditioning.guidance)
@@ -132,8 +136,8 @@ def guidance_input(model: Any, time_N: Tensor, conditioning: Conditioning) -> Te
 
 
 def position_ids(rows: int, columns: int, device: torch.device, axes: int = 3) -> Tensor:
-    """The position ids of each token, fp32[rows*columns axes]: 0, row, column, and 0 for further
-    axes.
+    """Returns the position ids of each token, fp32[rows*columns axes]. The ids of a token are 0,
+    its row, its column, and 0 for each further axis.
     """
     ids = torch.zeros(rows, columns, axes, device=device)
     ids[..., 1] = torch.arange(rows, device=device)[:, None]
@@ -142,8 +146,8 @@ def position_ids(rows: int, columns: int, device: torch.device, axes: int = 3) -
 
 
 class Chroma(Flux):
-    """Chroma: Flux without CLIP. Its text is masked after the first padding token, and it guides
-    away from an empty text.
+    """Chroma, which is Flux without CLIP. Its text is masked after the first padding token. The
+    negative text for the guidance is empty.
     """
 
     pipeline = "ChromaPipeline"
@@ -167,8 +171,8 @@ class Chroma(Flux):
 
 
 class Flux2(Family):
-    """Flux.2. A token is one pixel of `PatchedLatents`, with four position ids. The text is three
-    layers of a language model.
+    """Flux.2. A token is one pixel of `PatchedLatents`, with four position ids. The text embeddings
+    are the outputs of three layers of a language model.
     """
 
     pipeline = "Flux2Pipeline"
@@ -201,27 +205,27 @@ class Flux2(Family):
         return tokens_to_latents(output_NTC, height, width)
 
     def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
-        """Converts the pipeline's output, which is the denoiser's tokens."""
+        """Converts the pipeline's output, which consists of the denoiser's tokens."""
         side = size // self.latents.downscale(pipe.vae.config)
         return tokens_to_latents(output, side, side)
 
 
 class Flux2Klein(Flux2):
-    """Flux.2 Klein. It guides away from an empty text, while Flux.2 takes the guidance as a
-    number.
+    """Flux.2 Klein. It uses an empty negative text for the guidance, whereas Flux.2 gets the
+    guidance as a number.
     """
 
     pipeline = "Flux2KleinPipeline"
     takes_negative_prompt = True
 
     def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
-        """Converts the pipeline's output, which is latents of the VAE's own scale."""
+        """Converts the pipeline's output, which consists of latents with the VAE's own scale."""
         return self.latents.normalise(pipe.vae, patchify(output))
 
 
 class QwenImage(PackedTokens):
-    """Qwen-Image. It takes the text sequence of a vision-language model, and guides away from an
-    empty text.
+    """Qwen-Image. The denoiser gets the text embeddings of a vision-language model. The negative
+    text for the guidance is empty.
     """
 
     pipeline = "QwenImagePipeline"
@@ -233,7 +237,9 @@ class QwenImage(PackedTokens):
     guidance_argument = "true_cfg_scale"
 
     def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """The layers of the last block that only change the text, whose result is not used."""
+        """Returns the layers of the last block that only change the text. The text after the last
+        block is not used.
+        """
         last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
         return (f"{last}.attn.add_q_proj", f"{last}.attn.to_add_out", f"{last}.txt_mlp")
 
@@ -270,8 +276,8 @@ class QwenImage(PackedTokens):
 
 
 class ZImage(Family):
-    """Z-Image. Each picture and each caption is a sequence of its own length. The velocity points
-    from noise to the latent.
+    """Z-Image. Each picture and each caption is a separate sequence with its own length. The
+    velocity points from noise to the latent.
     """
 
     pipeline = "ZImagePipeline"
@@ -305,8 +311,8 @@ class ZImage(Family):
 
 
 class SD3(Family):
-    """Stable Diffusion 3 and 3.5. The denoiser takes latents as pictures, and one sequence of two
-    CLIP encoders and T5. It has classifier-free guidance.
+    """Stable Diffusion 3 and 3.5. The denoiser gets the latents as a picture, not as tokens, and
+    one sequence with the embeddings of two CLIP encoders and T5. It uses classifier-free guidance.
     """
 
     pipeline = "StableDiffusion3Pipeline"
@@ -323,7 +329,9 @@ class SD3(Family):
     text_arguments = POOLED_ARGUMENTS
 
     def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """The text queries of the last block, whose text result is not used."""
+        """Returns the layers of the last block that compute the queries of the text. The text after
+        the last block is not used.
+        """
         return tuple(
             f"transformer_blocks.{i}.attn.add_q_proj"
             for i, b in enumerate(denoiser.transformer_blocks)
@@ -358,8 +366,8 @@ class SD3(Family):
 
 
 class AuraFlow(Family):
-    """AuraFlow. It takes latents as pictures, and the sequence of one T5 encoder, whose padding is
-    0.
+    """AuraFlow. The denoiser gets the latents as a picture, not as tokens, and the embeddings of
+    one T5 encoder. The embeddings of padding tokens are 0.
     """
 
     pipeline = "AuraFlowPipeline"
@@ -381,8 +389,8 @@ class AuraFlow(Family):
 
 
 class Sana(Family):
-    """Sana. It takes latents as pictures (32 x 32 pixels per latent pixel), and a language model's
-    sequence with its mask. Its attention is linear.
+    """Sana. The denoiser gets the latents as a picture, with 32 x 32 pixels per latent pixel. It
+    also gets the embeddings of a language model with their mask. Its attention is linear.
     """
 
     pipeline = "SanaPipeline"
@@ -398,8 +406,8 @@ class Sana(Family):
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, Tensor]:
-        """Encodes each caption after the instruction with which the pipeline draws. The empty
-        caption, which is the negative text, is encoded without it.
+        """Puts the pipeline's instruction for generating pictures before each caption and encodes
+        both. The empty caption, which is the negative text, is encoded without the instruction.
         """
         instruction = (
             inspect.signature(type(pipe).__call__).parameters["complex_human_instruction"].default
@@ -440,8 +448,8 @@ class Sana(Family):
 
 
 class Lumina2(Family):
-    """Lumina 2. A caption follows the pipeline's system prompt, and keeps its own length. The
-    velocity points from noise to the latent.
+    """Lumina 2. A caption comes after the pipeline's system prompt, and is not padded. The velocity
+    points from noise to the latent.
     """
 
     pipeline = "Lumina2Pipeline"
@@ -452,8 +460,8 @@ class Lumina2(Family):
     comfyui_blocker = "ComfyUI stores queries, keys and values in one matrix of another width"
 
     def prepare(self, denoiser: Any) -> None:
-        """Converts the table of positions from complex128 to complex64, because complex128 would
-        make queries and keys fp64.
+        """Converts the table of positions from complex128 to complex64. With complex128, queries
+        and keys would get the dtype fp64.
         """
         rope = denoiser.rope_embedder
         rope.freqs_cis = [table.to(torch.complex64) for table in rope.freqs_cis]
@@ -461,8 +469,8 @@ class Lumina2(Family):
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any
     ) -> Mapping[str, list[Tensor]]:
-        """Encodes each caption after the system prompt. The empty caption, which is the negative
-        text, is encoded without it, as the pipeline does.
+        """Puts the system prompt before each caption and encodes both. The empty caption, which is
+        the negative text, is encoded without the system prompt, as in the pipeline.
         """
         texts = []
         for caption in captions:
@@ -491,7 +499,9 @@ class Lumina2(Family):
         )[0]
 
     def text_inputs(self, text: Text, empty: Text) -> dict[str, Any]:
-        """The pipeline's arguments for texts that are padded to the same length, as it requires."""
+        """Returns the pipeline's arguments for the texts. The texts are padded to the same length,
+        because the pipeline requires this.
+        """
         longest = max(texts["text"].shape[1] for texts in (text, empty))
 
         def pad_to_longest(texts: Text) -> Text:
@@ -505,9 +515,9 @@ class Lumina2(Family):
 
 
 class _MaskWithLengths:
-    """A mask [N S] that knows the sums of its rows. The denoiser reads the sums in each pass.
-    Computing them would wait for the device, and is impossible in a plan, whose tensors have no
-    data.
+    """A mask [N S] that stores the sums of its rows. The denoiser reads the sums in each pass. If
+    they were computed each time, the process would have to wait for the device. In a memory plan
+    they could not be computed at all, because its tensors have no data.
     """
 
     def __init__(self, mask_NS: Tensor, lengths: tuple[int, ...]) -> None:
@@ -526,8 +536,9 @@ class _MaskWithLengths:
 
 
 class HiDream(Family):
-    """HiDream. It takes every layer of a language model, T5's sequence and CLIP's pooled texts. It
-    has experts. The velocity points from noise to the latent.
+    """HiDream. The denoiser gets the outputs of all layers of a language model, T5's sequence of
+    embeddings, and CLIP's pooled text embeddings. It is a mixture of experts. The velocity points
+    from noise to the latent.
     """
 
     pipeline = "HiDreamImagePipeline"
@@ -613,8 +624,8 @@ def _unpatchify(denoiser: Any, x_NTP: Tensor, sizes: Any, is_training: bool) -> 
 
 
 def _tokens_to_picture(tokens_NCTP: Tensor, like_NCHW: Tensor, side: int) -> Tensor:
-    """Arranges the tokens F[N C T side*side] that the denoiser returns in training mode as latents
-    F[N C H W]. Tokens after those of the picture are padding.
+    """In training mode, the denoiser returns tokens F[N C T side*side]. This function arranges them
+    as latents F[N C H W]. The tokens after those of the picture are padding.
     """
     height, width = (length // side for length in like_NCHW.shape[-2:])
     tokens: Tensor = (
@@ -624,8 +635,9 @@ def _tokens_to_picture(tokens_NCTP: Tensor, like_NCHW: Tensor, side: int) -> Ten
 
 
 def _split_evenly_over_experts(moe: Any, x_NSD: Tensor) -> Tensor:
-    """Replaces the forward of a layer of experts in a plan, where tensors have no values: each
-    expert gets the same number of tokens. The shapes are those of the original forward.
+    """Replaces the forward of a layer of experts in a memory plan. There the tensors have no
+    values, so each expert gets the same number of tokens. The shapes are the same as in the
+    original forward.
     """
     tokens_TD = x_NSD.flatten(0, 1).repeat_interleave(moe.num_activated_experts, 0)
     parts = zip(tokens_TD.tensor_split(len(moe.experts)), moe.experts)

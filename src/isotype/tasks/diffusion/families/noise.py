@@ -1,4 +1,6 @@
-"""Families that learn to predict the noise or v, on a schedule of discrete steps."""
+"""Contains the model families that learn to predict the noise or v, with a schedule of discrete
+steps.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,12 @@ MAX_CLIP_WINDOWS = 3
 
 
 def tokenize_windows(tokenizer: Any, captions: Sequence[str], windows: int) -> Tensor:
-    """Tokens of captions that a CLIP encoder reads in several windows, as ComfyUI, Forge and
-    kohya's scripts do with a long prompt: each window has its own beginning and end. The rest of a
-    caption that is longer than all windows is dropped.
+    """Returns the tokens of captions that a CLIP encoder reads in several windows. ComfyUI, Forge
+    and kohya's scripts read long prompts in the same way. Each window has its own begin token and
+    end token. If a caption is longer than all windows together, the rest is dropped.
 
-    tokenizer  CLIP's, with L = `model_max_length`; a window has L - 2 tokens of the caption
+    tokenizer  CLIP's tokenizer, with L = `model_max_length`; a window contains L - 2 tokens of the
+               caption
     ->         int64[N windows*L]
     """
     length = tokenizer.model_max_length
@@ -58,7 +61,7 @@ def tokenize_windows(tokenizer: Any, captions: Sequence[str], windows: int) -> T
 
 
 class StableDiffusion(Family):
-    """Stable Diffusion 1.5 and 2, with a U-Net on latents and one CLIP encoder."""
+    """Stable Diffusion 1.5 and 2. They have a U-Net that works on latents, and one CLIP encoder."""
 
     pipeline = "StableDiffusionPipeline"
     denoiser = "unet"
@@ -112,8 +115,8 @@ class StableDiffusion(Family):
 
 
 class SDXL(StableDiffusion):
-    """Stable Diffusion XL. It takes the features of two CLIP encoders, concatenated, and the
-    picture's size.
+    """Stable Diffusion XL. Its inputs are the concatenated features of two CLIP encoders, and the
+    size of the picture.
     """
 
     pipeline = "StableDiffusionXLPipeline"
@@ -176,19 +179,20 @@ class SDXL(StableDiffusion):
 
 
 def _split_windows(encoder: Any, ids_NS: Tensor) -> Tensor:
-    """int64[N*windows L] for an encoder with L positions."""
+    """Splits tokens into windows. Returns int64[N*windows L] for an encoder with L positions."""
     return ids_NS.reshape(-1, encoder.config.max_position_embeddings)
 
 
 def _join_windows(hidden: Tensor, captions: int) -> Tensor:
-    """F[N*windows L D] -> F[N windows*L D]"""
+    """Joins the windows of each caption, F[N*windows L D] -> F[N windows*L D]."""
     return hidden.reshape(captions, -1, hidden.shape[-1])
 
 
 def size_conditioning(noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
-    """The size inputs of SDXL, fp32[N 6], in pixels: original height and width, top and left of the
-    crop, target height and width. Without a crop the original size is the target size, as in the
-    pipeline's defaults.
+    """Returns the inputs of SDXL that describe the size, fp32[N 6]. They are, in pixels, the
+    original height and width, the top and left of the crop, and the target height and width.
+    Without a crop, the original size is the same as the target size, as with the pipeline's
+    defaults.
 
     Source  Podell et al. 2023, 2.2, in the order of diffusers' train_text_to_image_lora_sdxl
     """
@@ -204,8 +208,8 @@ def size_conditioning(noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
 
 
 class PixArtAlpha(Family):
-    """PixArt-alpha. It takes latents as pictures, and T5's sequence with its mask. It also predicts
-    a variance, which training does not use.
+    """PixArt-alpha. The denoiser gets the latents as a picture, not as tokens, and T5's sequence of
+    embeddings with its mask. It also predicts a variance, which training does not use.
     """
 
     pipeline = "PixArtAlphaPipeline"
@@ -240,15 +244,16 @@ class PixArtAlpha(Family):
 
 
 class PixArtSigma(PixArtAlpha):
-    """PixArt-Sigma, which differs from PixArt-alpha in the length of captions."""
+    """PixArt-Sigma. It differs from PixArt-alpha only in the length of captions."""
 
     pipeline = "PixArtSigmaPipeline"
     max_text_length = 300
 
 
 def size_inputs(model: Any, noisy_NCHW: Tensor, downscale: int) -> dict[str, Tensor | None]:
-    """The size inputs of PixArt: height and width in pixels, fp32[N 2], and their ratio, fp32[N 1].
-    They are None for a model without these inputs; PixArt-alpha at 1024 pixels has them.
+    """Returns the inputs of PixArt that describe the size. They are the height and width in pixels,
+    fp32[N 2], and their ratio, fp32[N 1]. Returns None if the model does not have these inputs.
+    PixArt-alpha for 1024 pixels has them.
     """
     config = denoiser_config(model)
     if not (

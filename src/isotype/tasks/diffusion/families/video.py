@@ -1,4 +1,4 @@
-"""Families that make videos. A picture is a video of one frame."""
+"""Contains the model families that generate videos. A picture is a video with one frame."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class WanLatents(VideoLatents):
 
 
 class SingleFrame(Family):
-    """A family of videos that draws one frame."""
+    """A family for videos that is used to generate a single frame."""
 
     def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
         return {"num_frames": 1}
 
 
 class Wan(SingleFrame):
-    """Wan 2.1, and the model of Wan 2.2 with one denoiser. It takes UMT5's sequence, whose padding
-    is 0.
+    """Wan 2.1, and the model of Wan 2.2 that has only one denoiser. The denoiser gets UMT5's
+    sequence of embeddings. The embeddings of padding tokens are 0.
     """
 
     pipeline = "WanPipeline"
@@ -82,7 +82,7 @@ class Wan(SingleFrame):
 
 
 class LTXLatents(VideoLatents):
-    """The latents of LTX's VAE, whose file contains the offsets and factors of the channels."""
+    """The latents of LTX's VAE. Its file contains the offset and the factor of each channel."""
 
     vae = "AutoencoderKLLTXVideo"
 
@@ -101,8 +101,8 @@ class LTXLatents(VideoLatents):
 
 
 class LTX(SingleFrame):
-    """LTX-Video. A token is one latent pixel, and positions are in pixels. It takes T5's sequence
-    with its mask.
+    """LTX-Video. A token is one latent pixel, and positions are measured in pixels. The denoiser
+    gets T5's sequence of embeddings with its mask.
     """
 
     pipeline = "LTXPipeline"
