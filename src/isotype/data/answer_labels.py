@@ -40,8 +40,8 @@ LEARN_LABELS_FIX = "train.objective=kto learns from labels (docs/preferences.md)
 
 
 def refuse_unwanted_answer(row: Mapping[str, Any], location: str, *, has_answer: bool) -> None:
-    """Raises UsageError if a column of the row marks the answer as unwanted, or if a key of a turn
-    that the model learns does.
+    """Raises UsageError if the answer is marked as unwanted. The mark may be in a column of the
+    row, or in a key of a turn that the model learns.
 
     row         the row, with its keys renamed by `data.columns`
     has_answer  False for a plain text. In a row with plain text, a number or a word names a class.

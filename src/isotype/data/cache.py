@@ -1,11 +1,11 @@
 """Caches tokenised sources on disk, so that the next run with the same data, tokenizer and settings
 begins at once.
 
-An entry is one safetensors file. Its name is a hash of everything that determines its rows: the
-content of the source, the tokenizer, the template, the settings, and `VERSION` of this code. The
-file is written under a temporary name and renamed, so that concurrent or killed runs leave no
-partial entries. The file's metadata contain a checksum. If the file is damaged, it is written
-again. Rows are memory-mapped, so they are not all read into memory.
+An entry is one safetensors file. Its name is a hash of everything that determines its rows. This
+includes the content of the source, the tokenizer, the template, the settings, and the `VERSION` of
+this code. The file is written under a temporary name and renamed, so that concurrent or killed runs
+leave no partial entries. The file's metadata contain a checksum. If the file is damaged, it is
+written again. Rows are memory-mapped, so they are not all read into memory.
 
 When a new entry exceeds the folder's limit, the least recently used entries are removed. This may
 also remove an entry that another run has memory-mapped. The operating system keeps the entry's
@@ -122,8 +122,8 @@ def entry_key(parts: Any) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Returns a hash of everything that decides how a text is tokenised: the tokenizer's
-    vocabulary, rules and special tokens, and the versions of the libraries.
+    """Returns a hash of everything that decides how a text is tokenised. This includes the
+    tokenizer's vocabulary, rules and special tokens, and the versions of the libraries.
     """
     import tokenizers
     import transformers

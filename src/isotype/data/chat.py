@@ -179,7 +179,7 @@ class ChatTemplate:
     thoughts: str = "template"
 
     def reads_key(self, key: str) -> bool:
-        """Returns True if the template uses this key of a turn, judged by its text."""
+        """Returns True if the text of the template contains this key of a turn."""
         return re.search(rf"\b{re.escape(key)}\b", self.text) is not None
 
     @property
@@ -200,8 +200,8 @@ class ChatTemplate:
 
     @cached_property
     def thought_positions(self) -> frozenset[tuple[str, bool]]:
-        """The positions of thoughts that the template writes. A position is a pair: the key of the
-        turn that contains the thoughts, and whether a later question follows.
+        """The positions of thoughts that the template writes. A position is a pair. It consists of
+        the key of the turn that contains the thoughts, and of whether a later question follows.
         """
         return frozenset(
             position

@@ -384,7 +384,7 @@ class Encoder:
         self, texts: list[str], edges: list[list[int]]
     ) -> list[tuple[list[int], Offsets]]:
         """Returns the tokens of each text, and their positions. If the tokenizer cannot report
-        positions, every token between two edges gets these two edges as its position.
+        positions, every token between two of the positions in `edges` gets these two positions.
         """
         if not self.has_offsets:
             return [
@@ -396,9 +396,9 @@ class Encoder:
         return list(zip(encoded["input_ids"], encoded["offset_mapping"]))
 
     def _tokenize_parts(self, text: str, edges: list[int]) -> tuple[list[int], Offsets]:
-        """Tokenises the text up to each edge. The tokens that are new since the previous edge are
-        the tokens of the part between the two edges. If earlier tokens change, the part is
-        tokenised on its own.
+        """Tokenises the beginning of the text up to each position in `edges`. The tokens that are
+        new since the previous position are the tokens of the part between the two positions. If
+        this changes earlier tokens, the part is tokenised on its own.
         """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []

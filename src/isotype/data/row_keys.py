@@ -1,4 +1,4 @@
-"""The required and the optional keys of each row format."""
+"""Lists the required and the optional keys of each row format."""
 
 from __future__ import annotations
 

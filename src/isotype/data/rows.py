@@ -1,6 +1,6 @@
-"""Defines the data types that training uses: rows of tokens, prompts for samples, and the facts for
-data.json. Also computes the order of the rows in training, which depends only on the seed. This
-module does not import torch.
+"""Defines the data types that training uses. These are rows of tokens, prompts for samples, and the
+facts for data.json. Also computes the order of the rows in training, which depends only on the
+seed. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -212,9 +212,9 @@ MAX_TOKENS = 512  # largest number of tokens of a row that are shown
 
 
 def example_rows(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> list[dict[str, Any]]:
-    """Returns up to four examples: the first row, a row of median length, the longest row, and the
-    first row with a picture. Each example is split into parts that the model learns and parts that
-    it does not learn.
+    """Returns up to four examples. These are the first row, a row of median length, the longest
+    row, and the first row with a picture. Each example is split into parts that the model learns
+    and parts that it does not learn.
 
     pictures  the run's `Pictures`, which gives thumbnails of a row's pictures as `data:` URLs
 

@@ -279,7 +279,9 @@ class FileSource(Source):
 
 @dataclass
 class StdlibSource(Source):
-    """`stdlib`: questions and answers from the docstrings of Python's standard library."""
+    """The source `stdlib`. It contains questions and answers from the docstrings of Python's
+    standard library.
+    """
 
     def __post_init__(self) -> None:
         if self.objective_format:

@@ -263,8 +263,8 @@ class TokenRows(LazyRowSequence[Row]):
         return block, row - self._starts[block]
 
     def column(self, name: str) -> np.ndarray:
-        """Returns one value per row: `lengths`, `supervised`, `cut`, `wanted`, `digest`, `prompt`
-        or `example`.
+        """Returns one value for each row. `name` is `lengths`, `supervised`, `cut`, `wanted`,
+        `digest`, `prompt` or `example`.
         """
         return np.concatenate(
             [np.asarray(getattr(block, name)) for block in self.blocks] or [np.zeros(0, np.int64)]
@@ -298,8 +298,9 @@ class TokenRows(LazyRowSequence[Row]):
         return used
 
     def count_bos_and_eos(self, bos: int | None, eos: int | None) -> np.ndarray:
-        """Returns int64[3]: the number of rows that begin with `bos`, that begin with `bos` twice,
-        and whose last token is `eos` and is learnt.
+        """Returns three numbers, int64[3]. They count the rows that begin with `bos`, the rows that
+        begin with `bos` twice, and the rows whose last token is `eos` if the model learns this
+        token.
         """
         counts = np.zeros(3, np.int64)
         for i, block in enumerate(self.blocks):

@@ -64,7 +64,9 @@ def refuse_differences(world: World, **facts: str) -> None:
 
 
 def _first_difference(name: str, text: str, text_of_first: str) -> str:
-    """The first line in which two texts differ, for the message; "" for texts that are hashes."""
+    """Returns the first line in which two texts differ, for the message. Returns "" if the texts
+    are hashes.
+    """
     if name not in ("versions", "configuration", MODEL_SETTINGS):
         return ""
     lines = zip_longest(text.splitlines(), text_of_first.splitlines(), fillvalue="")

@@ -150,8 +150,8 @@ def _report_failure(
     outputs: Sequence[IO[bytes]],
     failed_rank: int | None,
 ) -> None:
-    """Prints what the first process could not report. This is either that the first process itself
-    was killed, or why another process failed after the first process had ended.
+    """Prints an error that the first process could not report. Either the first process itself was
+    killed, or another process failed after the first process had ended.
     """
     if failed_rank is None or processes[0].returncode > 0:
         return

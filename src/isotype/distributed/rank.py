@@ -1,9 +1,10 @@
 """Finds out which process of a run this is, from the environment variables that the launcher sets.
 This module does not import torch.
 
-`torchrun`, `accelerate launch` and `isotype train --processes N` set the same variables: RANK,
-WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. SLURM's `srun` and MPI's `mpirun`
-set their own variables, and do not say where the processes meet.
+`torchrun`, `accelerate launch` and `isotype train --processes N` set the same variables. These are
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. SLURM's `srun` and
+MPI's `mpirun` set other variables. None of these variables says at which address the processes can
+connect to each other.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TORCHRUN = "start with torchrun, which sets them all, or unset RANK and WORLD_S
 
 @dataclass(frozen=True)
 class _Scheduler:
-    """A program that starts processes, and the names of its variables."""
+    """A program that starts processes, and the names of the variables that it sets."""
 
     name: str
     rank: str
@@ -94,7 +95,9 @@ def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
 
 
 def _find_scheduler(environ: Mapping[str, str]) -> _Scheduler | None:
-    """The scheduler that started this process as one of several; None if there is none."""
+    """Returns the scheduler that started this process as one of several. Returns None if no
+    scheduler did.
+    """
     for scheduler in _SCHEDULERS:
         size = environ.get(scheduler.size, "1")
         if scheduler.rank in environ and size.isdecimal() and int(size) > 1:
@@ -105,7 +108,9 @@ def _find_scheduler(environ: Mapping[str, str]) -> _Scheduler | None:
 def _find_local_rank(
     environ: Mapping[str, str], scheduler: _Scheduler | None, rank: int
 ) -> tuple[int, int]:
-    """The rank of this process among those of its machine, and their number."""
+    """Returns the rank of this process among the processes on its machine, and the number of these
+    processes.
+    """
     is_of_scheduler = scheduler is not None and environ.get(scheduler.rank) == str(rank)
     if scheduler is None or "LOCAL_RANK" in environ or not is_of_scheduler:
         return _read_number(environ, "LOCAL_RANK", "0"), _read_number(
@@ -118,8 +123,9 @@ def _find_local_rank(
 
 
 def is_first_of_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns True if no other process of this machine has a lower rank. True for the processes of
-    our launcher, which shows the output of one of them.
+    """Returns True if no other process of this machine has a lower rank. If `isotype train
+    --processes` started the process, returns True, because this launcher shows the output of only
+    one process anyway.
     """
     if LAUNCHED_BY in environ:
         return True
@@ -128,7 +134,9 @@ def is_first_of_machine(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _expand_counts(text: str) -> list[int]:
-    """The number of tasks of each node, from SLURM's short form: `4(x2),3` is 4, 4, 3."""
+    """Returns the number of tasks of each node from SLURM's short form. For example, `4(x2),3`
+    means 4, 4, 3.
+    """
     counts: list[int] = []
     for match in re.finditer(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(match[1])] * int(match[2] or 1)
@@ -136,7 +144,9 @@ def _expand_counts(text: str) -> list[int]:
 
 
 def _no_meeting_place_error(launcher: str, size: int, name: str) -> UsageError:
-    """The error for processes that a scheduler started, each of which would be a separate run."""
+    """Returns the error to raise if a scheduler started several processes that cannot find each
+    other. Without the error, each process would be a separate run.
+    """
     return UsageError(
         f"{launcher} started {size} processes, and {name} does not say where they meet: each would"
         " be a separate run",

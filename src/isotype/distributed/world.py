@@ -243,8 +243,9 @@ class JoinedWorld(World):
         return [json.loads(text) for text in texts]
 
     def _gather_bytes(self, text: bytes) -> list[bytes]:
-        """The texts of all processes by rank, padded with blanks to the same length. The first
-        process collects them and sends them to all.
+        """Returns the texts of all processes in the order of their ranks. They are padded with
+        spaces to the same length. The first process collects the texts and sends them to all
+        processes.
         """
         longest = torch.tensor([len(text)])
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._cpu_group)
@@ -324,8 +325,9 @@ class JoinedWorld(World):
         self._published_keys.append(key)
 
     def _delete_published_keys(self) -> None:
-        """Deletes the keys that this process has published. All processes have read these keys if
-        all have entered a later exchange. Otherwise the store would grow during the whole run.
+        """Deletes the keys that this process has published. If they were not deleted, the store
+        would grow during the whole run. When all processes have begun a later exchange, all have
+        read these keys.
         """
         published_keys = self._published_keys
         self._published_keys = []

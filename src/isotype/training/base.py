@@ -2,7 +2,7 @@
 in addition to its configuration. A run cannot be resumed with another base model.
 
 The fingerprints are stored in `plan.json`. Weights that are packed, or that `adapter.start` has
-changed, are left out, because they may have other bits on another device.
+changed, are left out, because their bits may differ between devices.
 """
 
 from __future__ import annotations

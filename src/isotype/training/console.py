@@ -315,7 +315,9 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def _warn(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGUSR1, which SLURM may send to a process and to its launcher."""
+        """Handles SIGUSR1. SLURM may send this signal both to a process and to its launcher, so it
+        may arrive twice.
+        """
         if not self.is_requested:
             self._handle(number, frame)
 

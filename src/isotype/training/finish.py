@@ -207,8 +207,8 @@ def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
 
 
 def _round_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Rounds the trained weights to the dtype of the file, so that the loss on a single row is that
-    of the loaded result. Nothing trains these weights afterwards.
+    """Rounds the trained weights to the dtype of the file. The loss on a single row is then the
+    same as with the loaded result. The weights are not trained any more after this.
     """
     with torch.no_grad():
         for p in model.parameters():
@@ -257,8 +257,8 @@ def _free_model(loop: Loop, prepared: Prepared) -> None:
 
 
 def _is_base_rounded(config: RunConfig, precision: Precision) -> bool:
-    """Whether training computed with a rounded base: `adapter.start` subtracts the adapter from the
-    base weights, and rounds the difference to their dtype.
+    """Returns True if the base weights were rounded during training. `adapter.start` subtracts the
+    adapter from the base weights, and rounds the difference to their dtype.
     """
     adapter = config.adapter
     return (
@@ -271,8 +271,9 @@ _ROWS_WITH_ROUNDED_BASE = 16
 
 
 def _checked_row_count(config: RunConfig, precision: Precision) -> int:
-    """The number of rows whose loss is compared. The tensors are compared bit for bit, so one row
-    shows whether base, scale and precision of the loaded model are those of training.
+    """Returns the number of rows whose loss is compared. The tensors are compared bit for bit. So
+    one row is enough to show whether the loaded model has the same base, scale and precision as in
+    training.
     """
     return _ROWS_WITH_ROUNDED_BASE if _is_base_rounded(config, precision) else 1
 

@@ -69,8 +69,8 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class RunChange:
-    """A difference from the run's last start. `kind` says what is different: `settings`, `rows`,
-    `evaluation rows`, `objective` or `base`.
+    """A difference from the run's last start. `kind` says what is different. It is `settings`,
+    `rows`, `evaluation rows`, `objective` or `base`.
     """
 
     kind: str

@@ -1,5 +1,5 @@
-"""Finds captions that are longer than what the text encoders read. The model does not learn the
-ends of such captions.
+"""Finds captions that are too long for the text encoders. The text encoders do not read the ends of
+such captions, so the model does not learn them.
 
 A caption counts as cut if it is longer than the limit of every tokenizer of the pipeline. Some
 model families put a template around a caption; the tokens of the template are not counted.

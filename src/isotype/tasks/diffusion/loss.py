@@ -101,7 +101,8 @@ class Objective(ABC):
     """What a denoiser is trained to predict. A noise level is between 0 and 1. At level 0, the
     noisy latent is the latent itself.
 
-    Shapes: N pictures, C latent channels, H x W latent pixels.
+    In shapes, N is the number of pictures, C is the number of latent channels, and H x W is the
+    size of the latents.
 
     kind    `flow_matching`, `epsilon` or `v`
     levels  the distribution of a training picture's noise level
@@ -187,8 +188,8 @@ class FlowMatching(Objective):
 
 @dataclass(frozen=True)
 class Ddpm(Objective):
-    """A DDPM schedule. At its step t the noisy latent is signal_t latent + spread_t noise. The
-    denoiser predicts the noise (epsilon), or v = signal_t noise - spread_t latent.
+    """A DDPM schedule. At step t of the schedule, the noisy latent is signal_t * latent + spread_t
+    * noise. The denoiser predicts the noise (epsilon), or v = signal_t * noise - spread_t * latent.
 
     signal, spread  fp32[T]  sqrt(a_t) and sqrt(1 - a_t); a_t are the cumulative products of the
                              schedule

@@ -158,8 +158,9 @@ class PipelineFolder:
         return part_files
 
     def with_markers(self, *, objective: str, shift: Any) -> PipelineFolder:
-        """Returns this pipeline with the schedule with which its file was trained, if it is a
-        single file. Raises UsageError if the file's markers contradict each other.
+        """If the pipeline comes from a single file, returns it with the schedule that was used to
+        train the file. Otherwise returns it unchanged. Raises UsageError if the file's markers
+        contradict each other.
 
         objective, shift  the settings of `diffusion`
         """

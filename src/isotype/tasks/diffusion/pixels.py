@@ -93,8 +93,8 @@ class RunSizes:
 
     @cached_property
     def resolutions(self) -> list[tuple[str, int]]:
-        """The resolutions of the training and evaluation pictures in ascending order. Each has the
-        name of its setting.
+        """The resolutions of the training and evaluation pictures in ascending order. Each comes
+        with the name of the setting that contains it.
         """
         key_by_side = dict[int, str]()
         for source in self.sources:

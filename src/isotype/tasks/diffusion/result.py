@@ -371,8 +371,8 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
 
 
 def _module_setting(module: str, settings: Mapping[str, Any], patterns: str, default: str) -> float:
-    """Returns the alpha or the rank of a module. If PEFT would use one of `patterns` for this
-    module, it is the value of this pattern, otherwise the default.
+    """Returns the alpha or the rank of a module. If one of `patterns` applies to this module in
+    PEFT, returns the value of this pattern. Otherwise returns the default.
     """
     from peft.utils.other import get_pattern_key
 

@@ -199,8 +199,8 @@ def split_by_pictures(rows: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Returns the arguments for the model's forward. The attention mask is as small as possible;
-    with it, every token for which a loss is computed still attends to the right tokens.
+    """Returns the arguments for the model's forward. The attention mask is as small as possible,
+    but every token for which a loss is computed still attends to the right tokens.
 
     Causal attention needs no mask for padding on the right, because no real token attends to later
     tokens, and padding has no loss. With a mask, attention cannot use its fast kernels. So the mask
@@ -278,8 +278,8 @@ def longest_rows(rows: Sequence[Any], count: int) -> list[Any]:
 
 
 def shortest_rows(rows: Sequence[Any], count: int) -> list[Any]:
-    """The `count` shortest rows, the shortest first. Rows with pictures come before the others,
-    since they also run the vision tower.
+    """Returns the `count` shortest rows, beginning with the shortest. Rows with pictures come
+    before rows without pictures, because they also run the vision tower.
     """
     lengths = row_lengths(rows)
     has_pictures = [bool(getattr(row, "pictures", ())) for row in rows]

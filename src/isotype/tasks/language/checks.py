@@ -255,8 +255,8 @@ def check_new_tokens(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
-    """Returns those of `rows` for which the row of `weight` is nearly zero or nearly the mean of
-    all rows.
+    """Returns the numbers in `rows` for which the row of `weight` is nearly zero or nearly the mean
+    of all its rows.
 
     weight  F[V H]
     inside  the mean is computed in fp32, over at most 4096 rows

@@ -1,7 +1,7 @@
 """Implements the objective `distil`. At every token to learn, the model learns the teacher's
 probability distribution of the next token. The teacher has the same vocabulary as the model.
 
-The loss of a token is (1 - cross_entropy) D + cross_entropy (-ln p(token)). D is the divergence
+The loss of a token is (1 - cross_entropy) * D + cross_entropy * (-ln p(token)). D is the divergence
 that `ops.linear_divergence` defines. It depends on `beta` and `temperature`.
 """
 
@@ -166,8 +166,8 @@ class HeadInputs(NamedTuple):
     """The inputs from which a head computes its logits. If `weight` is None, `hidden` contains the
     logits themselves.
 
-    Let z = hidden @ weight^T + bias. Then the logits are scale z. With a softcap, they are softcap
-    tanh(scale z / softcap).
+    Let z = hidden @ weight^T + bias. Then the logits are scale * z. With a softcap, they are
+    softcap * tanh(scale * z / softcap).
     """
 
     hidden: Tensor

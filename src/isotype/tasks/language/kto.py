@@ -1,8 +1,8 @@
 """Implements the objective `kto`, which learns from answers that are labelled as wanted or
 unwanted.
 
-The loss of an answer is w (1 - sigmoid(h)). For a wanted answer, h = beta (c - cr - z). For an
-unwanted answer, h = beta (z - (c - cr)).
+The loss of an answer is w * (1 - sigmoid(h)). For a wanted answer, h = beta * (c - cr - z). For an
+unwanted answer, h = beta * (z - (c - cr)).
 
 w       the weight of wanted answers or of unwanted answers
 c, cr   the log-probability of the answer under the model, and under the reference. The reference is

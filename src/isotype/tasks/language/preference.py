@@ -262,8 +262,9 @@ class Preference(Objective):
         return PairBatch(batch, torch.empty(batch.rows, device=batch.input_ids.device), None)
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
-        """Returns the sums of the losses and measures, fp32[1 + measures]. Without reference values
-        the log-probabilities of the model itself are used; in the first step both are equal.
+        """Returns the sum of the losses and the sums of the measures, fp32[1 + measures]. If the
+        reference values are not computed yet, the log-probabilities of the model itself are used.
+        In the first step, both are the same.
         """
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         reference = batch.reference if batch.reference is not None else logps.detach()

@@ -159,8 +159,8 @@ def select_layers(layers: str | int | list[int], total: int) -> tuple[int, ...]:
 
 def checkpointable_layers(model: nn.Module) -> list[Any]:
     """Returns the layers for which gradient checkpointing is possible, in the order of the model.
-    In transformers, these are the layers with a special base class, except for such layers inside
-    other such layers. In a diffusers model, these are the blocks.
+    In transformers, these are the layers with the base class `GradientCheckpointingLayer`. Such a
+    layer is left out if it is inside another one. In a diffusers model, these are the blocks.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

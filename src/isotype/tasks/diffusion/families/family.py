@@ -2,8 +2,8 @@
 the inputs and outputs of their denoiser. A table lists the pipelines that Isotype cannot train,
 each with the reason.
 
-Shapes: N pictures, C channels and H x W pixels of the denoiser's latents, S text tokens, D text
-width.
+In shapes, N is the number of pictures, C is the number of channels and H x W is the size of the
+denoiser's latents, S is the number of text tokens, and D is the width of a text embedding.
 """
 
 from __future__ import annotations
