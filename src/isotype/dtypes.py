@@ -96,8 +96,8 @@ def to_torch(dtype: str) -> torch.dtype:
 
 
 def torch_dtype_name(dtype: str) -> str:
-    """`bf16` -> `bfloat16`, as torch and the configurations of other tools spell it. An unknown
-    name is returned unchanged.
+    """Returns the name of a dtype in torch and in the configurations of other tools: `bfloat16` for
+    `bf16`. An unknown name is returned unchanged.
     """
     return _TABLE.get(dtype, (None,))[0] or dtype
 
@@ -108,13 +108,13 @@ def itemsize(dtype: str) -> float:
 
 
 def eps(dtype: str) -> float:
-    """Distance from 1 to the next larger value."""
+    """Returns distance from 1 to the next larger value."""
     return 2.0 ** -_TABLE[parse(dtype)][3]
 
 
 def significant_bits(dtype: str) -> int:
-    """The number of significant bits, the leading bit included. Integers up to 2 to this power are
-    exact.
+    """Returns the number of significant bits, the leading bit included. Integers up to 2 to this
+    power are exact.
     """
     return _TABLE[parse(dtype)][3] + 1
 
@@ -187,7 +187,7 @@ class TensorSpec:
         return self.dtype
 
     def shape_fault(self, shape: tuple[int, ...], bindings: dict[str, Any]) -> str | None:
-        """A sentence about the first dimension that differs from the spec, else None. If a
+        """Returns a sentence about the first dimension that differs from the spec, else None. If a
         dimension is a name without an entry in `bindings`, an entry with the observed size is
         added.
         """

@@ -100,7 +100,7 @@ class Finding:
         return {key: value for key, value in fields.items() if value not in (None, {}, "")}
 
     def render(self) -> str:
-        """The finding as plain text, one fact per line."""
+        """Returns the finding as plain text, one fact per line."""
         facts: list[tuple[str, str | None]] = [("where", str(self.place)), *self.details]
         facts += [
             ("declared", self.declared),
@@ -127,13 +127,13 @@ def join_names(names: Sequence[str], limit: int = 6) -> str:
 
 
 def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings sorted by severity, then by file and line. The sort is stable."""
+    """Returns the findings sorted by severity, then by file and line. The sort is stable."""
     return sorted(findings, key=lambda f: (-f.severity, f.place.file or "", f.place.line or 0))
 
 
 def render_findings(findings: Sequence[Finding], *, subject: str) -> str:
-    """The findings as text, the worst first. Findings after the first `FULL_FINDINGS` get one line
-    each; a last line counts all.
+    """Returns the findings as text, the worst first. Findings after the first `FULL_FINDINGS` get
+    one line each; a last line counts all.
     """
     if not findings:
         return f"{subject}: no findings"
@@ -149,8 +149,8 @@ def render_findings(findings: Sequence[Finding], *, subject: str) -> str:
 
 
 def parse_threshold(fail_on: str) -> Severity:
-    """The severity that `--fail-on` names: a command exits with 1 for a finding of at least this
-    severity. Raises UsageError for an unknown severity.
+    """Returns the severity that `--fail-on` names: a command exits with 1 for a finding of at least
+    this severity. Raises UsageError for an unknown severity.
     """
     try:
         return Severity.parse(fail_on)

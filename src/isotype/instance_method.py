@@ -94,7 +94,7 @@ class InstanceMethod:
 
     @property
     def is_current(self) -> bool:
-        """Whether the class still has the replaced method, or transformers' wrapper of it.
+        """True if the class still has the replaced method, or transformers' wrapper of it.
 
         Two changes of the class are harmless: FSDP2 gives each unit a class of its own, and
         transformers wraps the forward that a subclass of its decoder layers inherits.
@@ -120,7 +120,7 @@ class InstanceMethod:
         return inspect.signature(self.bound_class_method())
 
     def bound_class_method(self) -> MethodType:
-        """The class's method, bound."""
+        """Returns the class's method, bound to the instance."""
         return MethodType(getattr(type(self.instance), self.name), self.instance)
 
     def install(self) -> None:
@@ -179,12 +179,12 @@ def install_forward(
 
 
 def get_settings(module: Any) -> Any:
-    """The settings of the module's installed forward; None if none is installed."""
+    """Returns the settings of the module's installed forward; None if none is installed."""
     return module.__dict__.get(INSTALLED_KEY, (None,))[0]
 
 
 def get_method(module: Any) -> InstanceMethod | None:
-    """The module's installed forward; None if none is installed."""
+    """Returns the module's installed forward; None if none is installed."""
     method: InstanceMethod | None = module.__dict__.get(INSTALLED_KEY, (None, 0, None))[2]
     return method
 

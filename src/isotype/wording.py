@@ -34,7 +34,7 @@ def align_columns(rows: Sequence[Sequence[str]], right_aligned: Sequence[int] = 
 
 
 def format_number(value: float) -> str:
-    """A number in a short form: `2.41`, `0.0002`, `1.2e-05`, `12,300`."""
+    """Returns a number in a short form: `2.41`, `0.0002`, `1.2e-05`, `12,300`."""
     if not math.isfinite(value):
         return "not finite"
     absolute = abs(value)
@@ -59,7 +59,7 @@ def format_percent(value: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes in decimal units: `1.2 GB` (10^9)."""
+    """Returns a number of bytes in decimal units: `1.2 GB` (10^9)."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             if unit == "B" or abs(count) >= 100:
@@ -70,7 +70,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_binary_bytes(count: int) -> str:
-    """A number of bytes in binary units: `1.40 GiB`, `83.0 MiB`."""
+    """Returns a number of bytes in binary units: `1.40 GiB`, `83.0 MiB`."""
     gib = count / (1 << 30)
     mib = count / (1 << 20)
     if gib >= 1:
@@ -81,7 +81,7 @@ def format_binary_bytes(count: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`1.5 s`, `2 min 05 s`, `3 h 10 min`."""
+    """Formats a duration: `1.5 s`, `2 min 05 s`, `3 h 10 min`."""
     if seconds < 60:
         if seconds < 10:
             return f"{seconds:.1f} s"
@@ -94,7 +94,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_compact(value: float) -> str:
-    """`874`, `12.3k`, `4.26M`."""
+    """Formats a number in at most a few characters: `874`, `12.3k`, `4.26M`."""
     for unit in ("", "k", "M", "B"):
         if abs(value) < 1000:
             if unit:
@@ -105,8 +105,8 @@ def format_compact(value: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message; without a message, the name of its class. A first line
-    that ends in a colon, as some of torch's do, is skipped.
+    """Returns the first line of the error's message; without a message, the name of its class. A
+    first line that ends in a colon, as some of torch's do, is skipped.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines:
@@ -119,14 +119,14 @@ _TRANSLATION = dict.fromkeys(_CONTROL_CODES, "�") | {ord("\r"): None}
 
 
 def remove_control_characters(text: str) -> str:
-    """The text without control characters, which could move a terminal's cursor, ring its bell, or
-    change its colours or title.
+    """Returns the text without control characters, which could move a terminal's cursor, ring its
+    bell, or change its colours or title.
     """
     return text.translate(_TRANSLATION)
 
 
 def shorten_middle(text: str, max_length: int) -> str:
-    """The text with " ... " in place of its middle, if it is longer than `max_length`."""
+    """Returns the text with " ... " in place of its middle, if it is longer than `max_length`."""
     if len(text) <= max_length:
         return text
     half = (max_length - 5) // 2
@@ -134,7 +134,9 @@ def shorten_middle(text: str, max_length: int) -> str:
 
 
 def shorten_lines(text: str, *, max_lines: int, max_length: int) -> str:
-    """The text without empty lines, shortened in the middle to a number of lines and characters."""
+    """Returns the text without empty lines, shortened in the middle to a number of lines and
+    characters.
+    """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     if len(lines) > max_lines:
         half = max_lines // 2
@@ -143,8 +145,8 @@ def shorten_lines(text: str, *, max_lines: int, max_length: int) -> str:
 
 
 def closest_file_name(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most similar to `name`; None if none is similar. Similarity is judged without
-    the endings: `a.jsonl` is not similar to `b.jsonl`.
+    """Returns the candidate most similar to `name`; None if none is similar. Similarity is judged
+    without the endings: `a.jsonl` is not similar to `b.jsonl`.
     """
     requested = name.casefold()
     stems = {candidate: _file_stem(candidate.casefold()) for candidate in candidates}

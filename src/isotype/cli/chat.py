@@ -266,7 +266,7 @@ def _draw(
 
 
 def _is_chat_run(run: Path) -> bool:
-    """Whether the run was trained on chats. A prompt is then a user's message in a chat."""
+    """Returns True if the run was trained on chats. A prompt is then a user's message in a chat."""
     from ..report.record import read_run
     from ..runs.folder import split_run_and_adapter
 

@@ -162,8 +162,8 @@ def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Examination]
 
 
 def _is_unknown_command(arguments: list[str], *, has_path: bool) -> bool:
-    """Whether the first argument was probably meant as a subcommand: it is a single word, alone or
-    before a path.
+    """Returns True if the first argument was probably meant as a subcommand: it is a single word,
+    alone or before a path.
     """
     first = arguments[0]
     if not first.isidentifier() or Path(first).exists():
@@ -520,7 +520,7 @@ def trace(
 
 
 def _parameter_source(context: Any, key: str) -> str:
-    """The source of a parameter's value: COMMANDLINE, DEFAULT, ..."""
+    """Returns the source of a parameter's value: COMMANDLINE, DEFAULT, ..."""
     return getattr(context.get_parameter_source(key), "name", "DEFAULT")
 
 

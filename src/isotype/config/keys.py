@@ -55,13 +55,14 @@ def allowed_words(key: str) -> list[str]:
 
 
 def accepts_type(key: str, json_type: str) -> bool:
-    """Whether `key` accepts a value of this JSON type (`boolean`, `string`, `object`, ...)."""
+    """Returns True if `key` accepts a value of this JSON type (`boolean`, `string`, `object`, ...).
+    """
     schema = key_schemas()[key]
     return any(option.get("type") == json_type for option in schema.get("anyOf", [schema]))
 
 
 def accepts_value(key: str, value: Any) -> bool:
-    """Whether `key` accepts this value."""
+    """Returns True if `key` accepts this value."""
     # pydantic would accept true as the number 1
     if isinstance(value, bool) and not accepts_type(key, "boolean"):
         return False

@@ -106,8 +106,8 @@ def guess_run_kind(model: str, data: str) -> str:
 
 
 def is_denoiser(model_config: dict[str, Any] | str | None) -> bool:
-    """Whether a `model.config`, or the JSON file that it names, describes a diffusers model.
-    Configurations of diffusers models have the key `_class_name`.
+    """Returns True if a `model.config`, or the JSON file that it names, describes a diffusers
+    model. Configurations of diffusers models have the key `_class_name`.
     """
     if isinstance(model_config, str):
         try:
@@ -120,15 +120,15 @@ def is_denoiser(model_config: dict[str, Any] | str | None) -> bool:
 
 @lru_cache
 def _file_has_class_name(file: Path, _changed: int) -> bool:
-    """Whether the JSON file has `_class_name`. The result is cached for each modification time of
-    the file.
+    """Returns True if the JSON file has `_class_name`. The result is cached for each modification
+    time of the file.
     """
     content = json.loads(file.read_text(encoding="utf-8"))
     return isinstance(content, dict) and "_class_name" in content
 
 
 def is_key_of_kind(key: str, kind: str) -> bool:
-    """Whether a run of this kind has the key."""
+    """Returns True if this kind of run has the key."""
     return not any(
         _matches_key(key, keys) for other_kind, keys in KEYS_OF_KIND.items() if other_kind != kind
     )

@@ -274,7 +274,9 @@ def read_text(path: Path) -> str:
 
 
 def _is_utf16(content: bytes) -> bool:
-    """Whether a file begins with the mark of UTF-16, or every other byte at its start is zero."""
+    """Returns True if a file begins with the mark of UTF-16, or every other byte at its start is
+    zero.
+    """
     halves = (content[0:32:2], content[1:32:2])
     return content.startswith(_UTF16_MARKS) or any(half and not any(half) for half in halves)
 

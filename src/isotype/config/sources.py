@@ -71,7 +71,7 @@ def list_entries(value: Any, key: str, *, description: str) -> list[tuple[str, d
 
 
 def unknown_key(location: str, key: str, keys: Sequence[str]) -> UsageError:
-    """The error for an unknown key of an entry, with the most similar known key."""
+    """Returns the error for an unknown key of an entry, with the most similar known key."""
     near = get_close_matches(key, keys, n=1)
     hint = f", did you mean {near[0]}?" if near else f"; there are {' '.join(keys)}"
     return UsageError(f"{location}.{key}: unknown key{hint}")
@@ -136,8 +136,8 @@ def _check_groups(groups: Mapping[str, Any], key: str) -> None:
 
 
 def is_folder_name(model: str) -> bool:
-    """Whether a model's name can only be a path. The names of hub repositories have at most one
-    slash.
+    """Returns True if a model's name can only be a path. The names of hub repositories have at most
+    one slash.
     """
     return (
         model.startswith((".", "/", "~"))
@@ -164,7 +164,7 @@ def gguf_file(name: str) -> Path | None:
 
 
 def config_file(name: str) -> Path:
-    """The JSON file of `model.config`, which names the file or its folder."""
+    """Returns the JSON file of `model.config`, which names the file or its folder."""
     path = Path(name)
     return path / "config.json" if path.is_dir() else path
 
@@ -173,7 +173,9 @@ LFS_MARK = b"version https://git-lfs.github.com/spec/"
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file is the text that Git LFS puts in place of a large file that was not fetched."""
+    """Returns True if a file only contains the text that Git LFS puts in place of a large file that
+    was not fetched.
+    """
     try:
         with path.open("rb") as file:
             return file.read(len(LFS_MARK)) == LFS_MARK
@@ -182,7 +184,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def lfs_fix(path: Path) -> str:
-    """The command that fetches the content of the Git LFS pointers in a folder."""
+    """Returns the command that fetches the content of the Git LFS pointers in a folder."""
     return f"git -C {shlex.quote(str(path.parent))} lfs pull"
 
 
@@ -213,7 +215,7 @@ def model_folder_problem(key: str, name: str) -> str | None:
 
 
 def _adapter_base(file: Path) -> str:
-    """The base that an adapter's configuration names."""
+    """Returns the name of the base model in an adapter's configuration."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -335,8 +337,8 @@ def _check_entry(
 
 
 def _is_column_mapping(columns: Any, *, allow_null: bool) -> bool:
-    """Whether `columns` is a mapping of keys to names in the data. With `allow_null` a name may
-    also be null; the key is then not read from the data.
+    """Returns True if `columns` is a mapping of keys to names in the data. With `allow_null` a name
+    may also be null; the key is then not read from the data.
     """
     allowed = (str, type(None)) if allow_null else (str,)
     return isinstance(columns, dict) and all(

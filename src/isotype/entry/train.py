@@ -272,7 +272,7 @@ def _section_settings(name: str, value: Any) -> dict[str, Any]:
 
 
 def _explicit_values(section: Section) -> dict[str, Any]:
-    """The keys of a section that were set, without the defaults."""
+    """Returns the keys of a section that were set, without the defaults."""
     return {key: getattr(section, key) for key in section.model_fields_set}
 
 

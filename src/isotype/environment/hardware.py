@@ -177,8 +177,8 @@ _GENERATION_BY_GFX = (
 
 
 def lookup_hardware(name: str) -> Hardware:
-    """The device with this name. Accepted spellings are like `h100`, `T4`, `A100-80GB`, `nvidia
-    h200`, `sm_90`, `8.0`, `gfx942`, or a generation (`turing`).
+    """Returns the device with this name. Accepted spellings are like `h100`, `T4`, `A100-80GB`,
+    `nvidia h200`, `sm_90`, `8.0`, `gfx942`, or a generation (`turing`).
 
     Raises  UsageError with the nearest names.
     """
@@ -214,8 +214,8 @@ def lookup_hardware(name: str) -> Hardware:
 
 
 def detect(device: str = "auto") -> Hardware:
-    """The device of this machine. `auto` takes a CUDA or ROCm GPU if the machine has one, and
-    otherwise the CPU. `cuda` needs a GPU. Other names are refused.
+    """Returns the device of this machine. `auto` takes a CUDA or ROCm GPU if the machine has one,
+    and otherwise the CPU. `cuda` needs a GPU. Other names are refused.
 
     Raises  UsageError with the reason.
     """
@@ -274,8 +274,8 @@ def _detect_gpu(torch: Any, index: int) -> Hardware:
 
 
 def _find_published(name: str, memory: int) -> Hardware | None:
-    """The device of the table whose name is part of `name`. If several devices match, it is the one
-    whose memory is nearest to `memory`.
+    """Returns the device of the table whose name is part of `name`. If several devices match, it is
+    the one whose memory is nearest to `memory`.
     """
     compact_name = re.sub(r"[-_ ]", "", name.lower())
     variant = r"(?=$|sxm|pcie|oam|nvl|hbm|\d+gb)"
@@ -321,7 +321,7 @@ def _detect_cpu() -> Hardware:
 
 
 def cpu_generation(flags: Iterable[str], machine: str) -> str:
-    """The generation of a CPU, from the flags of /proc/cpuinfo."""
+    """Returns the generation of a CPU, from the flags of /proc/cpuinfo."""
     flags = set(flags)
     if machine in ("aarch64", "arm64"):
         return "cpu-arm-bf16" if "bf16" in flags else "cpu"
@@ -335,7 +335,7 @@ def cpu_generation(flags: Iterable[str], machine: str) -> str:
 
 
 def _cpu_facts() -> tuple[str, frozenset[str]]:
-    """The name and the flags of the CPU, from /proc/cpuinfo if this file exists."""
+    """Returns the name and the flags of the CPU, from /proc/cpuinfo if this file exists."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -399,8 +399,8 @@ _MEMORY_MESSAGES = ("std::bad_alloc", "Cannot allocate memory")
 
 
 def out_of_memory_message(error: BaseException) -> str | None:
-    """The line of an error that says how much memory could not be allocated; None for other errors.
-    For an allocation on the CPU, PyTorch raises a plain RuntimeError.
+    """Returns the line of an error that says how much memory could not be allocated; None for other
+    errors. For an allocation on the CPU, PyTorch raises a plain RuntimeError.
     """
     import torch
 

@@ -21,8 +21,8 @@ _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
 
 def install_command(*extras: str) -> str:
-    """The command `pip install ...` for these extras. The current folder is written as `.`, and
-    every other folder with its full path.
+    """Returns the command `pip install ...` for these extras. The current folder is written as `.`,
+    and every other folder with its full path.
     """
     extras_suffix = f"[{','.join(extras)}]"
     checkout = _checkout_folder()
@@ -44,7 +44,9 @@ def install_command(*extras: str) -> str:
 
 
 def _checkout_folder() -> Path | None:
-    """The folder of the checkout from whose `src` this copy runs; None for an installed copy."""
+    """Returns the folder of the checkout from whose `src` this copy runs; None for an installed
+    copy.
+    """
     folder = _PACKAGE_FOLDER.parent.parent
     if _PACKAGE_FOLDER.parent.name == "src" and (folder / "pyproject.toml").is_file():
         return folder
@@ -52,8 +54,8 @@ def _checkout_folder() -> Path | None:
 
 
 def _read_direct_url() -> dict[str, Any]:
-    """The content of `direct_url.json`. The content is empty for a copy that came from an index or
-    was not installed.
+    """Returns the content of `direct_url.json`. The content is empty for a copy that came from an
+    index or was not installed.
     """
     try:
         text = metadata.distribution(NAME).read_text("direct_url.json")

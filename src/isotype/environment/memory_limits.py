@@ -17,9 +17,9 @@ _LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")
 
 
 def usable_memory() -> int:
-    """The memory of the machine in bytes, or the smallest limit if a limit is smaller. The limits
-    are those of the control group and of all groups around it, `ulimit -v` and `ulimit -d`. The
-    result is 0 if the machine's memory is unknown.
+    """Returns the memory of the machine in bytes, or the smallest limit if a limit is smaller. The
+    limits are those of the control group and of all groups around it, `ulimit -v` and `ulimit -d`.
+    The result is 0 if the machine's memory is unknown.
     """
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -29,9 +29,9 @@ def usable_memory() -> int:
 
 
 def _group_limits() -> Iterator[int]:
-    """The limits of the control group of this process and of all groups around it. In a container,
-    the container's own group may be mounted as the outermost one. The path of the group then does
-    not exist.
+    """Yields the limits of the control group of this process and of all groups around it. In a
+    container, the container's own group may be mounted as the outermost one. The path of the group
+    then does not exist.
     """
     for folder in _group_folders():
         for name in _LIMIT_FILES:
@@ -78,7 +78,7 @@ def _process_limits() -> Iterator[int]:
 
 
 def _status_bytes(name: str) -> int:
-    """A size in /proc/self/status; 0 on systems that have no such file."""
+    """Returns a size in /proc/self/status; 0 on systems that have no such file."""
     try:
         lines = (PROCESS / "status").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -36,7 +36,7 @@ _PRODUCTS = {
 
 
 def is_planned(device: torch.device) -> bool:
-    """Whether tensors of this device currently represent tensors of another device."""
+    """Returns True if tensors of this device currently represent tensors of another device."""
     return device.type == "meta" and _PlanState.device_type is not None
 
 
@@ -73,7 +73,7 @@ def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextMana
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """The autocast dtype of meta tensors inside `plan_device`."""
+    """Returns the autocast dtype of meta tensors inside `plan_device`."""
     return _PlanState.autocast_dtype
 
 

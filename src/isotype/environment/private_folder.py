@@ -22,7 +22,7 @@ class NotPrivateError(Exception):
 
 
 def temporary_folder() -> Path:
-    """The folder for this user's temporary files: `/tmp/isotype-1000`. It may not exist."""
+    """Returns the folder for this user's temporary files: `/tmp/isotype-1000`. It may not exist."""
     return Path(tempfile.gettempdir()) / f"isotype-{_user_name()}"
 
 
@@ -39,8 +39,9 @@ def make_private_folder(folder: Path) -> Path:
 
 
 def check_private_folder(folder: Path) -> Path:
-    """The folder's path without links. Raises NotPrivateError if other users can change the
-    folder."""
+    """Returns the folder's path with all links resolved. Raises NotPrivateError if other users can
+    change the folder.
+    """
     if not hasattr(os, "getuid"):  # Windows protects the user's folders by access control lists
         return folder.resolve()
     path = Path("/")
@@ -91,7 +92,7 @@ def open_private_folder(folder: Path) -> Iterator[Path]:
 
 
 def read_private_file(file: Path) -> bytes:
-    """The content of a file that only this user can change.
+    """Returns the content of a file that only this user can change.
 
     Raises  NotPrivateError for a link, for anything that is not a regular file, and for a file that
             others can write
@@ -132,8 +133,9 @@ def _refuse_owner(path: Path, status: os.stat_result) -> None:
 
 
 def _others_can_write(status: os.stat_result) -> bool:
-    """Whether the file's mode lets another user write. Write permission for a group that only this
-    user belongs to does not count: many systems create such a group for each user.
+    """Returns True if the file's permissions let another user write to it. Write permission for a
+    group that only this user belongs to does not count: many systems create such a group for each
+    user.
     """
     writable = status.st_mode & OTHERS_WRITE_BITS
     if writable == stat.S_IWGRP:

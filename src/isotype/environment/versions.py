@@ -37,7 +37,7 @@ _METADATA_FIELD = re.compile(r"^(Name|Version):[ \t]*(\S.*?)[ \t\r]*$", re.MULTI
 
 
 def environment() -> dict[str, Any]:
-    """Everything that a run's numbers may depend on, for `env.json`."""
+    """Returns everything that the numbers of a run may depend on, for `env.json`."""
     versions = installed_versions()
     return {
         "isotype": __version__,
@@ -53,8 +53,8 @@ def environment() -> dict[str, Any]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Every installed distribution: normalised name -> version. If a distribution is installed
-    twice, the first one on the path counts, as for imports.
+    """Returns every installed distribution: normalised name -> version. If a distribution is
+    installed twice, the first one on the path counts, as for imports.
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
@@ -71,7 +71,7 @@ def normalise_name(name: str) -> str:
 
 
 def detect_devices() -> list[dict[str, Any]]:
-    """The CPU, and every GPU that torch sees."""
+    """Returns the CPU, and every GPU that torch sees."""
     rows = [detect("cpu").to_dict()]
     torch = _import_torch()
     if torch is not None and torch.cuda.is_available():
@@ -125,7 +125,7 @@ class KnownFault:
     finding: Finding
 
     def affects(self, version: str) -> bool:
-        """Whether this version has the fault. The local part of a version (`2.13.0+cpu`) is
+        """Returns True if this version has the fault. The local part of a version (`2.13.0+cpu`) is
         ignored. The result is False for a string that is not a version.
         """
         from packaging.specifiers import SpecifierSet

@@ -77,7 +77,7 @@ class Attachment:
         return part
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """A parameter's summed gradient, from the accumulator or from `.grad`."""
+        """Returns a parameter's summed gradient, from the accumulator or from `.grad`."""
         if self.accumulator is None:
             return parameter.grad
         return self.accumulator.gradient(parameter)
@@ -110,7 +110,7 @@ class Attachment:
         return "\n".join([*lines, *(f"  note        {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
-        """The content for manifest.json and `--json`."""
+        """Returns the content for manifest.json and `--json`."""
         return {
             "trainer": f"{type(self.trainer).__module__}.{type(self.trainer).__name__}",
             "precision": self.resolved.text,
@@ -138,8 +138,8 @@ def running_trainers() -> list[Any]:
 
 
 def is_running(trainer: Any) -> bool:
-    """Whether the trainer's `train` runs now. `is_in_train` is not enough: it stays true after a
-    `train` that raised.
+    """Returns True while the trainer's `train` runs. `is_in_train` is not enough: it stays true
+    after a `train` that raised.
     """
     return bool(trainer.is_in_train) and any(running is trainer for running in running_trainers())
 

@@ -51,7 +51,7 @@ def count_dtypes(parameters: Iterable[nn.Parameter]) -> str:
 
 
 def requested_dtype(trainer: Any) -> str | None:
-    """The dtype that TrainingArguments request, or None."""
+    """Returns the dtype that TrainingArguments request, or None."""
     if trainer.args.bf16:
         return "bf16"
     if trainer.args.fp16:

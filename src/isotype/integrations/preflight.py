@@ -226,7 +226,7 @@ class TrainerStepper:
         return total
 
     def norm(self) -> float:
-        """The norm of the whole gradient."""
+        """Returns the norm of the whole gradient."""
         return float(gradient_norm(self.accumulator.gradients()))
 
     def _loss(self, batch: TrainerBatch) -> Tensor:
@@ -530,7 +530,7 @@ def _preserve_trainer(trainer: Any) -> Iterator[None]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether this is a number, a text, or a container of them."""
+    """Returns True if this is a number, a text, or a container of them."""
     if isinstance(value, dict):
         return all(_is_plain(item) for item in (*value.keys(), *value.values()))
     if isinstance(value, list | tuple | set):

@@ -136,7 +136,7 @@ class Guards(TrainerCallback):
 
     @property
     def _has_loss_scaling(self) -> bool:
-        """Whether the loss is scaled. An occasional overflow is then normal, and the scaler skips
+        """True if the loss is scaled. An occasional overflow is then normal, and the scaler skips
         that update.
         """
         return getattr(self.trainer.accelerator, "scaler", None) is not None
@@ -182,7 +182,7 @@ class Guards(TrainerCallback):
         return [p.detach().flatten()[index] for p, index in self._sampled]
 
     def _non_finite_error(self, quantity: str) -> RunError:
-        """The error NF001 with the step and the place of the first non-finite number."""
+        """Returns the error NF001 with the step and the place of the first non-finite number."""
         last_inputs = self._last_inputs
         model = inner_model(self.trainer.model)
         passes: list[Callable[[], object]] = []

@@ -179,7 +179,7 @@ def _sum_bits(narrow: Tensor) -> int:
 
 
 def _is_exact(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Whether a cast to `dtype` keeps every value."""
+    """Returns True if a cast to `dtype` keeps every value."""
     return torch.equal(parameter.data.to(dtype).to(parameter.dtype), parameter.data)
 
 

@@ -508,8 +508,8 @@ def check_adapter(model: nn.Module, folder: Path, setting: str) -> None:
 
 
 def is_trained_on_text_class(folder: Path) -> bool:
-    """Whether a saved adapter was trained on the text-only class of a vision-language family. In
-    this class the layers are named `model.layers`, in the released class
+    """Returns True if a saved adapter was trained on the text-only class of a vision-language
+    family. In this class the layers are named `model.layers`, in the released class
     `model.language_model.layers`.
     """
     from safetensors import SafetensorError, safe_open
@@ -585,8 +585,8 @@ def modules_trained_in_full(section: AdapterSection) -> list[str]:
 
 
 def read_modules_to_save(folder: Path) -> list[str]:
-    """The `modules_to_save` of a saved adapter. The result is empty for a folder that cannot be
-    read; `load_adapter` refuses such a folder later.
+    """Returns the `modules_to_save` of a saved adapter. The result is empty for a folder that
+    cannot be read; `load_adapter` refuses such a folder later.
     """
     try:
         settings = json.loads((folder / ADAPTER_CONFIG_FILE).read_text(encoding="utf-8"))
@@ -629,7 +629,7 @@ def layers_to_quantise(model: PreTrainedModel, skip_modules: Sequence[str]) -> s
 
 
 def skip_modules_from_config(config: Any) -> list[str] | None:
-    """`llm_int8_skip_modules` of a base that was saved quantised; None if it has none."""
+    """Returns `llm_int8_skip_modules` of a base that was saved quantised; None if it has none."""
     quantisation = config.quantization_config
     if isinstance(quantisation, dict):
         skip_modules = quantisation.get("llm_int8_skip_modules")

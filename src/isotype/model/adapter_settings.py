@@ -133,8 +133,8 @@ def _check_rank(label: str, settings: Mapping[str, Any], weights: Path) -> None:
 
 
 def _largest_rank(weights: Path) -> int:
-    """The largest rank of a LoRA matrix of the file; 0 if the file has no such matrix or cannot
-    be read.
+    """Returns the largest rank of a LoRA matrix of the file; 0 if the file has no such matrix or
+    cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 

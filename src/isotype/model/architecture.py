@@ -55,15 +55,15 @@ def attention_options(attention: str, device: torch.device) -> dict[str, Any]:
 
 
 def has_attention(model: Any) -> bool:
-    """Whether the model's configuration names its attention implementation. Configurations of
-    transformers name it, those of diffusers do not.
+    """Returns True if the model's configuration contains the name of its attention implementation.
+    Configurations of transformers name it, those of diffusers do not.
     """
     return hasattr(getattr(model, "config", None), "_attn_implementation")
 
 
 def attention_setting(model: Any) -> str:
-    """The value of `model.attention` for the implementation that `model` uses; transformers' name
-    if there is no such value.
+    """Returns the value of `model.attention` for the implementation that `model` uses;
+    transformers' name if there is no such value.
     """
     name = getattr(model.config, "_attn_implementation", None) or "eager"
     return _SETTINGS_BY_NAME.get(name) or str(name)
@@ -147,7 +147,9 @@ def auto_class(config: Any, *, text_only: bool = False, has_score_head: bool = F
 
 
 def is_vision_language(config: Any) -> bool:
-    """Whether the configuration belongs to a class that reads pictures and text and generates text."""
+    """Returns True if the configuration belongs to a class that reads pictures and text and
+    generates text.
+    """
     family = getattr(config, "model_type", None) or ""
     multimodal_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(family)
     text_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)

@@ -189,8 +189,8 @@ def resolve_precision(
 
 
 def _read_settings(section: ModelSection, parts: Sequence[str]) -> dict[str, Any]:
-    """The `config.json` of a base. The result is empty if no such file can be read; loading the
-    model reports the error later.
+    """Returns the `config.json` of a base. The result is empty if no such file can be read; loading
+    the model reports the error later.
 
     parts  subfolders of the model's folder, of which the first with a configuration is read; "" for
            the model's folder itself

@@ -202,7 +202,7 @@ def _card_number(value: Any, style: str) -> str:
 def plain_card(
     *, base: str, data: Mapping[str, Any], precision: Mapping[str, Any], step: int | None
 ) -> str:
-    """The card of a result that was saved without one, such as that of a diffusion run.
+    """Returns the card of a result that was saved without one, such as that of a diffusion run.
 
     data, precision  the content of the run's data.json and precision.json
     """

@@ -210,8 +210,8 @@ def _check_block_count(count: int | None, tensor_names: Iterable[str], file: Pat
 
 
 def _printable_text(value: Any) -> str:
-    """The first 60 characters of a value of the header, for a message. Line breaks and control
-    characters are written as escapes.
+    """Returns the first 60 characters of a value of the header, for a message. Line breaks and
+    control characters are written as escapes.
     """
     text = str(value)[:60]
     return text if text.isprintable() else ascii(text)
@@ -321,7 +321,7 @@ def read_architecture(
 
 
 def _gemma3_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of Gemma 3 that are constants in llama.cpp."""
+    """Returns the settings of Gemma 3 that are constants in llama.cpp."""
     local_rope = {"rope_type": "default", "rope_theta": _LOCAL_ROPE_THETA}
     if settings["num_hidden_layers"] == _GEMMA3_27B_LAYERS:
         scale = settings["hidden_size"] // settings["num_attention_heads"]

@@ -672,7 +672,9 @@ _FOLDER_FAULTS = (
 
 
 def _damaged_folder_error(name: str, source_kind: str, error: BaseException) -> UsageError:
-    """The error for an existing folder that does not load: names the damaged file and a fix."""
+    """Returns the error for an existing folder that does not load: names the damaged file and a
+    fix.
+    """
     text = f"{type(error).__name__}: {error}"
     first_message = first_line(error)
     if any(

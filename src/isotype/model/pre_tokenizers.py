@@ -172,8 +172,8 @@ def _pieces(pre_tokenizer: Any, text: str) -> list[str]:
 
 
 def _changes_text(tokenizer: Tokenizer) -> bool:
-    """Whether the normalizer changes texts that are already in Unicode's form NFC. llama.cpp has no
-    normalizer for byte-pair tokenizers; Qwen's normalizer only converts to NFC.
+    """Returns True if the normalizer changes texts that are already in Unicode's form NFC.
+    llama.cpp has no normalizer for byte-pair tokenizers; Qwen's normalizer only converts to NFC.
     """
     normalizer = tokenizer.normalizer
     if normalizer is None:
@@ -183,8 +183,8 @@ def _changes_text(tokenizer: Tokenizer) -> bool:
 
 
 def _merges_reach_every_token(tokenizer: Tokenizer) -> bool:
-    """Whether the merges build every token from its characters, so that `ignore_merges` has no
-    effect.
+    """Returns True if the merges build every token from its characters, so that `ignore_merges` has
+    no effect.
     """
     copy = Tokenizer.from_str(tokenizer.to_str())
     copy.model.ignore_merges = False

@@ -85,8 +85,8 @@ def build_picture_reader(
 
 
 def has_vision(section: ModelSection) -> bool:
-    """Whether a run's model has a vision tower. The result is False for a model that cannot be
-    read; loading the model reports the error later.
+    """Returns True if a run's model has a vision tower. The result is False for a model that cannot
+    be read; loading the model reports the error later.
     """
     if isinstance(section.config, dict):
         return "vision_config" in section.config

@@ -69,7 +69,7 @@ def linear_layers(
 
 
 def adapted_parts(section: AdapterSection, mode: str = "lora") -> set[str]:
-    """The parts of a vision-language model that get an adapter, or are trained in full."""
+    """Returns the parts of a vision-language model that get an adapter, or are trained in full."""
     return {LANGUAGE} | {
         part
         for part, requested in ((TOWER, section.vision), (PROJECTOR, section.projector))
@@ -112,7 +112,7 @@ def refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterS
 
 
 def picture_layers(model: Any, parts: VisionParts) -> list[str]:
-    """Linear layers of the language part that do not run for rows without pictures: the
+    """Returns linear layers of the language part that do not run for rows without pictures: the
     cross-attention layers of Llama 3.2 Vision.
     """
     indices = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
@@ -349,13 +349,13 @@ def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def has_stack(module: nn.Module) -> bool:
-    """Whether this module holds the experts of a mixture as stacked parameters."""
+    """Returns True if this module holds the experts of a mixture as stacked parameters."""
     parameters = module.parameters(recurse=False) if hasattr(module, "num_experts") else ()
     return any(map(is_stack, parameters))
 
 
 def is_stack(parameter: nn.Parameter) -> bool:
-    """Whether this parameter stacks the matrices of all experts, packed or not."""
+    """Returns True if this parameter stacks the matrices of all experts, packed or not."""
     return (parameter.dim() == 3 and parameter.is_floating_point()) or isinstance(
         getattr(parameter, "quant_state", None), StackState
     )

@@ -40,8 +40,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
 
 
 def trained_token_ids(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> list[int]:
-    """Sorted ids of `adapter.train_tokens`. Raises UsageError for a token that the vocabulary does
-    not have.
+    """Returns the sorted ids of `adapter.train_tokens`. Raises UsageError for a token that the
+    vocabulary does not have.
     """
     vocabulary = tokenizer.get_vocab()
     for i, token in enumerate(tokens):

@@ -189,7 +189,7 @@ def check_value(label: str, value: Any, value_range: Range | None) -> None:
 
 
 def describe_value(value: Any) -> str:
-    """The value as a message shows it: on one line and at most 60 characters long."""
+    """Returns the value as a message shows it: on one line and at most 60 characters long."""
     if isinstance(value, dict):
         return f"a mapping of {len(value)} keys"
     if isinstance(value, list) and len(value) > 4:

@@ -39,7 +39,7 @@ def codes() -> list[str]:
 
 
 def page(code: str) -> str | None:
-    """The page of a code as Markdown; None for a code that does not exist."""
+    """Returns the page of a code as Markdown; None for a code that does not exist."""
     code = code.upper()
     file = resources.files(__name__) / f"{code}.md"
     if code.isalnum() and file.is_file():
@@ -61,7 +61,9 @@ Facts = TypeVar("Facts")
 def register_rule(
     rules: dict[str, Callable[[Facts], Iterator[Finding]]], code: str
 ) -> Callable[[Callable[[Facts], Iterator[Finding]]], Callable[[Facts], Iterator[Finding]]]:
-    """A decorator that adds a rule to `rules` under its code and sets the code of its findings."""
+    """Returns a decorator that adds a rule to `rules` under its code and sets the code of its
+    findings.
+    """
 
     def register(
         function: Callable[[Facts], Iterator[Finding]],

@@ -85,8 +85,8 @@ def _parse_term(text: str) -> Term:
 
 @cache
 def names_in_text(text: str) -> tuple[str, ...]:
-    """The names in the braces of a text. The last of several alternatives is literal text and is
-    left out.
+    """Returns the names in the braces of a text. The last of several alternatives is literal text
+    and is left out.
     """
     names: list[str] = []
     for _, placeholder, _, _ in Formatter().parse(text):
@@ -130,7 +130,7 @@ class Facts:
         self.variables: dict[str, Any] = dict(variables or {})
 
     def get(self, name: str) -> Any:
-        """The value of a variable or fact; None if the name has no value."""
+        """Returns the value of a variable or fact; None if the name has no value."""
         if name in self.variables:
             return self.variables[name]
         if name in self.fact_functions:
@@ -146,7 +146,7 @@ class Facts:
 
     @classmethod
     def find_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
-        """The variables of the section that occur in a name; None for an unknown name."""
+        """Returns the variables of the section that occur in a name; None for an unknown name."""
         if name in variables:
             return {name}
         if name in cls.fact_functions:
@@ -318,7 +318,7 @@ class Section:
     entries: list[Entry]
 
     def to_page(self) -> str:
-        """The page that `isotype doctor explain CODE` prints."""
+        """Returns the page that `isotype doctor explain CODE` prints."""
         return f"# {self.code}: {self.page}\n"
 
     @property

@@ -135,8 +135,8 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
 def small_config(
     tokenizer: Any, *, hidden: int = 256, layers: int = 4, positions: int = 512
 ) -> Any:
-    """The configuration of a small Llama with tied embeddings and head dimension 64. With the
-    default sizes the model has about 4 million parameters.
+    """Returns the configuration of a small Llama with tied embeddings and head dimension 64. With
+    the default sizes the model has about 4 million parameters.
     """
     from transformers import LlamaConfig
 

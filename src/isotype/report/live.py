@@ -138,7 +138,7 @@ def wait_for_run(folder: Path, on_wait: Callable[[str], None], *, interval: floa
 
 
 def _not_begun_reason(folder: Path) -> str | None:
-    """The reason why a run may still begin in the folder; None if the run has begun. Raises
+    """Returns the reason why a run may still begin in the folder; None if the run has begun. Raises
     UsageError if the folder holds no run.
     """
     if not folder.exists():
@@ -163,8 +163,8 @@ def _similar_run(folder: Path) -> str:
 
 
 def _last_lines(folder: Path) -> str:
-    """The last lines of the run's log. The text is empty if there is no log, or if the log is a
-    link that leads out of the folder.
+    """Returns the last lines of the run's log. The text is empty if there is no log, or if the log
+    is a link that leads out of the folder.
     """
     try:
         with open_inside(folder, folder / LOG) as log:

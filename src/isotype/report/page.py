@@ -169,8 +169,8 @@ def page(record: RunRecord) -> dict[str, Any]:
 
 
 def ops(record: RunRecord) -> list[tuple[dict[str, str], int]]:
-    """The ops that the run placed in the model, and the modules that it left alone: each kind once,
-    with the number of its modules.
+    """Returns the ops that the run placed in the model, and the modules that it left alone: each
+    kind once, with the number of its modules.
     """
     kinds: dict[tuple[str, ...], int] = {}
     for entry in rows_or_empty(record.manifest.get("entries"), *OP_COLUMNS):
@@ -180,7 +180,7 @@ def ops(record: RunRecord) -> list[tuple[dict[str, str], int]]:
 
 
 def progress(record: RunRecord) -> tuple[int, int] | None:
-    """(step, total steps) of an unfinished run; None for a finished run."""
+    """Returns (step, total steps) of an unfinished run; None for a finished run."""
     total = record.plan.get("total")
     if record.status == "done" or not isinstance(total, int) or total <= 0:
         return None
@@ -188,8 +188,8 @@ def progress(record: RunRecord) -> tuple[int, int] | None:
 
 
 def subtitle(record: RunRecord) -> str:
-    """A line such as `pretrain/model · 1.2M parameters · bf16-lora · LoRA r=16, 2.4% trained · on
-    chats.jsonl`. Unknown parts are left out.
+    """Returns a line such as `pretrain/model · 1.2M parameters · bf16-lora · LoRA r=16, 2.4%
+    trained · on chats.jsonl`. Unknown parts are left out.
     """
     model = record.setting("model", "name") or record.result.get("base")
     kind = record.setting("adapter", "kind")
@@ -218,12 +218,12 @@ def subtitle(record: RunRecord) -> str:
 
 
 def _whole_number(value: Any) -> int:
-    """The value if it is an integer, else 0."""
+    """Returns the value if it is an integer, else 0."""
     return value if isinstance(value, int) else 0
 
 
 def tiles(record: RunRecord) -> list[Tile]:
-    """The key figures of a run. Unknown figures are left out."""
+    """Returns the most important numbers of a run. Unknown figures are left out."""
     result: list[Tile] = []
     units = "pictures" if record.plan.get("task") == "diffusion" else "tokens"
     loss = record.curve("loss")
@@ -338,8 +338,8 @@ MAX_EVALUATIONS = 6
 
 
 def noise_levels(record: RunRecord) -> dict[str, Any] | None:
-    """The evaluation loss of a diffusion run by noise level, at evenly spaced steps. None if the
-    run did not record this loss.
+    """Returns the evaluation loss of a diffusion run by noise level, at evenly spaced steps. None
+    if the run did not record this loss.
     """
     steps = spread_evenly(sorted({int(step) for step, _ in record.evaluations()}), MAX_EVALUATIONS)
     levels = {
@@ -428,8 +428,8 @@ def _format_value(value: Any) -> str:
 
 
 def _sources(split: dict[str, Any], weights: Any) -> list[dict[str, str]]:
-    """The sources of the training or evaluation data, with the number of rows of each and the
-    number of rows that were used. For weighted sources it also tells how often a row occurs.
+    """Returns the sources of the training or evaluation data, with the number of rows of each and
+    the number of rows that were used. For weighted sources it also tells how often a row occurs.
     """
     sources = rows_or_empty(split.get("files"), "path", "format", "why")
     shares = {
@@ -459,7 +459,8 @@ _PICTURE = re.compile(r"data:image/(?:png|webp);base64,[A-Za-z0-9+/=]+")
 
 
 def examples(record: RunRecord) -> list[dict[str, Any]]:
-    """Training rows, split into parts of text that count in the loss or not."""
+    """Returns training rows, split into parts of text that count in the loss and parts that do not.
+    """
     result = []
     for row in record.examples:
         parts = [
@@ -479,7 +480,7 @@ def examples(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def commands(record: RunRecord) -> list[str]:
-    """The commands that can be used with the run in its current state."""
+    """Returns the commands that can be used with the run in its current state."""
     run = record.folder.resolve()
     folder = shlex.quote(str(run))
     has_adapter = (run / "adapter").is_dir()

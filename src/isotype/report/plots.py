@@ -139,8 +139,8 @@ def describe_losses(record: RunRecord) -> str:
 
 
 def loss_plot(record: RunRecord) -> Plot | None:
-    """The plot of the training loss, raw and smoothed, with the evaluations. None if there is no
-    finite value.
+    """Returns the plot of the training loss, raw and smoothed, with the evaluations. None if there
+    is no finite value.
     """
     note = describe_losses(record)
     plot = _metric_plot(
@@ -191,7 +191,7 @@ _STEP_PLOTS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 
 
 def plots(record: RunRecord) -> list[Plot]:
-    """The plots of the other metrics. A metric that the run did not record has no plot."""
+    """Returns the plots of the other metrics. A metric that the run did not record has no plot."""
     result = []
     evaluation_sets = record.setting("data", "eval")
     for name in evaluation_sets if isinstance(evaluation_sets, dict) else ():
@@ -252,8 +252,8 @@ def _metric_plot(
     evaluation_name: str = "evaluation",
     **options: Any,
 ) -> Plot:
-    """The plot of a metric. If the curve is noisy and has many points, the raw values are drawn
-    faintly behind a smoothed line. `points` are by default the values of `key`.
+    """Returns the plot of a metric. If the curve is noisy and has many points, the raw values are
+    drawn faintly behind a smoothed line. `points` are by default the values of `key`.
     """
     if points is None:
         points = record.curve(key)
@@ -298,7 +298,9 @@ def _finite(points: Sequence[Point]) -> list[Point]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """A moving average over 4% of the points. Values that are not finite interrupt the curve."""
+    """Returns a moving average over 4% of the points. Values that are not finite interrupt the
+    curve.
+    """
     import numpy as np
 
     span = max(1, int(len(points) * 0.04 / 2))
@@ -348,7 +350,7 @@ def thin_points(points: Sequence[Point]) -> list[Point]:
 
 
 def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
-    """The plot as SVG. The SVG text is empty if no value is finite."""
+    """Returns the plot as SVG. The SVG text is empty if no value is finite."""
     if not plot.finite:
         return Markup("")
     frame = _Frame(plot, width, height)
@@ -428,7 +430,7 @@ class _Frame:
         return parts
 
     def resumed(self) -> list[str]:
-        """A vertical line at each step where the run was resumed."""
+        """Returns a vertical line at each step where the run was resumed."""
         positions = [self.x(step) for step in self.plot.resumed if self.x0 <= step <= self.x1]
         labels = [
             f'<text class="tick" x="{x + 4:.1f}" y="{self.top_margin + 9}">resumed</text>'
@@ -485,8 +487,8 @@ class _Frame:
         return parts
 
     def columns(self) -> list[str]:
-        """Invisible columns. The column under the pointer shows a vertical line and the values at
-        its step.
+        """Returns invisible columns. The column under the pointer shows a vertical line and the
+        values at its step.
         """
         values = [(series, dict(_finite(series.points))) for series in self.plot.series]
         dot_steps = {
@@ -525,7 +527,7 @@ class _Frame:
         return parts
 
     def _path(self, points: Sequence[Point]) -> str:
-        """The path of a line. The line is interrupted at values that are not finite."""
+        """Returns the path of a line. The line is interrupted at values that are not finite."""
         segments = []
         is_pen_up = True
         for x, y in points:

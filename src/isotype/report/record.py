@@ -76,7 +76,9 @@ class RunRecord:
         return self.metrics_rows.rows
 
     def curve(self, key: str) -> list[tuple[float, float]]:
-        """The points (step, value) of a metric, in order. Values that are not finite become NaN."""
+        """Returns the points (step, value) of a metric, in order. Values that are not finite become
+        NaN.
+        """
         points = []
         for row in self.metrics:
             step = _number(row.get("step"))
@@ -86,7 +88,7 @@ class RunRecord:
         return points
 
     def last_value(self, key: str) -> float | None:
-        """The last finite value of a metric; None if no value is finite."""
+        """Returns the last finite value of a metric; None if no value is finite."""
         return next((v for _, v in reversed(self.curve(key)) if math.isfinite(v)), None)
 
     @cached_property
@@ -104,7 +106,7 @@ class RunRecord:
         return min((loss for _, loss in self.evaluations()), default=None)
 
     def evaluations(self) -> list[tuple[float, float]]:
-        """The points (step, loss) of all finite evaluations on the current evaluation rows.
+        """Returns the points (step, loss) of all finite evaluations on the current evaluation rows.
         Evaluations before the last change of the rows are left out.
         """
         changes = [
@@ -252,7 +254,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def list_or_empty(value: Any) -> list[Any]:
-    """The value if it is a list, else an empty list."""
+    """Returns the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
@@ -261,8 +263,8 @@ def dict_or_empty(value: Any) -> dict[str, Any]:
 
 
 def rows_or_empty(value: Any, *keys: str) -> list[dict[str, str]]:
-    """The mappings in a list. Each is reduced to these keys, with values as text; missing values
-    are "".
+    """Returns the mappings in a list. Each is reduced to these keys, with values as text; missing
+    values are "".
     """
     return [
         {key: str(row[key]) if row.get(key) is not None else "" for key in keys}
@@ -272,8 +274,8 @@ def rows_or_empty(value: Any, *keys: str) -> list[dict[str, str]]:
 
 
 def _number(value: Any) -> float | None:
-    """The value as a float. The result is NaN for a number that JSON cannot represent, and None for
-    anything that is not a number.
+    """Returns the value as a float. The result is NaN for a number that JSON cannot represent, and
+    None for anything that is not a number.
     """
     if isinstance(value, bool):
         return None
@@ -312,8 +314,8 @@ MAX_SAMPLES = 256  # per step
 
 
 def read_picture(folder: Path, sample: dict[str, Any]) -> bytes | None:
-    """The PNG of one sample. The result is None for a text sample, and if the file is missing or is
-    not a picture of a run.
+    """Returns the PNG of one sample. The result is None for a text sample, and if the file is
+    missing or is not a picture of a run.
     """
     name = sample.get("file")
     if not isinstance(name, str) or not _PICTURE_NAME.fullmatch(name):
@@ -338,7 +340,7 @@ AVERAGE = " (average of the weights)"
 
 
 def prompt_label(sample: dict[str, Any]) -> str:
-    """The prompt, with a suffix if the sample was drawn with the averaged weights."""
+    """Returns the prompt, with a suffix if the sample was generated with the averaged weights."""
     prompt = str(sample.get("prompt", ""))
     if sample.get("weights") == "average":
         return f"{prompt}{AVERAGE}"
@@ -375,7 +377,7 @@ def shrink_picture(content: bytes | None) -> tuple[str, bytes]:
 
 
 def data_url(content: bytes | None, kind: str = "png") -> str:
-    """The data URL of a picture for an `img` element; "" if there is no picture."""
+    """Returns the data URL of a picture for an `img` element; "" if there is no picture."""
     if content:
         return f"data:image/{kind};base64," + base64.b64encode(content).decode()
     return ""

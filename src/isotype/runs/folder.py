@@ -27,7 +27,7 @@ LOG = "log.txt"  # the printed output of the run and of all its resumed parts
 
 
 def default_run_name(config: RunConfig) -> str:
-    """The name `MODEL-DATA-TIME`, in characters that every file system accepts."""
+    """Returns the name `MODEL-DATA-TIME`, in characters that every file system accepts."""
     model = config.model.name or str(
         (config.model.config or {}).get("model_type", "model")
         if isinstance(config.model.config, dict)
@@ -57,7 +57,7 @@ class RunFolder:
         return os.path.isfile(self.path / RESOLVED)  # False for a name that is too long
 
     def adapter_steps(self) -> list[int]:
-        """The steps of `adapters/step_N`, in order."""
+        """Returns the steps of `adapters/step_N`, in order."""
         steps = (p.name.removeprefix("step_") for p in self.adapters.glob("step_*"))
         return sorted(int(step) for step in steps if step.isdecimal())
 
@@ -65,8 +65,8 @@ class RunFolder:
         write_text(self.path / name, json.dumps(content, indent=1, default=str) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file of the run. The result is empty if the file cannot be read or
-        does not contain a JSON object.
+        """Returns the JSON object in a file of the run. The result is empty if the file cannot be
+        read or does not contain a JSON object.
         """
         try:
             content = parse_json(read_inside(self.path, self.path / name))
@@ -169,7 +169,7 @@ def open_inside(folder: Path, path: Path, *, max_bytes: int | None = None) -> IO
 
 
 def read_inside(folder: Path, path: Path) -> str:
-    """The text of a file of a run folder, opened by `open_inside`."""
+    """Returns the text of a file of a run folder, opened by `open_inside`."""
     with open_inside(folder, path, max_bytes=MAX_BYTES) as file:
         return file.read(MAX_BYTES).decode("utf-8", "replace")
 
@@ -219,8 +219,8 @@ def split_run_and_adapter(path: Path) -> tuple[Path, Path | None]:
 
 
 def detect_run_kind(path: Path) -> str:
-    """The kind of the run, from its plan.json. A run of an older version, whose plan.json names no
-    kind, is `language`.
+    """Returns the kind of the run, from its plan.json. A run of an older version, whose plan.json
+    names no kind, is `language`.
     """
     return str(
         RunFolder(split_run_and_adapter(path)[0]).read_json("plan.json").get("task", "language")
@@ -228,8 +228,8 @@ def detect_run_kind(path: Path) -> str:
 
 
 def detect_model_folder(path: Path) -> str | None:
-    """`adapter` for the folder of a PEFT adapter, `model` for the folder of a Hugging Face model;
-    None for a run and for other folders.
+    """Returns `adapter` for the folder of a PEFT adapter, `model` for the folder of a Hugging Face
+    model; None for a run and for other folders.
     """
     if (path / RESOLVED).is_file() or split_run_and_adapter(path)[1] is not None:
         return None
@@ -269,7 +269,7 @@ def acquire_lock(handle: int, path: Path) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process trains in this folder now. The check itself holds the lock for some
+    """Returns True if a process trains in this folder now. The check itself holds the lock for some
     microseconds.
     """
     try:
@@ -289,8 +289,8 @@ def is_locked(path: Path) -> bool:
 
 
 def find_training_process(path: Path) -> int | None:
-    """The id of the process that trains in this folder now. None if no process trains there, or if
-    the process belongs to another machine, container or user.
+    """Returns the id of the process that trains in this folder now. None if no process trains
+    there, or if the process belongs to another machine, container or user.
 
     The number in the lock file counts only if the process with that id has the file open.
     """

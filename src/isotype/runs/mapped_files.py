@@ -75,7 +75,7 @@ class MappedFiles:
         return [file.path for file in self._files]
 
     def sizes(self) -> dict[str, int]:
-        """The size of each file when it was mapped, in bytes."""
+        """Returns the size of each file when it was mapped, in bytes."""
         return {str(file.path): file.size for file in self._files}
 
     def refuse_changes(self, step: int) -> list[Path]:
@@ -124,8 +124,8 @@ def find_truncated_files(sizes: object) -> list[str]:
 
 
 def mapped_paths() -> list[tuple[Path, tuple[int, int]]]:
-    """The data files of the run that this process has mapped into memory, each as (path, (device,
-    inode)).
+    """Returns the data files of the run that this process has mapped into memory, each as (path,
+    (device, inode)).
     """
     try:
         lines = MAPS.read_text(errors="surrogateescape").splitlines()
@@ -153,7 +153,7 @@ def mapped_paths() -> list[tuple[Path, tuple[int, int]]]:
 
 
 def _identity(name: str, identity: tuple[int, int]) -> tuple[int, int]:
-    """The device and inode of a mapped file as `stat` returns them. For file systems with
+    """Returns the device and inode of a mapped file as `stat` returns them. For file systems with
     subvolumes, /proc/self/maps shows a different device.
     """
     with suppress(OSError):
@@ -164,7 +164,7 @@ def _identity(name: str, identity: tuple[int, int]) -> tuple[int, int]:
 
 
 def _checksum(descriptor: int, size: int, block_count: int) -> str:
-    """The checksum of evenly spaced blocks, which include the first and the last."""
+    """Returns the checksum of evenly spaced blocks, which include the first and the last."""
     digest = hashlib.sha256()
     last = max(0, size - BLOCK_SIZE)
     count = min(block_count, last // BLOCK_SIZE + 2)

@@ -66,7 +66,9 @@ class Metrics:
 
 
 def _find_end_of_step(file: IO[bytes], step: int) -> int:
-    """The position after the last whole line of a step up to `step`. Reads the file from its end."""
+    """Returns the position after the last whole line of a step up to `step`. Reads the file from
+    its end.
+    """
     end = file.seek(0, os.SEEK_END)
     size = _BLOCK_BYTES
     rest = b""  # the end of the line that begins before `end`
@@ -195,7 +197,8 @@ def read_last_rows(file: IO[bytes]) -> MetricsRows:
 
 
 def read_last_value(file: Path, step: int, key: str) -> Any:
-    """The value of a key in the last row of a step that has the key; None if there is none."""
+    """Returns the value of a key in the last row of a step that has the key; None if there is none.
+    """
     value = None
     with file.open("rb") as lines:
         matches = (
@@ -222,7 +225,7 @@ def _parse_lines(
 
 
 def _parse_line(line: bytes) -> Any:
-    """The value of a line; None for a broken line."""
+    """Returns the value of a line; None for a broken line."""
     try:
         return parse_json(line.decode("utf-8", "replace"))
     except ValueError:

@@ -15,7 +15,7 @@ MAX_INTEGER = 10**40  # fits into a float
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Returns the value of a JSON text.
 
     Raises  ValueError for a text that is not JSON, and for a value beyond the limits
     """

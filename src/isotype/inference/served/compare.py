@@ -356,7 +356,7 @@ def _token_equality(expected: ExpectedAnswer, answer: Answer) -> Callable[[int],
 
 
 def _is_end(expectations: Expectations, answer: Answer, index: int) -> bool:
-    """Whether the server's token at this position is the last one, with which its answer ends."""
+    """Returns True if the server's token at this position is the last token of its answer."""
     if answer.ids is None or not answer.has_ended:
         return False
     return index == len(answer.ids) - 1 and answer.ids[index] not in expectations.end_ids

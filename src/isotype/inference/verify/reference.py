@@ -227,8 +227,8 @@ def _find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_tied(weights: RunWeights) -> bool:
-    """Whether the trained head and embedding have the same values. If only one of them has an
-    adapter, training can make them different.
+    """Returns True if the trained head and embedding have the same values. If only one of them has
+    an adapter, training can make them different.
     """
     names = embedding_and_head(weights.inner)
     if names is None:

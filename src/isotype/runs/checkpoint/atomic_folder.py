@@ -98,7 +98,9 @@ def write_folder_together(
 def _temporary_folder(
     target: Path, *, should_remove_on_error: bool = True, next_action: str = "resume"
 ) -> Iterator[Path]:
-    """The temporary folder beside `target`. The temporary folder is removed if an error occurs."""
+    """Yields the temporary folder beside `target`. The temporary folder is removed if an error
+    occurs.
+    """
     temporary = target.parent / f".{target.name}.partial"
     try:
         yield temporary
@@ -131,7 +133,8 @@ def _rename_into_place(temporary: Path, target: Path) -> None:
 
 
 def describe_io_error(error: BaseException) -> str | None:
-    """The operating system's message about a failed read or write; None for other errors."""
+    """Returns the operating system's message about a failed read or write; None for other errors.
+    """
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.strerror or error}"
     # safetensors and tokenizers are written in Rust: their I/O errors are not OSErrors and end in
@@ -142,7 +145,7 @@ def describe_io_error(error: BaseException) -> str | None:
 
 
 def suggest_fix(reason: str) -> str:
-    """The fix for a failed write, selected by the message of the operating system."""
+    """Returns the fix for a failed write, selected by the message of the operating system."""
     if "(os error 2)" in reason or os.strerror(errno.ENOENT) in reason:
         return "another program removed or renamed a folder of the run: put it back"
     return next(

@@ -52,8 +52,8 @@ class Progress:
 
     @classmethod
     def from_file(cls, values: Mapping[str, Any]) -> Progress:
-        """The progress of a checkpoint. Older versions wrote `units` as `tokens`, and also
-        `sampled_seconds`, which is ignored.
+        """Returns the progress that a checkpoint contains. Older versions wrote `units` as
+        `tokens`, and also `sampled_seconds`, which is ignored.
 
         Raises  TypeError for a value of a wrong type, and for a negative one
         """
@@ -87,7 +87,7 @@ class Progress:
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The states of Python's, NumPy's and torch's random generators, as (tensors, JSON)."""
+    """Returns the states of Python's, NumPy's and torch's random generators, as (tensors, JSON)."""
     import numpy as np
 
     tensors = {"rng.torch": torch.get_rng_state()}
@@ -137,7 +137,7 @@ def seed_generators(seed: int) -> None:
 
 
 def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every trainable parameter as `model.NAME`, and every buffer of the state dict as
+    """Returns every trainable parameter as `model.NAME`, and every buffer of the state dict as
     `buffer.NAME`.
     """
     persistent = set(model.state_dict(keep_vars=True))
@@ -152,7 +152,7 @@ def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer's state, by the names of the parameters, as (tensors, JSON)."""
+    """Returns the optimizer's state, by the names of the parameters, as (tensors, JSON)."""
     tensors: dict[str, Tensor] = {}
     json_state: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
@@ -204,8 +204,8 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def average_weights(tensors: dict[str, Tensor], beta1: float) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, with each weight replaced by the average that a schedule-free
-    optimizer computes. Tensors of other optimizers are returned unchanged.
+    """Returns the tensors of a checkpoint, with each weight replaced by the average that a
+    schedule-free optimizer computes. Tensors of other optimizers are returned unchanged.
 
     A weight y lies between the average x and the state z: y = beta1 x + (1 - beta1) z (Defazio et
     al. 2024, "The road less scheduled").
@@ -242,8 +242,8 @@ def local_row_selector(model: nn.Module) -> RowSelector:
 
 
 def local_tensors(tensors: dict[str, Tensor], *, is_first: bool) -> dict[str, Tensor]:
-    """The tensors that this process writes. These are the process's rows of each sharded tensor.
-    The first process also writes the tensors that are not sharded.
+    """Returns the tensors that this process writes. These are the process's rows of each sharded
+    tensor. The first process also writes the tensors that are not sharded.
     """
     return {
         name: local_part(tensor)

@@ -59,7 +59,7 @@ class CheckpointStore:
         self.keep = keep
 
     def steps(self) -> list[int]:
-        """The steps that have a folder, complete or not, in ascending order."""
+        """Returns the steps that have a folder, complete or not, in ascending order."""
         if not self.folder.is_dir():
             return []
         return sorted(
@@ -236,8 +236,8 @@ def tensor_file_name(file_index: int) -> str:
 
 
 def read_tensors(folder: Path, file_count: int, select_rows: RowSelector) -> dict[str, Tensor]:
-    """Every tensor, each with only the rows that `select_rows` returns for it, so that no process
-    holds more rows than it needs.
+    """Returns every tensor, each with only the rows that `select_rows` returns for it, so that no
+    process holds more rows than it needs.
     """
     pieces: dict[str, list[Any]] = {}
     with ExitStack() as files:
