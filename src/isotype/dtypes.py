@@ -108,7 +108,7 @@ def itemsize(dtype: str) -> float:
 
 
 def eps(dtype: str) -> float:
-    """Returns distance from 1 to the next larger value."""
+    """Returns the distance from 1 to the next larger value."""
     return 2.0 ** -_TABLE[parse(dtype)][3]
 
 

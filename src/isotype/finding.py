@@ -1,10 +1,10 @@
 """`Finding`: the form in which every part of Isotype reports a fault, such as the doctor and the
 preflight.
 
-A `Finding` answers five questions: what happened (code, message), where (place), why (cause), what
-was declared, and what to do (fix). Every command of the doctor prints its findings with
-`print_findings`, which prints the worst findings first, or one JSON object. Its exit status is 1 if
-a finding is severe.
+A `Finding` answers five questions: it says what happened (code, message), where (place), why
+(cause), what was declared, and what to do (fix). Every command of the doctor prints its findings
+with `print_findings`, which prints the worst findings first, or one JSON object. The command's exit
+status is 1 if a finding is severe.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ def shorten_lines(text: str, *, max_lines: int, max_length: int) -> str:
 
 
 def closest_file_name(name: str, candidates: Iterable[str]) -> str | None:
-    """Returns the candidate most similar to `name`; None if none is similar. Similarity is judged
-    without the endings: `a.jsonl` is not similar to `b.jsonl`.
+    """Returns the candidate most similar to `name`; None if none is similar. The endings of the
+    names are not compared: `a.jsonl` is not similar to `b.jsonl`.
     """
     requested = name.casefold()
     stems = {candidate: _file_stem(candidate.casefold()) for candidate in candidates}

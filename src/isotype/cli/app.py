@@ -200,8 +200,8 @@ def prepare(command: str) -> None:
 
 
 def _is_shown_by_another_process(error: IsotypeError) -> bool:
-    """Returns True if the first process of this machine prints this error too: it is a refusal,
-    which all processes raise before they know one another.
+    """Returns True if the first process of this machine prints this error too: this is true for
+    errors that every process raises by itself before the processes connect.
     """
     from ..distributed.rank import is_first_of_machine
 

@@ -125,8 +125,7 @@ def train(
         isotype train run.yaml train.learning_rate=1e-4 precision.preset=bf16-mixed
 
         isotype train run.yaml --preset qlora --steps 20
-
-        isotype train --resume runs/qwen                      # goes on bit for bit
+     isotype train --resume runs/qwen                      # continues bit-identically
 
         isotype train --resume runs/qwen train.steps=2000     # for longer
 

@@ -125,8 +125,8 @@ class LoadedConfig:
 
 @dataclass
 class _Settings:
-    """The settings read so far. Later sources replace earlier ones, and all errors are collected in
-    `complaints`.
+    """The settings read so far. Later sources replace earlier ones, and the messages of all errors
+    are collected in `complaints`.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -483,8 +483,8 @@ def _section_keys(section: str) -> dict[str, str]:
 
 
 def _near_key(section: str, name: str) -> str | None:
-    """Returns the known key with the most similar spelling. Tried in this order: a misspelt
-    section, a misspelt name in the section, the name in another section.
+    """Returns the known key with the most similar spelling. The spelling is compared
+    with the sections, then with the names in the same section, then with the names in other sections.
     """
     if section not in section_names():
         near = get_close_matches(section, section_names(), n=1)

@@ -261,7 +261,7 @@ def missing_folder_hint(name: str, config_path: Path | None = None) -> str:
 def check_data(config: RunConfig, sources: Mapping[str, str]) -> None:
     """Checks the data section before any data is read. Raises UsageError.
 
-    sources  every key -> the place where it was set, or `default`
+    sources  for every key the place where it was set, or `default`
     """
     data = config.data
     for split in ("train", "eval"):

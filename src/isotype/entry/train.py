@@ -479,7 +479,8 @@ def load_settings(
     changes.
 
     arguments      `section.key=value`; they override the file
-    flags          section.key -> value; they override both, and None is ignored
+    flags          values by `section.key`; they override the file and the arguments, and None is
+                   ignored
     change_hint    the fix in the error for a resumed run with a file: how to change its settings
     options        further options of `config.load.load`
     Raises         UsageError for settings that are wrong or missing

@@ -9,8 +9,8 @@ bf16  native    matrix products run in hardware
       none      Isotype refuses the format: GPU libraries emulate it, which is much slower than
                 fp32, or have no kernels for it (Triton, flash attention)
 
-Peaks are TFLOP/s of dense matrix products with fp32 accumulation (datasheets print twice as much,
-for 2:4 sparsity). Bandwidth is in GB/s.
+Peaks are TFLOP/s of dense matrix products with fp32 accumulation (datasheets print twice these
+values, which need 2:4 sparsity). Bandwidth is in GB/s.
 
 The figures are taken from the documents below. Not every figure was checked a second time.
 
@@ -67,7 +67,7 @@ class Hardware:
     memory          bytes, 0 where unknown
     cores           CPU threads that torch may use, or multiprocessors / compute units; 0 where
                     unknown
-    peak_tflops     format -> dense TFLOP/s as published; empty where none is published
+    peak_tflops     for each format the published dense TFLOP/s; empty where none is published
     bandwidth_gbs   GB/s as published, or None
     """
 

@@ -53,8 +53,8 @@ def environment() -> dict[str, Any]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns every installed distribution: normalised name -> version. If a distribution is
-    installed twice, the first one on the path counts, as for imports.
+    """Returns every installed distribution: a mapping of its normalised name to its version. If a
+    distribution is installed twice, the first one on the path counts, as for imports.
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():

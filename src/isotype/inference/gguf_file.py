@@ -410,8 +410,9 @@ def tokenizer_keys(folder: Path | str, vocabulary: int, command: str) -> list[tu
     """Returns tokens, merges or scores, special tokens and chat template of a tokenizer, as pairs:
     a method of gguf's writer, and its argument.
 
-    vocabulary  number of rows of the model's embedding; ids without a token get an unused one
-    command     command of llama.cpp, which supports more tokenizers, for the fix
+    vocabulary  number of rows of the model's embedding; ids without a token get an unused token
+    command     the llama.cpp command that the error message suggests, because llama.cpp supports
+                more tokenizers
     Raises      UsageError for a tokenizer that would give other tokens in llama.cpp
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)

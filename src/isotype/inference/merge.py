@@ -252,8 +252,8 @@ def _delta(layer: Any, adapter: str) -> Tensor:
 
 
 def adapted_weights(inner: nn.Module) -> dict[str, Any]:
-    """Returns a mapping of each adapted weight's name in the plain model to PEFT's layer. Stacked
-    experts and routers have adapters on bare parameters.
+    """Returns a mapping of each adapted weight's name in the plain model to PEFT's layer. The
+    adapters of stacked experts and routers are attached to parameters, not to modules.
     """
     layers = {}
     for name, layer in inner.named_modules():

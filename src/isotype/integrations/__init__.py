@@ -2,8 +2,8 @@
 
 installer   the two functions; `attach` undoes everything when one of its parts fails
 attachment  records what was changed in a trainer
-claims      lists the settings of other owners that decide the precision of this trainer, with the
-            outcome of each; refuses trainers that cannot be attached
+claims      lists the settings outside Isotype that decide the precision of this trainer, and the
+            effect of each; refuses trainers that cannot be attached
 weights     casts weights and moves autocast, and undoes both; trains bf16 weights with an AdamW
             that rounds stochastically
 steps       wraps the trainer's steps: deferred logits, and a stop at non-finite numbers

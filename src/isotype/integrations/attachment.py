@@ -173,7 +173,7 @@ def unwrap_forward(model: nn.Module) -> dict[str, Any]:
 
 
 def collect_models(trainer: Any) -> dict[str, nn.Module]:
-    """Returns name -> model: the trained model, and the models that the trainer only reads."""
+    """Returns models by name: the trained model, and the models that the trainer only reads."""
     candidates = {
         "model": trainer.model,
         **{name: getattr(trainer, name, None) for name in READ_ONLY},

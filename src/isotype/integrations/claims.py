@@ -251,8 +251,8 @@ def _autocast_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
 
 
 def _trained_model_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
-    """Yields the claims of the trained model: on its frozen weights, its trained weights and its
-    adapters.
+    """Yields the settings of the trained model: those of its frozen weights, its trained weights
+    and its adapters.
     """
     model = trainer.model
     frozen = []
@@ -303,7 +303,7 @@ def _optimizer_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
 
 
 def _read_only_model_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
-    """Yields the claims of the reference model and the teacher."""
+    """Yields the settings of the reference model and the teacher."""
     for name, model in collect_models(trainer).items():
         if name == "model":
             continue

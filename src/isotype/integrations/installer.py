@@ -94,8 +94,8 @@ def attach(
 
 
 def detach(trainer: Any) -> list[str]:
-    """Undoes `attach`: the next step then has the same bits as without `attach`. Returns a line for
-    each thing that could not be restored.
+    """Undoes `attach`: the results of the next step are then bit-identical to a training without
+    `attach`. Returns a line for each thing that could not be restored.
 
     Raises  UsageError for a trainer that is not attached, or is training
     """

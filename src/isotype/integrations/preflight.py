@@ -109,8 +109,8 @@ def _to_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def _token_rows(rows: list[Any]) -> list[Row]:
-    """Converts rows to tokens with labels, without padding. The list is empty if a row has another
-    form.
+    """Converts rows to tokens with labels, without padding. The list is empty if a row does not
+    have the expected form.
     """
     token_rows = []
     for row in rows:
@@ -500,9 +500,9 @@ def _rehearsal_blocker(task: TrainerTask) -> str:
 
 @contextmanager
 def _preserve_trainer(trainer: Any) -> Iterator[None]:
-    """Restores on exit the random state, and the plain attributes and random generators of a
-    trainer, of its state and control, and of its collator: TRL's metrics, or the generator of a
-    collator with a seed. Nothing is logged within this block.
+    """When the block ends, restores the random state, and the plain attributes and random
+    generators of a trainer, of its state and control, and of its collator. Examples are TRL's
+    metrics, and the generator of a collator with a seed. Nothing is logged within this block.
     """
     undo: list[Callable[[], object]] = []
     for owner in (trainer, trainer.state, trainer.control, trainer.data_collator):

@@ -37,8 +37,8 @@ class CastWeights:
     """Casts weights, and restores them.
 
     dtypes         each cast parameter and its original dtype
-    originals      id of a narrowed parameter -> the bits that the rounding lost, or the original
-                   tensor, in host memory
+    originals      for each narrowed parameter, by its id: the bits that the rounding lost, or the
+                   original tensor, in host memory
     rounded_count  the number of parameters that were rounded without storing their lost bits
     """
 

@@ -79,7 +79,7 @@ def attach_adapter(
     """Wraps `model` in a PeftModel with one trainable adapter, which is new or loaded from
     `adapter.start_from`.
 
-    new_tokens    also train embedding and head in full; tied weights stay tied
+    new_tokens    whether to train embedding and head completely; tied weights stay tied
     has_pictures  whether rows have pictures; without them, layers that only read pictures get no
                   adapter
     token_ids     the ids of `adapter.train_tokens`
@@ -438,8 +438,8 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapte
     """Loads a saved PEFT adapter on `model`, trainable. Accepts only safetensors, because a pickle
     can run code.
 
-    Raises  UsageError for an adapter that is damaged, of another kind, or for another model (PEFT
-            ignores weights that do not match)
+    Raises  UsageError for an adapter that is damaged, of another kind, or for a different model
+            (PEFT ignores weights that do not match)
     """
     disable_hub_kernels()  # PEFT imports bitsandbytes
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
@@ -609,8 +609,8 @@ def find_modules(model: nn.Module, names: Collection[str]) -> dict[str, nn.Modul
 
 def unquantised_patterns(model: PreTrainedModel, names: Collection[str]) -> list[str]:
     """Patterns of the layers that are not quantised, in the form of `llm_int8_skip_modules`. The
-    vision tower and the projector are among these layers: they are a small share of a large
-    model, and 4 bits change their results more than those of other layers.
+    vision tower and the projector are among these layers: they are only a small part of a large
+    model, and 4-bit weights change their results more than those of other layers.
 
     model  the model before it is quantised, for example on the meta device
     names  `modules_trained_in_full`

@@ -121,7 +121,7 @@ def attach_trained_parts(
     """Attaches the adapter to the base, or freezes the vision parts in a run that trains all other
     weights. Works on the meta device too.
 
-    notes  a list to which lines for the run's header are appended
+    notes  a list to which this function appends lines for the run's header
     """
     check_vision(base, config.adapter, has_pictures=has_pictures)
     if not has_pictures and vision_parts(base) is not None:

@@ -103,7 +103,7 @@ def _card_header(
 ) -> list[str]:
     """Returns the lines that every card has: the hub's metadata, then base, data and dtypes.
 
-    declared  role -> dtype
+    declared  the dtype of each role
     """
     # the hub refuses a card whose base_model is a path
     on_hub = not is_folder_name(base) and not Path(base).exists()

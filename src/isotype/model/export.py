@@ -113,7 +113,9 @@ def refuse_wrong_tying(folder: Path, embedding: str, head: str) -> None:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Digests:
-    """Returns name -> SHA-256 of the tensor's bytes in `dtype`, for each floating-point tensor."""
+    """Returns for each floating-point tensor, by its name, the SHA-256 of its bytes after a cast to
+    `dtype`.
+    """
     return {
         name: _digest(tensor, dtype)
         for name, tensor in tensors.items()
@@ -122,7 +124,7 @@ def digest_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Digests
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns name -> trained parameter. A tied parameter appears under each of its names."""
+    """Returns the trained parameters by name. A tied parameter appears under each of its names."""
     return {
         name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
     }

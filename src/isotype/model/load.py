@@ -253,7 +253,7 @@ def load_base(
                       are used, and the caller casts them
     part              the rows of a sharded model that this process will keep; the weights then stay
                       on the CPU (`loading_device`)
-    notes             a list to which lines for the run's header are appended
+    notes             a list to which this function appends lines for the run's header
     full_modules      the result of `modules_trained_in_full`; these modules are not quantised
     offload           `model.offload`, with which blocks stay on the CPU
     Raises            UsageError for a base that the precision does not declare, and for an
@@ -429,8 +429,9 @@ def pack_outline(
     precision: Precision,
     full_modules: Sequence[str],
 ) -> None:
-    """Packs the layers of a model on the meta device as loading would: as in the headers of a
-    packed checkpoint's files, or as the precision quantises them. Raises UsageError.
+    """Packs the layers of a model on the meta device in the same way as loading the model:
+    according to the file headers of a packed checkpoint, or as the precision quantises the layers.
+    Raises UsageError.
     """
     quantisation = quantisation_from_config(architecture)
     if quantisation is None:
@@ -672,8 +673,8 @@ _FOLDER_FAULTS = (
 
 
 def _damaged_folder_error(name: str, source_kind: str, error: BaseException) -> UsageError:
-    """Returns the error for an existing folder that does not load: names the damaged file and a
-    fix.
+    """Returns the error for an existing folder that cannot be loaded. The error names the damaged
+    file and a fix.
     """
     text = f"{type(error).__name__}: {error}"
     first_message = first_line(error)

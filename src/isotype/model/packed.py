@@ -161,7 +161,9 @@ class _PackedQuantizer(HfQuantizer):
 
 
 def read_tensor_parts(files: Iterable[str | Path]) -> dict[str, TensorHeader]:
-    """Reads name -> dtype and shape of every tensor from the headers of safetensors files."""
+    """Reads the dtype and shape of every tensor, by its name, from the headers of safetensors
+    files.
+    """
     parts = {}
     for file in files:
         if not str(file).endswith(".safetensors"):

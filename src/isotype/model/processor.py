@@ -47,8 +47,8 @@ def _find_file(name: str, file_name: str, revision: str | None) -> str | None:
 
 
 def copy_files(name: str, revision: str | None, folder: Path) -> None:
-    """Copies the base's processor files beside a saved model or adapter, where servers look for
-    them.
+    """Copies the base's processor files into the folder of a saved model or adapter, where servers
+    look for them.
     """
     for file_name in PROCESSOR_FILES:
         path = _find_file(name, file_name, revision)

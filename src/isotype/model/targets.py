@@ -335,7 +335,7 @@ def find_stacks(model: nn.Module) -> list[str]:
 
 
 def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the routers of mixtures: modules beside the experts that have one row of weights per
+    """Yields the routers of mixtures: modules next to the experts that have one row of weights per
     expert.
     """
     for path, block in model.named_modules():

@@ -3,7 +3,7 @@ tokens of `model.add_tokens`.
 
 A base with new embedding rows is saved once in the run folder, as an ordinary model. Later loads of
 the base (the check at the end of a run, `chat`, `merge`, PEFT) then have the rows on which the
-adapter was trained. Embedding and head are trained in full.
+adapter was trained. All weights of the embedding and the head are trained.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     """Gives the model's configurations the end, start and padding token of the tokenizer, as
     transformers' Trainer does.
 
-    A setting such as `data.chat_template: chatml` gives the tokenizer another end token. With the
-    model's old end token, `generate` of the saved model would not stop. Further end tokens of the
-    model are kept.
+    A setting such as `data.chat_template: chatml` gives the tokenizer a different end token. With
+    the model's old end token, `generate` of the saved model would not stop. Further end tokens of
+    the model are kept.
     """
     generation = getattr(model, "generation_config", None)
     for config, allows_list in ((model.config.get_text_config(), False), (generation, True)):

@@ -1,5 +1,6 @@
 """The ranges of the numbers in a model's config.json and in the header of a GGUF file. They are
-checked before a model is built, so that a damaged or hostile file is refused in one line.
+checked before a model is built, so that a damaged or hostile file is refused with an error message
+of one line.
 
 The ranges are wide: they only exclude values that no real model has, such as a hidden size of a
 billion. Building a model with such a value would use all memory or never finish.

@@ -52,7 +52,7 @@ class SheetError(ValueError):
 
 
 class Term(NamedTuple):
-    """One term of a test, such as `not held = bf16, fp16`."""
+    """One term of a condition, such as `not held = bf16, fp16`."""
 
     is_negated: bool
     name: str
@@ -66,7 +66,8 @@ NAME_SIGNS = ("==", "narrower than", "wider than")  # their right side is a name
 
 @cache
 def parse_test(test: str) -> tuple[tuple[Term, ...], ...]:
-    """Parses a test into its alternatives, each with the terms that must all hold."""
+    """Parses a condition into its alternatives. An alternative is true if all its terms are true.
+    """
     return tuple(
         tuple(_parse_term(term) for term in alternative.split(" and "))
         for alternative in test.split(" or ")

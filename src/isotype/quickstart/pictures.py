@@ -110,8 +110,9 @@ def write_pictures(folder: Path, shapes: Iterable[str], *, count_each: int, seed
 
 
 def classify_picture(picture_HWC: NDArray[np.uint8]) -> str:
-    """Classifies a picture as `a red circle` or the like, or as `no shape`. The shape is that of
-    the nearest template. The colour is the one that is nearest to the mean of the shape's pixels.
+    """Returns a description of the shape in a picture, such as `a red circle`, or `no shape`. The
+    shape is that of the nearest template. The colour is the one that is nearest to the mean of the
+    shape's pixels.
 
     picture_HWC  uint8[SIDE SIDE 3]
     """

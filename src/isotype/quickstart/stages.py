@@ -71,7 +71,7 @@ def run_quickstart(
 
     input_names  the names of the files that `write_inputs` writes into the folder
     prepare_second_stage  prepares the second stage from the result of the first
-    step_share   the share of the steps to execute
+    step_share   the fraction of the configured steps to execute
     json_output  prints only a JSON object to stdout; other output goes to stderr
     """
     with contextlib.redirect_stdout(sys.stderr) if json_output else contextlib.nullcontext():
@@ -136,8 +136,8 @@ def write_folder(
 
 
 def describe_shortened(folder: Path, stages: Sequence[Stage]) -> list[str]:
-    """Returns a line for each stage that ended before its configured steps, with the share of the
-    steps that it did, and the command that executes the rest.
+    """Returns a line for each stage that ended before its configured steps, with the fraction of
+    its steps that it completed, and the command that executes the remaining steps.
     """
     lines = []
     for stage in stages:

@@ -169,8 +169,8 @@ def page(record: RunRecord) -> dict[str, Any]:
 
 
 def ops(record: RunRecord) -> list[tuple[dict[str, str], int]]:
-    """Returns the ops that the run placed in the model, and the modules that it left alone: each
-    kind once, with the number of its modules.
+    """Returns the ops that the run installed in the model, and the modules that it did not change:
+    each kind once, with the number of its modules.
     """
     kinds: dict[tuple[str, ...], int] = {}
     for entry in rows_or_empty(record.manifest.get("entries"), *OP_COLUMNS):
@@ -223,7 +223,7 @@ def _whole_number(value: Any) -> int:
 
 
 def tiles(record: RunRecord) -> list[Tile]:
-    """Returns the most important numbers of a run. Unknown figures are left out."""
+    """Returns the most important numbers of a run. Unknown numbers are left out."""
     result: list[Tile] = []
     units = "pictures" if record.plan.get("task") == "diffusion" else "tokens"
     loss = record.curve("loss")

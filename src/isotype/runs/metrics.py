@@ -1,8 +1,8 @@
 """The metrics of a run, in `metrics.jsonl`: one line per logged step and one per evaluation.
 
-A run of 200,000 steps has 57 MB of lines. Its report needs some thousand of them, and `ls` only the
-evaluations and the last lines, so that lines are selected while they are read. A resume reads the
-file from its end.
+A run of 200,000 steps has 57 MB of lines. The report needs only a few thousand of these lines, and
+`isotype ls` needs only the evaluations and the last lines. Lines are therefore selected while they
+are read. A resumed run reads the file from its end.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _BLOCK_BYTES = 1 << 16
 
 
 class Metrics:
-    """Appends rows of metrics to a file. On resume, a last line that a kill left incomplete is
-    dropped.
+    """Appends rows of metrics to a file. If the process was killed while it wrote a line, this
+    incomplete last line is removed when the run is resumed.
     """
 
     def __init__(self, file: Path) -> None:
@@ -40,8 +40,8 @@ class Metrics:
             f.write(json.dumps({k: v for k, v in facts.items() if v is not None}) + "\n")
 
     def sync(self) -> None:
-        """Syncs the file to the disk, so that after a power failure no checkpoint exists without
-        its earlier lines.
+        """Syncs the file to the disk, so that after a power failure every checkpoint still has the
+        lines that were written before it.
         """
         if self.file.is_file():
             with self.file.open("rb") as f:
@@ -66,8 +66,8 @@ class Metrics:
 
 
 def _find_end_of_step(file: IO[bytes], step: int) -> int:
-    """Returns the position after the last whole line of a step up to `step`. Reads the file from
-    its end.
+    """Returns the position after the last complete line whose step is at most `step`. The file is
+    read from its end.
     """
     end = file.seek(0, os.SEEK_END)
     size = _BLOCK_BYTES
@@ -95,10 +95,10 @@ def _find_end_of_step(file: IO[bytes], step: int) -> int:
 class MetricsRows:
     """Rows of a metrics file.
 
-    broken            numbers of broken lines, from 1
-    step_share        the share of the rows with a training loss that is among `rows`
-    scaled_count      rows with a loss scale, of which `overflow_count` overflowed; also of rows
-                      that are not among `rows`
+    broken            the numbers of the lines that cannot be read, counted from 1
+    step_share        the fraction of the rows with a training loss that `rows` contains
+    scaled_count      the number of rows with a loss scale, of which `overflow_count` overflowed;
+                      rows that are not in `rows` are counted too
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -213,8 +213,8 @@ def read_last_value(file: Path, step: int, key: str) -> Any:
 def _parse_lines(
     lines: Iterable[tuple[int, bytes]], result: MetricsRows
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number and the row of each line, and adds the numbers of broken lines to the
-    result.
+    """Yields the number and the row of each line, and adds the numbers of lines that cannot be read
+    to the result.
     """
     for number, line in lines:
         row = _parse_line(line)
@@ -225,7 +225,7 @@ def _parse_lines(
 
 
 def _parse_line(line: bytes) -> Any:
-    """Returns the value of a line; None for a broken line."""
+    """Returns the value of a line; None for a line that cannot be read."""
     try:
         return parse_json(line.decode("utf-8", "replace"))
     except ValueError:

@@ -1,1 +1,3 @@
-"""Asks a running server the prompts of a run, and compares its answers with the trained model's."""
+"""Sends the prompts of a run to a running server, and compares its answers with the answers of the
+trained model.
+"""

@@ -1,4 +1,6 @@
-"""Compares a server with what the run expects. A pure function of the two."""
+"""Compares the answers of a server with the answers that the run expects. The comparison depends on
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,13 @@ LogProbs = tuple[float, float, float]  # of one token: the server's, the trained
 
 @dataclass
 class Comparison:
-    """The answers of a server beside the expected ones.
+    """The answers of a server, together with the expected answers.
 
     pairs       (server, trained, base) log-probabilities of the same tokens
     agreements  for each answer: the number of equal tokens, and of compared tokens
-    differing   descriptions of answers that differ by more than a tie
-    early       descriptions of answers that end before the trained model's
-    late        descriptions of answers that go on after the end token
+    differing   descriptions of answers that differ although one token was clearly more probable
+    early       descriptions of answers that end before the answer of the trained model
+    late        descriptions of answers that continue after the end token
     endings     the number of answers and rows whose end was compared
     """
 
@@ -60,9 +62,9 @@ class Comparison:
 def compare_server(
     expectations: Expectations, server: Server, *, url: str, min_kept: float
 ) -> ServedResult:
-    """Asks a server and compares each property by itself.
+    """Sends requests to a server, and compares each property separately.
 
-    Raises  UsageError for a server that cannot be asked
+    Raises  UsageError for a server that cannot answer
     """
     facts = server.facts
     if facts.context is not None and facts.context < expectations.longest:
@@ -169,7 +171,9 @@ def _check_texts(
     counts: Sequence[int | None],
     fix: str,
 ) -> Check:
-    """Compares rendered prompts, or their numbers of tokens if the server does not render."""
+    """Compares the rendered prompts. If the server cannot render prompts, it compares their numbers
+    of tokens.
+    """
     first_text = expectations.first_text
     for prompt, text, count in zip(prompts, texts, counts):
         if text is None:
@@ -194,7 +198,7 @@ def _check_counts(
     prompts: Sequence[Prompt],
     counts: Sequence[int | None],
 ) -> list[Check]:
-    """Concludes from the numbers of tokens whether the first token comes twice or never."""
+    """Finds out from the numbers of tokens whether the first token occurs twice or is missing."""
     tokens = Check("tokens", UNKNOWN, "the server returns no tokens of prompts")
     if any(count is None for count in counts):
         return [tokens, Check("first", UNKNOWN, "the server returns no lengths of prompts")]
@@ -227,7 +231,7 @@ def _check_first_token(
 
 
 def _count_first(ids: Sequence[int], first_id: int | None) -> int:
-    """Returns how often the token that begins a text comes at the beginning."""
+    """Returns how many times the start token occurs at the beginning."""
     count = 0
     while first_id is not None and count < len(ids) and ids[count] == first_id:
         count += 1
@@ -247,9 +251,10 @@ def _strip_first_text(text: str, first_text: str) -> str:
 def _compare_probes(
     expectations: Expectations, server: Server, *, has_template: bool
 ) -> list[Check]:
-    """Compares conversations with a system message, with tools, and with each switch for thoughts.
+    """Compares conversations with a system message, with tools, and with each value of the switch
+    for thinking.
 
-    has_template  whether the server has the run's template, by the prompts of the run
+    has_template  whether the server has the run's template, as found with the prompts of the run
     """
     remedies = server.remedies
     checks = []
@@ -333,7 +338,7 @@ def _compare_tokens(
 
 def _logprob_pairs(expected: ExpectedAnswer, answer: Answer, index: int) -> list[LogProbs]:
     """Returns (server, trained, base) log-probabilities of the most probable tokens at a position,
-    or of the token alone if the server names no others.
+    or only of the token itself if the server returns no other tokens.
     """
     if answer.logprobs is None:
         return []
@@ -363,8 +368,8 @@ def _is_end(expectations: Expectations, answer: Answer, index: int) -> bool:
 
 
 def _margin(expected: ExpectedAnswer, index: int, found_id: int | None) -> float | None:
-    """Returns by how much the trained model prefers its token to the server's; None if the
-    server's token is not among its most probable ones.
+    """Returns the log-probability of the trained model's own token minus that of the server's
+    token; None if the server's token is not among the most probable tokens.
     """
     alternatives = expected.alternatives[index]
     if found_id is None or found_id not in alternatives:
@@ -383,7 +388,7 @@ def _compare_texts(comparison: Comparison, expected: ExpectedAnswer, answer: Ans
 
 
 def _compare_end(comparison: Comparison, expected: ExpectedAnswer, chat: Answer) -> None:
-    """Compares the end of an answer to which the server was asked as a user asks it."""
+    """Compares the end of an answer that was requested in the same way as a user requests it."""
     if not expected.has_ended:
         return
     text = expected.text.strip()
@@ -415,7 +420,9 @@ def _check_stop(server: Server, comparison: Comparison, *, has_weights: bool) ->
 def _compare_weights(
     expectations: Expectations, comparison: Comparison, losses: Losses, min_kept: float
 ) -> list[Check]:
-    """Compares greedy tokens, log-probabilities, and the share of what was learnt."""
+    """Compares greedy tokens, log-probabilities, and the share of the run's improvement that the
+    server shows.
+    """
     checks = [_check_answers(comparison)]
     if not comparison.pairs:
         checks.append(Check("logprobs", UNKNOWN, "the server returns none"))
@@ -453,7 +460,7 @@ def _check_answers(comparison: Comparison) -> Check:
 
 
 def _find_cause(expectations: Expectations, server: Server, comparison: Comparison) -> Check:
-    """Returns the cause of other answers, and the setting that mends it."""
+    """Returns the cause of different answers, and the setting that fixes it."""
     facts = server.facts
     scales = facts.adapter_scales or {}
     unapplied = [name for name, scale in scales.items() if scale != 1.0]
@@ -516,8 +523,8 @@ class Losses:
 
 
 def _score_rows(expectations: Expectations, server: Server) -> list[list[LogProbs]]:
-    """Returns the log-probabilities of the learnt tokens of each row; empty if the server scores
-    no given tokens.
+    """Returns the log-probabilities of the labelled tokens of each row; empty if the server cannot
+    return log-probabilities of given tokens.
     """
     rows = []
     for row in expectations.rows:
@@ -531,7 +538,9 @@ def _score_rows(expectations: Expectations, server: Server) -> list[list[LogProb
 
 
 def _mean_losses(expectations: Expectations, scored: Sequence[Sequence[LogProbs]]) -> Losses:
-    """Returns the losses of the tokens that the server scored, or of all learnt tokens."""
+    """Returns the mean losses of the tokens for which the server returned log-probabilities, or of
+    all labelled tokens.
+    """
     is_scored = bool(scored)
     rows = scored or [
         [(0.0, *pair) for pair in zip(row.logprobs, row.base_logprobs)] for row in expectations.rows

@@ -1,4 +1,4 @@
-"""Computes with the run what a server has to answer, in the reference arithmetic."""
+"""Computes the answers that a server of this run should give, in fp32 arithmetic."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 def compute_expectations(run: LoadedRun, row_count: int) -> Expectations:
-    """Returns what a server of this run has to answer.
+    """Returns the answers that a server of this run should give.
 
     row_count  the number of held-out rows, or of training rows if none are held out
     Raises     UsageError for missing rows, and for a run on pictures
@@ -123,7 +123,7 @@ def compute_expectations(run: LoadedRun, row_count: int) -> Expectations:
 
 
 class _Scored:
-    """Tokens whose log-probabilities are computed, first by the trained model, then by the base."""
+    """Tokens whose log-probabilities are computed twice: by the trained model, then by the base."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ def _most_probable(logprobs: Tensor, count: int) -> Mapping[int, float]:
 def _next_logprobs(
     reference: ReferenceModel, ids: Sequence[int], positions: Sequence[int]
 ) -> Tensor:
-    """Returns the log-probabilities that the tokens before each position give: [positions V]."""
+    """Returns the log-probabilities of the next token at each position: [positions V]."""
     input_ids = torch.tensor([list(ids)], device=reference.device)
     logits = reference.model(input_ids).logits[0]
     before = torch.tensor([position - 1 for position in positions], device=logits.device)
@@ -208,7 +208,8 @@ def _render_prompt(
 
 
 def _probe_system(tokenizer: Any, template: ChatTemplate | None) -> list[Prompt]:
-    """Returns a conversation with a system message; none if the template writes no system message."""
+    """Returns a conversation with a system message; none if the template ignores system messages.
+    """
     if template is None:
         return []
     messages = [
@@ -223,7 +224,7 @@ def _probe_system(tokenizer: Any, template: ChatTemplate | None) -> list[Prompt]
 
 
 def _probe_tools(tokenizer: Any, template: ChatTemplate | None) -> list[Prompt]:
-    """Returns a conversation with a tool; none if the template writes no tools."""
+    """Returns a conversation with a tool; none if the template ignores tools."""
     if template is None or not template.reads_key("tools"):
         return []
     messages = [{"role": "user", "content": _QUESTION}]
@@ -235,7 +236,7 @@ def _probe_tools(tokenizer: Any, template: ChatTemplate | None) -> list[Prompt]:
 
 
 def _probe_thinking(tokenizer: Any, template: ChatTemplate | None) -> list[Prompt]:
-    """Returns conversations with each value of the template's switch for thoughts; none if the
+    """Returns conversations with each value of the template's switch for thinking; none if the
     template has no such switch.
     """
     if template is None:
@@ -256,7 +257,9 @@ def _probe_thinking(tokenizer: Any, template: ChatTemplate | None) -> list[Promp
 def _find_endings(
     reference: ReferenceModel, rows: Sequence[Row], end_ids: frozenset[int]
 ) -> list[tuple[int, ...]]:
-    """Returns rows up to an end token that the trained model predicts there."""
+    """Returns the beginnings of rows that stop at an end token, if the trained model predicts this
+    end token.
+    """
     endings: list[tuple[int, ...]] = []
     for row in rows:
         learnt = [

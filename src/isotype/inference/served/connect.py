@@ -1,4 +1,4 @@
-"""Finds out which program answers at an address, and which of its models is asked."""
+"""Finds out which server program runs at an address, and which of its models to use."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _NUM_CTX = re.compile(r"^num_ctx\s+(\d+)", re.MULTILINE)
 def connect(connection: Connection, model: str | None) -> OpenAiServer:
     """Returns the server at an address.
 
-    model   the name of the model to ask; None means the only one
-    Raises  UsageError for a server without the OpenAI interface, and for another model
+    model   the name of the model to use; None means the server's only model
+    Raises  UsageError for a server without the OpenAI interface, and for a model that the server
+            does not have
     """
     try:
         models = connection.get("/v1/models")

@@ -1,5 +1,5 @@
-"""The servers that offer more than the OpenAI interface: templates, tokens, and log-probabilities of
-given tokens.
+"""Servers that offer more functions than the OpenAI interface: templates, tokens, and
+log-probabilities of given tokens.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class LlamaCppServer(OpenAiServer):
             )
 
     def chat(self, prompt: Prompt, max_tokens: int) -> Answer:
-        """Asks for a chat. llama.cpp answers with status 500 if its own parser refuses the text of
-        the answer, such as a text that is no UTF-8; then the answer is asked token by token.
+        """Requests the answer to a chat. llama.cpp returns status 500 if its own parser refuses the
+        text of the answer, for example because it is not valid UTF-8. The answer is then requested
+        token by token.
         """
         try:
             return super().chat(prompt, max_tokens)
@@ -107,8 +108,8 @@ class LlamaCppServer(OpenAiServer):
         return Answer(text, tuple(tokens), has_ended=has_ended, prompt_tokens=len(ids))
 
     def score(self, ids: Sequence[int], positions: Sequence[int]) -> Scores | None:
-        """Asks for one token at a time. A bias selects the token; the log-probability that the
-        server returns is that of the logits without the bias.
+        """Requests one token at a time. A bias makes the server choose the given token. The
+        returned log-probability is computed from the logits without this bias.
         """
         values: Scores = []
         for position in positions:
@@ -245,8 +246,8 @@ class SglangServer(OpenAiServer):
 
 
 class OllamaServer(OpenAiServer):
-    """Ollama's own interface: its OpenAI interface accepts no `repeat_penalty`, which is not 1 by
-    default.
+    """Ollama's own interface. Ollama's OpenAI interface is not used, because it does not accept
+    `repeat_penalty`, whose default is not 1.
     """
 
     remedies = Remedies(

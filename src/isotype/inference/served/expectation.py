@@ -1,4 +1,4 @@
-"""What a server has to answer if it serves the trained model: prompts of the run, with the answers
+"""The answers that a server of the trained model should give: prompts of the run, with the answers
 and log-probabilities of the trained model and of the base.
 """
 
@@ -25,8 +25,8 @@ class ExpectedAnswer:
     text           the text without the end token
     texts          the text of each token
     logprobs       the log-probability of each token
-    base_logprobs  the same of the base
-    alternatives   for each position: token -> log-probability, of the most probable tokens
+    base_logprobs  the log-probability of each token with the base
+    alternatives   for each position the most probable tokens with their log-probabilities
     base_alternatives  the same tokens with the log-probabilities of the base
     has_ended      whether the answer ended before the limit on its length
     """
@@ -44,9 +44,9 @@ class ExpectedAnswer:
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """A row with the log-probabilities of its learnt tokens.
+    """A row with the log-probabilities of its labelled tokens.
 
-    positions  the positions of learnt tokens
+    positions  the positions of labelled tokens
     """
 
     ids: tuple[int, ...]
@@ -67,10 +67,10 @@ class SingleToken:
 
 @dataclass(frozen=True)
 class Expectations:
-    """Everything that a server is compared with.
+    """All expected values with which a server is compared.
 
     answers      greedy answers
-    rows         rows whose learnt tokens are scored
+    rows         rows for whose labelled tokens log-probabilities are compared
     endings      tokens of a row up to its end token, which the trained model predicts there
     single_tokens  prompts of one token
     system, tools, thinking  prompts that test these parts of the template; empty if it has no such
@@ -100,8 +100,9 @@ class Expectations:
 
 
 def choose_scored_positions(rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
-    """Returns rows with the positions of their first learnt tokens, SCORED_TOKENS in all. Each row
-    gets the same number, so that one long answer does not stand for all.
+    """Returns rows with the positions of their first labelled tokens, SCORED_TOKENS positions in
+    total. Each row gets the same number of positions, so that one long answer does not dominate the
+    result.
     """
     share = max(1, SCORED_TOKENS // max(1, len(rows)))
     chosen = []

@@ -1,5 +1,5 @@
-"""Sends requests to one address. Redirects are not followed, so that the key reaches this address
-only; answers have a limit on time and size.
+"""Sends requests to one address. Redirects are not followed, so that the key is only sent to this
+address. Answers are limited in time and size.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Address:
 
 
 def parse_address(url: str) -> Address:
-    """Reads the address that the user gave. Raises UsageError for another scheme, for a user name
-    or password in the address, and for an address without host.
+    """Reads the address that the user gave. Raises UsageError for a scheme that is not supported,
+    for a user name or password in the address, and for an address without a host.
     """
     text = url if "://" in url else f"http://{url}"
     try:
@@ -71,9 +71,9 @@ def parse_address(url: str) -> Address:
 
 
 class Connection:
-    """Requests to one address, each on a connection of its own.
+    """Sends requests to one address, each over a new connection.
 
-    seconds  the largest time of one request
+    seconds  the time limit of one request
     """
 
     def __init__(self, address: Address, *, seconds: float = DEFAULT_SECONDS) -> None:
@@ -108,7 +108,9 @@ class Connection:
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Turns the exceptions of code that reads an answer of another form into UsageError."""
+        """Converts exceptions to UsageError. They occur in code that reads an answer which does not
+        have the expected form.
+        """
         try:
             yield
         except IsotypeError:
@@ -156,7 +158,9 @@ class Connection:
         )
 
     def _read(self, response: http.client.HTTPResponse, deadline: float) -> bytes:
-        """Reads an answer piece by piece, so that a server that sends slowly meets the deadline."""
+        """Reads an answer in pieces, so that the time limit also applies to a server that sends
+        slowly.
+        """
         content = bytearray()
         while piece := response.read1(_CHUNK):
             content += piece

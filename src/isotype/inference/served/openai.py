@@ -15,7 +15,7 @@ _ENDED = ("stop", "eos", "end_turn", "tool_calls")
 
 
 class OpenAiServer:
-    """A server of which only the OpenAI interface is known, such as LM Studio's."""
+    """A server for which only the OpenAI interface is supported, such as LM Studio."""
 
     remedies = Remedies(
         template="set the template of the run's chat_template.jinja in the server",
@@ -64,7 +64,9 @@ class OpenAiServer:
         return self.read_answer(self.connection.post(path, body))
 
     def read_answer(self, answer: Any) -> Answer:
-        """Reads the answer to a chat or to a completion. Raises UsageError for another object."""
+        """Reads the answer to a chat or to a completion. Raises UsageError for an object of any
+        other form.
+        """
         with self.connection.reading("the OpenAI interface"):
             choice = answer["choices"][0]
             message = choice.get("message")
@@ -98,7 +100,7 @@ class OpenAiServer:
 
 
 def conversation(prompt: Prompt) -> dict[str, Any]:
-    """Returns the fields of a request that hold the conversation."""
+    """Returns the fields of a request that contain the conversation."""
     fields: dict[str, Any] = {"messages": [_openai_message(m) for m in prompt.messages]}
     if prompt.tools:
         fields["tools"] = prompt.tools
@@ -123,7 +125,7 @@ def _openai_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def entry_text(entry: Mapping[str, Any]) -> str:
-    """Returns the text of a token; the bytes of a part of a character become replacement
+    """Returns the text of a token; bytes that are only a part of a character become replacement
     characters.
     """
     raw = entry.get("bytes")
@@ -133,7 +135,7 @@ def entry_text(entry: Mapping[str, Any]) -> str:
 
 
 def _read_alternatives(table: Mapping[str, float] | None) -> dict[int, float]:
-    """Reads the log-probabilities of one position, by the names `token_id:123` of the tokens."""
+    """Reads the log-probabilities of one position. The tokens have names such as `token_id:123`."""
     pairs = [(token_id(name), value) for name, value in (table or {}).items()]
     return {index: float(value) for index, value in pairs if index is not None}
 

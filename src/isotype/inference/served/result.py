@@ -20,9 +20,10 @@ class Check:
     """The comparison of one property.
 
     name     prompt, tokens, first token, ...
-    outcome  same, differs, unknown (the server has no such call) or absent (the run has none)
+    outcome  same, differs, unknown (the server has no function for it) or absent (the run does not
+             have this property)
     message  what was compared, or what differs
-    fix      the setting that mends the difference
+    fix      the setting that removes the difference
     """
 
     name: str
@@ -45,10 +46,12 @@ class ServedResult:
 
     url, engine, model  the server
     checks              the comparisons, in the order of the report
-    kept                the share of what the run learnt that the server shows; None if the server
-                        scores no given tokens, or the run learnt nothing that these rows show
-    base_loss, trained_loss, served_loss  of the scored tokens; the last is None without scores
-    cause               the cause of other answers; None if they are the same
+    kept                the share of the run's improvement in loss that the server shows; None if
+                        the server cannot return log-probabilities of given tokens, or if these rows
+                        show no improvement
+    base_loss, trained_loss, served_loss  the mean losses of the compared tokens; served_loss is
+                                          None if the server returns no log-probabilities
+    cause               the cause of different answers; None if the answers are the same
     agreement           the share of greedy tokens that are the same; None without a comparison
     """
 
@@ -114,7 +117,7 @@ class ServedResult:
         return lines
 
     def summary(self) -> str:
-        """Says whether the server answers as the trained model."""
+        """Says whether the server gives the same answers as the trained model."""
         if not self.is_same:
             names = ", ".join(check.name for check in self.differences)
             return f"the server does not answer as the trained model does: {names}"

@@ -1,7 +1,7 @@
-"""What a comparison needs from a server. One adapter per interface implements it.
+"""The functions that the comparison needs from a server. There is one implementation per interface.
 
-A method returns None if the interface has no such call. All methods raise RefusedError for a
-request that the server refuses, and UsageError for a server that does not answer.
+A method returns None if the interface does not have this function. All methods raise RefusedError
+for a request that the server refuses, and UsageError for a server that does not answer.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class Answer:
     """A greedy answer.
 
     text       the text that the server returns
-    ids        the tokens; None if the interface names no ids
-    texts      the text of each token; empty if the interface does not name them
-    logprobs   the log-probability of each token; None if the interface has none
-    alternatives  for each token: the most probable tokens with their log-probabilities; empty if the
-                  interface names no ids
+    ids        the tokens; None if the interface does not return ids
+    texts      the text of each token; empty if the interface does not return these texts
+    logprobs   the log-probability of each token; None if the interface does not return
+               log-probabilities
+    alternatives  for each token: the most probable tokens with their log-probabilities; empty if
+                  the interface does not return ids
     has_ended  whether the answer ended before the limit on its length
     prompt_tokens  the number of tokens of the prompt; None if the interface does not count them
     """
@@ -61,14 +62,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says about itself.
+    """Information that a server gives about itself.
 
     engine     the program
-    model      the name of the model that is asked
-    context    the number of tokens that fit; None if unknown
+    model      the name of the model that is used
+    context    the number of tokens in the context window; None if unknown
     weights    the type of the weights: `Q4_0`; "" if unknown
     model_file the path of the model's file on the server; "" if unknown
-    adapter_scales  adapter -> the factor with which it is applied; None if unknown
+    adapter_scales  for each adapter the factor with which it is applied; None if unknown
     """
 
     engine: str
@@ -81,8 +82,8 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class Remedies:
-    """The setting of a server that mends a difference, by the check that found the difference. RUN
-    stands for the run's folder.
+    """For each check, the server setting that removes the difference. RUN is a placeholder for the
+    run's folder.
     """
 
     template: str
@@ -100,7 +101,7 @@ class Server(Protocol):
     remedies: Remedies
 
     def render(self, prompt: Prompt) -> str | None:
-        """Returns the text that the server makes of a conversation."""
+        """Returns the text into which the server converts a conversation."""
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...] | None:
         """Returns the tokens that the model gets for a prompt."""
@@ -109,12 +110,13 @@ class Server(Protocol):
         """Returns the tokens of a text, without a token that is added at its beginning."""
 
     def chat(self, prompt: Prompt, max_tokens: int) -> Answer:
-        """Returns the greedy answer to a prompt, asked as a user asks it."""
+        """Returns the greedy answer to a prompt, which is sent in the same way as a user sends it.
+        """
 
     def complete(self, ids: Sequence[int], max_tokens: int) -> Answer | None:
         """Returns the greedy continuation of these tokens."""
 
     def score(self, ids: Sequence[int], positions: Sequence[int]) -> Scores | None:
-        """Returns the log-probabilities of the tokens at these positions; None for a token that the
-        server cannot score.
+        """Returns the log-probabilities of the tokens at these positions; None for a token whose
+        log-probability the server cannot return.
         """

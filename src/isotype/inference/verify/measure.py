@@ -1,4 +1,6 @@
-"""Measures how much of what a run learnt is in a file that was written from this run."""
+"""Measures how much of a run's improvement in loss is kept in a file that was written from this
+run.
+"""
 
 from __future__ import annotations
 
@@ -228,8 +230,8 @@ def _tensor_causes(
 def _compare_settings(
     run: LoadedRun, reference: ReferenceModel, written: WrittenModel, path: Path
 ) -> tuple[list[Difference], list[str]]:
-    """Compares the settings of the file. Returns the differences, and notes about what could not be
-    compared.
+    """Compares the settings of the file. Returns the differences, and messages about settings that
+    could not be compared.
     """
     if written.folder is not None:
         return compare_folder_settings(run, reference.config, written.folder, written.config)

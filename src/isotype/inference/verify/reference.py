@@ -1,5 +1,5 @@
-"""The model in the reference arithmetic: fp32 weights and fp32 products. The weights of one block at
-a time are read, so that one model serves for every state that is compared.
+"""The model in the reference arithmetic: fp32 weights and fp32 matrix products. Only the weights of
+one block are read at a time, so that one model can be used for every state that is compared.
 """
 
 from __future__ import annotations

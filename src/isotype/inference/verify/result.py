@@ -39,7 +39,7 @@ class Verification:
     rows, tokens, row_source  the rows of the comparison, and whether they were held out
     losses_by_cause  how much each cause increases the loss, by the name of the cause
     differences  tensors and settings that differ
-    notes        what could not be compared
+    notes        messages about things that could not be compared
     """
 
     file: str

@@ -60,8 +60,8 @@ _SHAPE_KEYS = ("tie_word_embeddings", "vocab_size")
 def compare_gguf_settings(
     run: LoadedRun, config: Any, written: WrittenModel
 ) -> tuple[list[Difference], list[str]]:
-    """Compares the header of a GGUF file. Returns the differences, and notes about what could not
-    be compared.
+    """Compares the header of a GGUF file. Returns the differences, and messages about settings that
+    could not be compared.
     """
     import gguf
 

@@ -178,8 +178,8 @@ def _absence(
 def _refuse_other_shapes(
     reference: ReferenceModel, weights: RunWeights, written: WrittenModel
 ) -> None:
-    """Raises UsageError if most tensors are absent or have another shape: the file holds another
-    model.
+    """Raises UsageError if most tensors are missing or have a different shape, which means that the
+    file contains a different model.
     """
     needed = weights.changed_names if written.adapter_only else reference.names
     shapes = {name: reference.shapes[name] for name in needed if name in reference.shapes}

@@ -46,7 +46,7 @@ class WrittenModel:
     """A file or folder that holds a model.
 
     description   its format, for the report
-    tensors       name of the run's weight -> its tensor
+    tensors       the tensors, by the names of the run's weights
     unexpected    names of tensors that the run's model does not have
     merge_dtype   the dtype to which the merged weights were rounded before this file was written
     adapter_only  whether it holds only an adapter, which is added to the run's base

@@ -1,10 +1,10 @@
 """The state for a bit-identical resume: the trainable weights, the optimizer, the random state, and
 the progress. The state consists only of tensors and JSON.
 
-A run that is resumed with the same number of processes is bit-identical. With another number of
-processes the run draws other random numbers. Several processes seed their generators at each step
-from the run's seed, the step and their rank (`seed_rank`), so that only the state of a run of one
-process must be stored. At 64 processes the states of all were 2 MB of each checkpoint.
+A run that is resumed with the same number of processes is bit-identical. With a different number of
+processes the run gets different random numbers. Several processes seed their generators at each
+step from the run's seed, the step and their rank (`seed_rank`), so that only the state of a run of
+one process must be stored. At 64 processes the states of all were 2 MB of each checkpoint.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ def optimizer_tensors(
 def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copies the tensors of a checkpoint into the model.
 
-    tensors  the result of `CheckpointStore.load`; of a sharded parameter, the rows of this process
+    tensors  the result of `CheckpointStore.load`; for a sharded parameter, only the rows of this
+             process
     Raises   RunError CK003 if the checkpoint belongs to another model or adapter
     """
     current = trainable_tensors(model)
