@@ -483,8 +483,8 @@ def _section_keys(section: str) -> dict[str, str]:
 
 
 def _near_key(section: str, name: str) -> str | None:
-    """Returns the known key with the most similar spelling. The spelling is compared
-    with the sections, then with the names in the same section, then with the names in other sections.
+    """Returns the known key with the most similar spelling. The function first corrects the section,
+    then looks for a similar name in the same section, and then in all sections.
     """
     if section not in section_names():
         near = get_close_matches(section, section_names(), n=1)
