@@ -55,8 +55,7 @@ def allowed_words(key: str) -> list[str]:
 
 
 def accepts_type(key: str, json_type: str) -> bool:
-    """Returns True if `key` accepts a value of this JSON type (`boolean`, `string`, `object`, ...).
-    """
+    """Returns True if `key` accepts a value of this JSON type (`boolean`, `string`, `object`, ...)."""
     schema = key_schemas()[key]
     return any(option.get("type") == json_type for option in schema.get("anyOf", [schema]))
 

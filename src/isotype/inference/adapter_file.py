@@ -98,8 +98,7 @@ def read_pairs(adapter: Path, reader: str) -> list[LoraPair]:
 def refuse_more_than_pairs(
     adapter: Path, settings: dict[str, Any], names: list[str], reader: str
 ) -> None:
-    """Raises UsageError for adapters of experts, DoRA, fully trained layers, embeddings and biases.
-    """
+    """Raises UsageError for adapters of experts, DoRA, fully trained layers, embeddings and biases."""
     unread = [name for name in names if not name.endswith((_A_SUFFIX, _B_SUFFIX))]
     kind = settings.get("peft_type")
     # the pair of stacked experts has the name of their module, and a row for each expert and rank

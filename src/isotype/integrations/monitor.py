@@ -397,8 +397,7 @@ class StepMonitor:
         return calls
 
     def precision_json(self) -> dict[str, Any]:
-        """Returns the content of precision.json, in the same format as in a run of `isotype train`.
-        """
+        """Returns the content of precision.json, in the same format as in a run of `isotype train`."""
         resolved = self.attachment.resolved
         record = self.record or {"places": {"every role": _NO_STEP}}
         return {

@@ -66,8 +66,7 @@ NAME_SIGNS = ("==", "narrower than", "wider than")  # their right side is a name
 
 @cache
 def parse_test(test: str) -> tuple[tuple[Term, ...], ...]:
-    """Parses a condition into its alternatives. An alternative is true if all its terms are true.
-    """
+    """Parses a condition into its alternatives. An alternative is true if all its terms are true."""
     return tuple(
         tuple(_parse_term(term) for term in alternative.split(" and "))
         for alternative in test.split(" or ")

@@ -459,8 +459,7 @@ _PICTURE = re.compile(r"data:image/(?:png|webp);base64,[A-Za-z0-9+/=]+")
 
 
 def examples(record: RunRecord) -> list[dict[str, Any]]:
-    """Returns training rows, split into parts of text that count in the loss and parts that do not.
-    """
+    """Returns training rows, split into parts of text that count in the loss and parts that do not."""
     result = []
     for row in record.examples:
         parts = [

@@ -197,8 +197,7 @@ def read_last_rows(file: IO[bytes]) -> MetricsRows:
 
 
 def read_last_value(file: Path, step: int, key: str) -> Any:
-    """Returns the value of a key in the last row of a step that has the key; None if there is none.
-    """
+    """Returns the value of a key in the last row of a step that has the key; None if there is none."""
     value = None
     with file.open("rb") as lines:
         matches = (

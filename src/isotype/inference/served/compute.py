@@ -208,8 +208,7 @@ def _render_prompt(
 
 
 def _probe_system(tokenizer: Any, template: ChatTemplate | None) -> list[Prompt]:
-    """Returns a conversation with a system message; none if the template ignores system messages.
-    """
+    """Returns a conversation with a system message; none if the template ignores system messages."""
     if template is None:
         return []
     messages = [

@@ -110,8 +110,7 @@ class Server(Protocol):
         """Returns the tokens of a text, without a token that is added at its beginning."""
 
     def chat(self, prompt: Prompt, max_tokens: int) -> Answer:
-        """Returns the greedy answer to a prompt, which is sent in the same way as a user sends it.
-        """
+        """Returns the greedy answer to a prompt, which is sent in the same way as a user sends it."""
 
     def complete(self, ids: Sequence[int], max_tokens: int) -> Answer | None:
         """Returns the greedy continuation of these tokens."""

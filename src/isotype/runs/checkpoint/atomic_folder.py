@@ -133,8 +133,7 @@ def _rename_into_place(temporary: Path, target: Path) -> None:
 
 
 def describe_io_error(error: BaseException) -> str | None:
-    """Returns the operating system's message about a failed read or write; None for other errors.
-    """
+    """Returns the operating system's message about a failed read or write; None for other errors."""
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.strerror or error}"
     # safetensors and tokenizers are written in Rust: their I/O errors are not OSErrors and end in
