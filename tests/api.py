@@ -175,7 +175,7 @@ INNER = {
         "COLOURS SHAPES SIDE classify_picture draw draw_at_random write_pictures"
     ),
     "isotype.quickstart.stages": "stages= Stage StopAtDeadline",
-    "isotype.quickstart.text": "STAGES small_config train_tokenizer",
+    "isotype.quickstart.text": "STAGES quickstart_text= small_config train_tokenizer",
     "isotype.report.live": "live= WatchServer wait_for_run",
     "isotype.report.page": "_picture_facts page_render=render verdict",
     "isotype.report.plots": "describe_losses loss_plot plots",

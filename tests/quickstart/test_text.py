@@ -11,6 +11,7 @@ import torch
 from isotype.errors import UsageError
 from isotype.quickstart import quickstart
 from tests.api import STAGES, Moment, Stage, StopAtDeadline, stages, stdlib
+from tests.api import quickstart_text as text
 from tests.results import metrics
 
 pytestmark = pytest.mark.timeout(3600)
@@ -89,6 +90,29 @@ def test_a_stage_ends_in_its_time(monkeypatch):
             if moment._stop_requests:
                 break
         assert number == done
+
+
+def test_a_shortened_run_shows_the_recorded_answers_of_a_full_run_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = text.read_full_run()
+    known, *others = recorded["answers"]
+    for stage in STAGES:
+        (tmp_path / stage.name).mkdir()
+        (tmp_path / stage.name / "plan.json").write_text(json.dumps({"total": stage.steps}))
+    samples = [{"prompt": known, "before": "a", "after": "the the the", "reference": "b"}]
+    curve = {stage.name: [(1, 7.0), (20, 6.0)] for stage in STAGES}
+    summary = {"loss": curve, "samples": samples, "report": "report.html"}
+    for steps, is_shortened in ((20, True), (400, False)):
+        (tmp_path / "tune" / "result.json").write_text(json.dumps({"steps": steps}))
+        text._print_summary(tmp_path, summary)
+        shown = capsys.readouterr().out
+        assert "after      the the the" in shown
+        assert ("a recorded run of all 1600 steps, not this one" in shown) is is_shortened
+        assert ("python -m benchmarks.quickstart_answers" in shown) is is_shortened
+        for prompt in others:
+            assert (f"  > {prompt}\n    full run " in shown) is is_shortened
+        assert shown.count("    full run ") == is_shortened * len(recorded["answers"])
 
 
 def test_stages_that_were_cut_short_say_by_how_much(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ model's configuration, and the files `pretrain.yaml` and `tune.yaml` for `isotyp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..wording import remove_control_characters
-from .stages import Stage, run_quickstart
+from .stages import Stage, describe_shortened, run_quickstart
 
 STAGES = (
     Stage(
@@ -38,12 +39,21 @@ TURN = "<|im_start|>"
 END_OF_TURN = "<|im_end|>"
 
 
-def quickstart(folder: Path, *, step_share: float = 1.0, json_output: bool = False) -> int:
+FULL_RUN = Path(__file__).with_name("full_run.json")
+
+
+def quickstart(
+    folder: Path,
+    *,
+    step_share: float = 1.0,
+    json_output: bool = False,
+    stages: Sequence[Stage] = STAGES,
+) -> int:
     """Calls `run_quickstart` for the text example."""
     return run_quickstart(
         folder,
         "isotype quickstart",
-        STAGES,
+        stages,
         (TEXT, MODEL_FOLDER),
         write_inputs=lambda: _write_inputs(folder),
         step_share=step_share,
@@ -163,15 +173,42 @@ def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
             f" step {curve[-1][0]:.0f}"
         )
     print("\nanswers to questions that were not trained on, before and after LoRA")
+    full_answers = read_full_run()["answers"] if describe_shortened(folder, STAGES) else {}
     for sample in summary["samples"]:
         print(f"\n  > {sample['prompt']}")
         for key in ("before", "after", "reference"):
             print(f"    {key:<9}  {_shorten(sample[key] or '')}")
+        if sample["prompt"] in full_answers:
+            print(f"    full run   {_shorten(full_answers.pop(sample['prompt']))}")
+    _print_full_run(folder, full_answers)
     print(f"\nreport    {summary['report']}")
     print(f"adapter   {folder / 'tune' / 'adapter'}  on  {folder / 'pretrain' / 'model'}")
     print(
         f"again     isotype train {folder / 'tune.yaml'} run.folder=runs/mine data.train=YOUR.jsonl"
     )
+
+
+def _print_full_run(folder: Path, other_answers: dict[str, str]) -> None:
+    """After a shortened run, says what a full run learns, from the record of another machine.
+
+    other_answers  the recorded answers to questions that this run was not asked
+    """
+    if not describe_shortened(folder, STAGES):
+        return
+    recorded = read_full_run()
+    print(
+        f"\nfull run  a recorded run of all {recorded['steps']} steps, not this one: its loss of tune"
+        f" ended at {recorded['loss']:.2f}"
+    )
+    for prompt, answer in other_answers.items():
+        print(f"\n  > {prompt}\n    full run   {_shorten(answer)}")
+    print(f"          (recorded by {recorded['command']}, Python {recorded['python']})")
+
+
+def read_full_run() -> dict[str, Any]:
+    """The record of a run that no time limit ended: its questions and answers, and its last loss."""
+    record: dict[str, Any] = json.loads(FULL_RUN.read_text(encoding="utf-8"))
+    return record
 
 
 def _shorten(text: str, limit: int = 110) -> str:
