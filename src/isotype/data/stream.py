@@ -8,8 +8,8 @@ used. A resumed run reads this block again and continues with the next unused ro
 tokens decides whether the row is held out for evaluation. Evaluation uses the first rows that are
 held out. Training uses none of the rows that are held out.
 
-Several processes each tokenise a part of every block and exchange the tokens, so that all have the
-same block.
+If there are several processes, each tokenises a part of every block. Then they exchange the tokens,
+so that all have the same block.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_SEARCHED_ROWS = 20_000  # number of first rows among which held-out rows ar
 
 
 class Processes(Protocol):
-    """The processes that read a stream together."""
+    """The processes of a run that read a stream together."""
 
     rank: int
     size: int
@@ -110,7 +110,9 @@ class StreamedRows:
             yield self._next_example(source_index)
 
     def _local_examples(self) -> Iterator[Example | BadRow]:
-        """Yields the rows of a block that this process tokenises. The other rows are only read."""
+        """Yields the rows of a block that this process tokenises. The other rows of the block are
+        read, but not tokenised.
+        """
         count = self.data.shuffle_buffer
         rank = self.processes.rank
         size = self.processes.size

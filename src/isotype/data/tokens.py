@@ -67,7 +67,7 @@ class TokenBlock:
         self.facts = facts
 
     def to_json(self) -> dict[str, Any]:
-        """The block as JSON, for another process."""
+        """Returns the block as JSON, to send it to another process."""
         columns = {
             name: base64.b64encode(np.ascontiguousarray(getattr(self, name)).data).decode()
             for name in COLUMNS
@@ -84,7 +84,7 @@ class TokenBlock:
 
     @classmethod
     def join(cls, blocks: Sequence[TokenBlock], facts: dict[str, Any]) -> TokenBlock:
-        """The rows of several blocks as one block."""
+        """Returns one block with the rows of several blocks."""
         columns = {
             name: np.concatenate([getattr(block, name) for block in blocks]) for name in COLUMNS
         }

@@ -125,7 +125,7 @@ class RunConsole:
     """Prints the output of a run to stdout. With `--json`, stdout contains only JSON, so the output
     goes to stderr.
 
-    is_verbose  also prints the details of the header
+    is_verbose  whether to print the details of the header too
     result      a dictionary with the run's status, its folder and more; it is empty until
                 `report_result` is called
     """
@@ -188,9 +188,9 @@ class RunConsole:
             self._write_log(lines)
 
     def print_details(self, rows: Header, hint: Header) -> None:
-        """Writes the details of the header into the log, and shows them under `--verbose`.
+        """Writes the details of the header to the log. With `--verbose`, also prints them.
 
-        hint  the rows that are shown instead
+        hint  the rows that are printed in place of the details
         """
         for label, text in rows:
             lines = _format_header_row(label, text)

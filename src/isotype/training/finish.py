@@ -273,7 +273,8 @@ _ROWS_WITH_ROUNDED_BASE = 16
 def _checked_row_count(config: RunConfig, precision: Precision) -> int:
     """Returns the number of rows whose loss is compared. The tensors are compared bit for bit. So
     one row is enough to show whether the loaded model has the same base, scale and precision as in
-    training.
+    training. If the base weights were rounded, several rows are used, because their mean loss is
+    less noisy.
     """
     return _ROWS_WITH_ROUNDED_BASE if _is_base_rounded(config, precision) else 1
 

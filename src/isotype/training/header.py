@@ -1,4 +1,6 @@
-"""The header of a run: what a newcomer reads before step 1, and the details behind it."""
+"""Makes the header of a run, which is printed before step 1. A short part is always shown. The
+details are shown only if the user asks for them.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,10 @@ def header_rows(
     world: World,
     trial: Trial,
 ) -> Header:
-    """The rows of a run's header that are always shown: model, data with an example, precision,
-    memory, time and schedule.
+    """Returns the rows of a run's header that are always shown. They describe the model, the data
+    with an example, the precision, the memory, the time and the schedule.
 
-    trial  what the preflight's trial step measured
+    trial  the measurements of the trial step before step 1
     """
     hardware = prepared.hardware
     train = task.config.train
@@ -71,8 +73,9 @@ def header_rows(
 
 
 def detail_rows(task: Task, prepared: Prepared) -> Header:
-    """The rows that `--verbose` adds, and that the log always has: the dtype of each role with the
-    reason for the preset, the sources of the data, ops by region, attention and recomputation.
+    """Returns the rows that are printed only with `--verbose`. The log always contains them. They
+    show the dtype of each role with the reason for the preset, the sources of the data, the ops in
+    each part of the model, attention and recomputation.
     """
     resolved = prepared.resolved
     checkpointing = prepared.checkpointing
@@ -99,7 +102,9 @@ def detail_rows(task: Task, prepared: Prepared) -> Header:
 
 
 def details_hint(folder: RunFolder) -> Header:
-    """The row that says where the details are, for a header without them."""
+    """Returns a row that says where to find the details. It is shown if the header does not contain
+    them.
+    """
     return [("details", f"dtype of each role, ops, layers: {folder.path / LOG}, or --verbose")]
 
 
@@ -110,7 +115,9 @@ def _describe_adapter(adapter: AdapterSection) -> str:
 
 
 def _summarise_precision(resolved: Resolved, adapter: AdapterSection) -> str:
-    """The precision in one line. `auto` is named as the source, and its reason is a detail."""
+    """Returns the precision in one line. If `auto` chose it, the line says so, but the reason is
+    shown only with the details.
+    """
     values = {role: value for role, value, _ in resolved.rows()}
     source = " (auto)" if resolved.preset_reason.startswith("auto") else ""
     base_text = "" if adapter.kind == "none" else f"base {values['base']}, "
@@ -121,7 +128,9 @@ def _summarise_precision(resolved: Resolved, adapter: AdapterSection) -> str:
 
 
 def _describe_memory(prepared: Prepared, trial: Trial) -> str:
-    """The memory that the trial step used, or, without a trial, the size of the weights."""
+    """Returns a text with the memory that the trial step used. If there was no trial step, returns
+    the size of the weights.
+    """
     hardware = prepared.hardware
     limit_text = f" of {format_bytes(hardware.memory)}" if hardware.memory else ""
     if trial.peak_bytes:
@@ -134,7 +143,9 @@ def _describe_memory(prepared: Prepared, trial: Trial) -> str:
 
 
 def _describe_time(task: Task, schedule: RunSchedule, trial: Trial) -> str:
-    """The time of all steps and evaluations with the longest rows, "" where no batch was timed."""
+    """Returns a text with the time that all steps and evaluations would need with the longest rows.
+    Returns "" if no batch was timed.
+    """
     if trial.batch_seconds is None:
         return ""
     train = task.config.train

@@ -294,11 +294,11 @@ class CheckedRun(Protocol):
 
 @dataclass
 class Trial:
-    """What the trial step of the preflight measured.
+    """The measurements of the trial step before step 1.
 
-    peak_bytes     the peak memory, with the update where it was tried; 0 without a trial step
-    batch_seconds  the time of forward and backward on the longest rows; None where it was not
-                   measured
+    peak_bytes     the peak memory, including the update if the trial step ran one; 0 without a
+                   trial step
+    batch_seconds  the time of forward and backward on the longest rows; None if it was not measured
     """
 
     peak_bytes: int = 0

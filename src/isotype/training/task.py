@@ -437,12 +437,12 @@ class Task(Protocol):
     # what is shown and recorded
 
     def header(self) -> Header:
-        """Returns the rows about the data for the run's header: how much there is, what is learnt
-        of an example, and what the user has to know.
+        """Returns the rows about the data for the run's header. They show the amount of data, what
+        the model learns from one example, and what the user has to know.
         """
 
     def header_details(self) -> Header:
-        """Returns rows about the data that only `--verbose` and the log show."""
+        """Returns rows about the data that are shown only with `--verbose` and in the log."""
 
     def records(self) -> Mapping[str, Any]:
         """Returns the JSON files that this kind of run writes to the run folder at its start, as a

@@ -68,7 +68,9 @@ class Objective(ABC):
     def set_data(self, data: LoadedData) -> None: ...
 
     def describe_example(self, data: LoadedData, tokenizer: Any) -> Header:
-        """Returns rows of the header with the first row of the data, its learnt part marked."""
+        """Returns rows for the header. They show the first row of the data, and mark the part that
+        the model learns.
+        """
         row = data.train[0]
         count_text = f"{row.supervised} of {len(row.input_ids)} tokens of the first row"
         return [("learnt", f"{count_text}, between >>> and <<<:\n{format_row(row, tokenizer)}")]

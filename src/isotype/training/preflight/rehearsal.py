@@ -152,10 +152,11 @@ def rehearse_step(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def time_longest_batch(subject: PreflightSubject) -> None:
-    """Measures forward and backward on the longest rows, after the trial step has compiled what
-    they need: the first call takes many times as long. A run of fewer than 50 batches is not
-    measured, since a batch is more than 2% of it, and neither are several processes, whose steps
-    wait for one another.
+    """Measures the time of forward and backward on the longest rows. This is done after the trial
+    step, because the first call also compiles code and takes many times as long. There is no
+    measurement if the run has fewer than 50 batches, because a batch would then take more than 2%
+    of the run's time. There is none for several processes either, because their steps wait for each
+    other.
     """
     prepared = subject.prepared
     stepper = prepared.stepper
