@@ -1,6 +1,6 @@
 """Isotype: mixed-precision fine-tuning in which every dtype is a declared, checked contract.
 
-Attributes are imported when first used, so that the torch-free commands stay torch-free.
+Attributes are imported when first used, so that commands that do not need torch do not import it.
 """
 
 from __future__ import annotations

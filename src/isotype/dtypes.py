@@ -127,9 +127,9 @@ class TensorSpec:
     """A declared dtype and shape: `bf16[T D]`.
 
     dtype  one dtype name, several names joined by `|`, `any`, `float`, `int`, or a capital letter.
-           A letter is bound to the first dtype observed
-    dims   a name is bound to the first size observed; a number must match; `*name` and `...` match
-           any number of dimensions
+           A letter takes the first observed dtype
+    dims   a name takes the first observed size; a number is the required size; `*name` and `...`
+           match any number of dimensions
     """
 
     dtype: str

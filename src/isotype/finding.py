@@ -133,7 +133,7 @@ def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
 
 def render_findings(findings: Sequence[Finding], *, subject: str) -> str:
     """Returns the findings as text, the worst first. Findings after the first `FULL_FINDINGS` get
-    one line each; a last line counts all.
+    one line each. The last line gives the number of all findings.
     """
     if not findings:
         return f"{subject}: no findings"

@@ -1,4 +1,4 @@
-"""`InstanceMethod`, a method of one instance that replaces the method of its class, and
+"""Defines `InstanceMethod`, a method of one instance that replaces the method of its class, and
 `Placement`, the record of which op runs in a module. `optimize` and `apply_precision` put such
 methods on modules.
 

@@ -210,7 +210,7 @@ def _is_shown_by_another_process(error: IsotypeError) -> bool:
 
 def main() -> None:
     """The entry point. Errors that a user caused are printed as one line on stderr without a
-    traceback, which `ISOTYPE_TRACEBACK=1` shows.
+    traceback. `ISOTYPE_TRACEBACK=1` shows the traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         # characters that the terminal's encoding lacks must not end a run

@@ -124,8 +124,8 @@ def verify_served(
     keep: float | None,
     timeout: float | None,
 ) -> ServedResult:
-    """Compares a running server with the run, and stores the result in the run's folder. The server
-    is asked for its models before the run is loaded. Raises UsageError.
+    """Compares a running server with the run, and stores the result in the run's folder. The list
+    of the server's models is requested before the run is loaded. Raises UsageError.
     """
     from ..inference.served.connect import connect
     from ..inference.served.http import DEFAULT_SECONDS, Connection, parse_address

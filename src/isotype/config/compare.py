@@ -1,5 +1,5 @@
-"""Compares two configurations key by key, and says which differences a resumed run may have.
-Imports no torch.
+"""Compares two configurations key by key, and says which keys a resumed run may change. Imports no
+torch.
 """
 
 from __future__ import annotations

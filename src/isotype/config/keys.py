@@ -208,8 +208,8 @@ _PRECISION_SWITCHES = {
 
 
 def presets_for_dtype(value: Any) -> str | None:
-    """Returns the presets that compute in a dtype, for a value that names a dtype and no preset
-    (`bf16`, `float16`, `no` for fp32). Returns None for any other value.
+    """Returns the presets that compute in a dtype, for a value that is the name of a dtype but not
+    of a preset (`bf16`, `float16`, `no` for fp32). Returns None for any other value.
     """
     text = str(value).lower()
     if text == "no":
@@ -222,7 +222,8 @@ def presets_for_dtype(value: Any) -> str | None:
 
 def value_to_write(name: str, key: str, value: Any) -> str | None:
     """Returns the value of `key` that means the same as `value` under another tool's name of the
-    key, for example nf4-lora for `load_in_4bit: true`. Returns None if no value is known.
+    key, for example nf4-lora for `load_in_4bit: true`. Returns None if no corresponding value is
+    known.
     """
     if key == "precision.preset":
         if name in _PRECISION_SWITCHES and isinstance(value, bool):

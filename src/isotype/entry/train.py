@@ -86,7 +86,7 @@ def train(
                a mapping with such rows as train and eval
     preset     lora, qlora, full, full-bf16, or a precision
     resume     the folder of a run to continue; the sections then hold the changes
-    accept_changes  with resume: accepts changes that make the run a different run, like `--yes`
+    accept_changes  with resume: also accepts changes of keys that are otherwise fixed, like `--yes`
     skip       the preflight checks to skip, each code with a reason
     callbacks  objects of `isotype.Callback`, whose docstring lists what they can do
     objective  a function that replaces the loss of the task: objective(model, batch) -> float[],
@@ -196,7 +196,7 @@ def start(
     console    shows the progress; by default on stdout
     skips      the preflight checks to skip, each code with a reason
     callbacks  called after steps, evaluations, saves and samples
-    objective  computes the loss instead of the task
+    objective  computes the loss in place of the task's own loss
     """
     _start_kernel_builds(loaded.config)
     from ..tasks.choose import train as train_task
@@ -481,7 +481,8 @@ def load_settings(
     arguments      `section.key=value`; they override the file
     flags          values by `section.key`; they override the file and the arguments, and None is
                    ignored
-    change_hint    the fix in the error for a resumed run with a file: how to change its settings
+    change_hint    the fix that an error suggests if a file is given for a resumed run: how to
+                   change the settings of this run
     options        further options of `config.load.load`
     Raises         UsageError for settings that are wrong or missing
     """

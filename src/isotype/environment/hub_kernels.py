@@ -1,7 +1,7 @@
 """Keeps bitsandbytes from downloading and running compiled code of the Hugging Face hub.
 
-Where the package kernels is installed, bitsandbytes 0.50 asks the hub for
-`kernels-community/quantization-bitsandbytes` when it is imported on a CPU with AVX512-BF16, and for
+If the package kernels is installed, importing bitsandbytes 0.50 downloads
+`kernels-community/quantization-bitsandbytes` from the hub on a CPU with AVX512-BF16, and
 `kernels-community/bitsandbytes-mps` on macOS 26. A run of local files must not connect to any
 server. The download is therefore switched off, unless the user sets `USE_HUB_KERNELS`, the variable
 that transformers reads.
@@ -24,8 +24,9 @@ HUB_KERNELS_NOTE = (
 
 
 def disable_hub_kernels() -> bool:
-    """Imports bitsandbytes, if it is installed, while the package kernels cannot be imported. PEFT
-    and transformers import bitsandbytes too, so this function is called before they are imported.
+    """Imports bitsandbytes, if it is installed. During this import, the package kernels cannot be
+    imported. PEFT and transformers import bitsandbytes too, so this function is called before they
+    are imported.
 
     Returns True if this function has switched off the kernels of the hub. Returns False if the
     package kernels is not installed, or if the user allows the download.

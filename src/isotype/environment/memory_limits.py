@@ -30,8 +30,8 @@ def usable_memory() -> int:
 
 def _group_limits() -> Iterator[int]:
     """Yields the limits of the control group of this process and of all groups around it. In a
-    container, the container's own group may be mounted as the outermost one. The path of the group
-    then does not exist.
+    container, the container's own group may be mounted as the root of all groups. The path of the
+    group then does not exist.
     """
     for folder in _group_folders():
         for name in _LIMIT_FILES:

@@ -35,7 +35,7 @@ _FP16_MAX = 65504.0  # the largest fp16
 
 @dataclass(frozen=True)
 class Family:
-    """The name of a model family in llama.cpp, and the layout of its weights there.
+    """The name of a model family in llama.cpp, and how llama.cpp stores its weights.
 
     architecture  the name of gguf's MODEL_ARCH
     permutes_rows  whether the rows of q and k are in neighbouring pairs
@@ -145,7 +145,8 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
 
     kind    type of matrices: F16, BF16 or Q8_0. Vectors stay fp32. With Q8_0, a matrix is stored as
             F16 if the length of its rows is not a multiple of 32
-    Raises  UsageError for an unknown family or tokenizer, and for F16 with weights beyond fp16
+    Raises  UsageError for an unknown family or tokenizer, and for F16 if weights are outside the
+            range of fp16
     """
     import gguf
 
@@ -302,7 +303,7 @@ def _reorder_rows(
     """Reorders the rows of q and k from halves to neighbouring pairs if the family needs it. Biases
     and LoRA's B are reordered like weights.
 
-    norm_offset  is added to the tensor, for weights of norms
+    norm_offset  is added to the tensor if it is the weight of a norm
     """
     if norm_offset:
         return tensor + norm_offset

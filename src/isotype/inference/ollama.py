@@ -2,8 +2,8 @@
 template and stop tokens.
 
 Ollama's templates are Go templates. The text that the chat template writes around each message is
-found by rendering conversations with known contents. The Go template that results is compared with
-the chat template on other conversations.
+found by rendering conversations with known contents. The resulting Go template is compared with the
+chat template on other conversations.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def _literal(text: str) -> str:
 
 def find_turns(tokenizer: Any) -> TurnTexts:
     """Finds the text around messages in a chat template. Raises UsageError for a template that
-    changes contents or earlier turns, which this form cannot represent.
+    changes the contents of messages or earlier turns, because `TurnTexts` cannot represent such a
+    template.
     """
     template = chat_template(tokenizer, None)
     bos_text = tokenizer.bos_token if adds_bos(tokenizer) else ""

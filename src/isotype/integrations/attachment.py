@@ -139,7 +139,7 @@ def running_trainers() -> list[Any]:
 
 def is_running(trainer: Any) -> bool:
     """Returns True while the trainer's `train` runs. `is_in_train` is not enough: it stays true
-    after a `train` that raised.
+    after a call of `train` that raised an error.
     """
     return bool(trainer.is_in_train) and any(running is trainer for running in running_trainers())
 

@@ -3,7 +3,8 @@ precision of a trainer, and adds Isotype's ops and its checks in each step; `det
 changes.
 
 `attach` needs a complete trainer, because PEFT and TRL build the layers that it fuses when the
-trainer is created. It changes instances only. If a part fails, it undoes the earlier parts.
+trainer is created. It changes instances only. If one of its parts fails, it undoes the changes of
+the earlier parts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Observes an attached trainer: the dtypes in the steps that `isotype train` would observe, the
-calls of fused code in the first step, and between all steps whether weights, states and buffers
-still have the values of the last update.
+"""Observes an attached trainer. It observes the dtypes in the same steps as `isotype train`, and
+counts the calls of fused code in the first step. Between all steps it checks whether weights,
+states and buffers still have the values of the last update.
 
 Hooks of the trainer's optimizer mark the beginning and the end of an update, and show whether this
 optimizer runs.
@@ -109,9 +109,9 @@ def read_reduce_dtypes(model: nn.Module) -> tuple[list[torch.dtype], str]:
 
 
 class StepMonitor:
-    """Counts calls in the first step of a training. Observes dtypes in the first step, in the steps
-    that `isotype train` would observe, and in the step after a change of the model. In other steps
-    it only compares hooks, dtypes and samples (`observe.continuity`).
+    """Counts the calls of fused code in the first step of a training. Observes dtypes in the first
+    step, in the steps that `isotype train` would observe, and in the step after a change of the
+    model. In other steps it only compares hooks, dtypes and samples (`observe.continuity`).
     """
 
     def __init__(self, attachment: Attachment, write: Callable[[dict[str, Any]], None]) -> None:

@@ -1,5 +1,5 @@
-"""`output_dir/isotype/`: the files that an attached run writes. These files have the form of an
-Isotype run's files, so that the same report can show them.
+"""`output_dir/isotype/`: the files that an attached run writes. These files have the same format as
+the files of a run of `isotype train`, so that the same report can show them.
 
 manifest.json   the settings that decide the precision, ops, messages, and the calls of the first
                 step

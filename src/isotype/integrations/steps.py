@@ -1,9 +1,9 @@
 """Wraps the steps, losses and evaluations of an attached trainer.
 
 A non-finite loss or gradient stops the run before any weight changes. Trainer's own filter, which
-logs a loss of 0.0 instead, is switched off. The logits of any `compute_loss` are deferred, with or
-without labels in the forward, including those of ORPO, of CPO and of a user. `linear_divergence`
-computes the loss of TRL's distillation.
+logs a loss of 0.0 instead, is switched off. The computation of the logits is delayed in every
+`compute_loss`, whether or not the forward gets labels. This includes the `compute_loss` of ORPO, of
+CPO and of a user. `linear_divergence` computes the loss of TRL's distillation.
 
 With the arguments for a full evaluation in bf16 or fp16, Trainer would cast the weights. In an
 attached trainer the weights keep their dtype, and the evaluation computes in `precision.compute`.

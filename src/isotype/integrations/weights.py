@@ -58,9 +58,9 @@ class CastWeights:
         """Casts trained floating parameters to `trainable` and other floating parameters to `base`.
         Quantised parameters and buffers do not change.
 
-        trained    names of the trained parameters. A reference model's parameter of the same name
-                   is cast to `base` only if that loses nothing, else to `trainable`, so that both
-                   models compute the same before step 1
+        trained    names of the trained parameters. In a reference model, the parameters of these
+                   names are cast to `base` if this cast loses nothing, else to `trainable`. Both
+                   models then compute the same before step 1
         read_only  whether the model is a reference or a teacher
         stores_lost_bits  whether to store the bits that the cast loses
         """

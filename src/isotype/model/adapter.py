@@ -435,8 +435,8 @@ def refuse_packed_experts_without_ops(model: nn.Module) -> None:
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, *, setting: str = "adapter") -> PeftModel:
-    """Loads a saved PEFT adapter on `model`, trainable. Accepts only safetensors, because a pickle
-    can run code.
+    """Loads a saved PEFT adapter into `model`, with trainable weights. Accepts only safetensors,
+    because a pickle can run code.
 
     Raises  UsageError for an adapter that is damaged, of another kind, or for a different model
             (PEFT ignores weights that do not match)

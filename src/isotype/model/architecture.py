@@ -87,8 +87,8 @@ def describe_attention(model: Any, requested: str) -> str:
 
 
 def explain_attention(model: str, attention: str, error: BaseException) -> UsageError | None:
-    """Returns a short error for an implementation that the family or the machine lacks; None if the
-    error has another cause.
+    """Returns a short error for an implementation that the family or the machine does not support;
+    None if the error has a different cause.
     """
     text = str(error)
     if attention == AUTO or not _ATTENTION_ERRORS.search(text):
@@ -111,8 +111,8 @@ SCORE = "score"  # the head of transformers' sequence classifiers
 
 
 def auto_class(config: Any, *, text_only: bool = False, has_score_head: bool = False) -> Any:
-    """Returns the auto class of transformers for this configuration. It loads the model with the
-    model class of its release.
+    """Returns the auto class of transformers for this configuration. This auto class uses the model
+    class with which the model was released.
 
     A vision-language model is loaded with its released class also for training on text, so that an
     adapter has the names that servers of the released model expect.
@@ -239,8 +239,8 @@ def refuse_other_objectives(config: Any, name: str, *, has_score_head: bool = Fa
 
 def layer_settings(config: Any) -> list[Any]:
     """Returns one configuration per layer of the text model; if all layers have the same settings,
-    every entry is the same configuration. The list is empty if the configuration has no number of
-    layers.
+    every entry is the same configuration. The list is empty if the configuration does not contain
+    the number of layers.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", 0)

@@ -192,8 +192,8 @@ def _read_settings(section: ModelSection, parts: Sequence[str]) -> dict[str, Any
     """Returns the `config.json` of a base. The result is empty if no such file can be read; loading
     the model reports the error later.
 
-    parts  subfolders of the model's folder, of which the first with a configuration is read; "" for
-           the model's folder itself
+    parts  subfolders of the model's folder; the first one that contains a configuration is read. ""
+           means the model's folder itself
     """
     if section.name is None or section.init == "random":
         return {}

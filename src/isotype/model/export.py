@@ -40,8 +40,8 @@ def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str,
 
 
 def unshare_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies tensors that share memory with an earlier one, so that each is stored under its own
-    name.
+    """Copies each tensor that shares memory with an earlier tensor, so that every tensor is stored
+    under its own name.
     """
     seen_pointers: set[int] = set()
     result = {}

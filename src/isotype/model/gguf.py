@@ -337,8 +337,8 @@ def _gemma3_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_parameters(file: _File, path: Path, head_dim: int) -> dict[str, Any]:
-    """Returns transformers' rotary parameters. The file stores Llama 3's scaling as a tensor, from
-    which its factor is computed.
+    """Returns transformers' rotary parameters. The file stores Llama 3's scaling as a tensor. The
+    scaling factor is computed from this tensor.
     """
     rope: dict[str, Any] = {
         "rope_type": "default",
@@ -405,7 +405,7 @@ def _is_packed_embedding(name: str) -> bool:
 
 
 def load_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Loads the tensors with transformers' names. They stay mapped to the file, except for the
+    """Loads the tensors with transformers' names. The tensors stay memory-mapped, except for the
     embedding, which is dequantised to `dtype`[V H].
     """
     result = {}

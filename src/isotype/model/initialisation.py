@@ -1,5 +1,5 @@
-"""`adapter.start`: initialises A and B as orthogonal matrices whose product is zero, or by a
-factorisation of the base weight (PiSSA and OLoRA).
+"""Implements `adapter.start`, which initialises A and B as orthogonal matrices whose product is
+zero, or by a factorisation of the base weight (PiSSA and OLoRA).
 
 PiSSA and OLoRA subtract the scaled product of the initial matrices, s B0 A0, from the base weight
 W. The trained adapter then only fits the residual W - s B0 A0, which other programs do not have.
@@ -129,8 +129,8 @@ def to_ordinary_adapter(model: nn.Module, tensors: dict[str, Tensor]) -> dict[st
 
 
 def describe_ordinary_adapter(model: nn.Module, folder: Path) -> None:
-    """Rewrites a saved adapter_config.json for the ordinary adapter: twice the rank, and an alpha
-    that keeps the scale.
+    """Changes a saved adapter_config.json so that it describes the ordinary adapter, which has
+    twice the rank, and an alpha that gives the same scale.
     """
     if next(_layers_with_start(model), None) is None:
         return

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """The folder or hub id from which a base model is loaded, and how.
+    """The folder or hub id from which a base model is loaded, and the settings for loading it.
 
     text_only       load it as the family's text-only class, for an adapter that was trained on that
                     class (Qwen3.5, Llama 3.2 Vision, Llama 4)
@@ -255,7 +255,7 @@ def load_base(
                       on the CPU (`loading_device`)
     notes             a list to which this function appends lines for the run's header
     full_modules      the result of `modules_trained_in_full`; these modules are not quantised
-    offload           `model.offload`, with which blocks stay on the CPU
+    offload           the value of `model.offload`, which keeps blocks on the CPU
     Raises            UsageError for a base that the precision does not declare, and for an
                       architecture that does not predict the next token
     """

@@ -475,7 +475,7 @@ def _place_expert_blocks(
     module: Any, path: str, names: Mapping[str, TensorHeader], model_name: str
 ) -> dict[str, Layout]:
     """Prepares the experts of gpt-oss: `_blocks` uint8[E O K/32 16] and `_scales` uint8[E O K/32]
-    replace a stack that is [E K O] in its code.
+    replace a stack whose shape is [E K O] in transformers' code.
     """
     layouts_by_stack = {}
     for stack in _STACKS:

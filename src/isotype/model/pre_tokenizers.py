@@ -1,10 +1,10 @@
 """The rules by which llama.cpp splits text before it merges pairs of bytes. A GGUF file names its
 rule in `tokenizer.ggml.pre`.
 
-For each name llama.cpp applies regular expressions one after another; each splits the pieces that
-the earlier ones left. When Isotype reads a file, it builds the same steps with the package
-tokenizers. When it writes a file, it compares each rule with the tokenizer on sample texts, and
-writes the name of the rule that splits them in the same way.
+For each name llama.cpp applies regular expressions one after another; each expression splits the
+pieces that the earlier expressions produced. When Isotype reads a file, it builds the same steps
+with the package tokenizers. When it writes a file, it compares each rule with the tokenizer on
+sample texts, and writes the name of the rule that splits them in the same way.
 
 The rules were compared with llama.cpp (its build in `@fugood/node-llama-linux-x64` 1.7.15) on
 53,224 texts of one to seven pieces. All rules whose names Isotype writes gave the same pieces, with
@@ -32,7 +32,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 class Splitting:
     """A rule by which llama.cpp splits text.
 
-    names           its names in llama.cpp; the first is written
+    names           its names in llama.cpp; the first of them is written to files
     patterns        regular expressions, applied one after another
     ignores_merges  whether a piece that is a token is not split by merges
     is_written      whether llama.cpp splits exactly as these patterns do

@@ -58,8 +58,8 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     transformers' Trainer does.
 
     A setting such as `data.chat_template: chatml` gives the tokenizer a different end token. With
-    the model's old end token, `generate` of the saved model would not stop. Further end tokens of
-    the model are kept.
+    the model's old end token, `generate` of the saved model would not stop. Other end tokens of the
+    model are kept.
     """
     generation = getattr(model, "generation_config", None)
     for config, allows_list in ((model.config.get_text_config(), False), (generation, True)):

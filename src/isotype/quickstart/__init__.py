@@ -1,5 +1,5 @@
-"""`isotype quickstart` runs one of two small examples. Each trains twice with configuration files
-of this folder, as a user would, and needs no network.
+"""`isotype quickstart` runs one of two small examples. Each example trains twice with the
+configuration files in this folder, in the same way as a user does, and needs no network.
 
 text      trains a small model on the text of Python's documentation (pretrain.yaml), then LoRA on
           questions about it (tune.yaml)

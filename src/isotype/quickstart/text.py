@@ -107,7 +107,7 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
     """Trains a byte-level BPE tokenizer on `texts`, with the special tokens and the template of
     ChatML. The token for the end of a turn also ends a text.
 
-    Every digit is a separate token, as in Llama, which saves vocabulary.
+    Every digit is a separate token, as in Llama, which makes the vocabulary smaller.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -138,7 +138,7 @@ def wait_for_run(folder: Path, on_wait: Callable[[str], None], *, interval: floa
 
 
 def _not_begun_reason(folder: Path) -> str | None:
-    """Returns the reason why a run may still begin in the folder; None if the run has begun. Raises
+    """Returns the reason to keep waiting for a run in the folder; None if the run has begun. Raises
     UsageError if the folder holds no run.
     """
     if not folder.exists():

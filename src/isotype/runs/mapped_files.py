@@ -1,5 +1,6 @@
 """Detects changes of the files that are mapped into memory during training, such as frozen weights
-and tokenised rows. A program that writes into such a file changes the run.
+and tokenised rows. A program that writes into such a file changes the data or the weights of the
+run.
 
 `MappedFiles` is created after everything is loaded. Replacing a file by a rename, or removing it,
 does not count as a change, because the mapped content stays the same. If only the modification time
@@ -48,8 +49,8 @@ class _MappedFile:
 
 
 class MappedFiles:
-    """The files that this process has mapped when the object is created. `close` closes their
-    descriptors.
+    """Stores which files this process has mapped at the time when the object is created. `close`
+    closes their descriptors.
     """
 
     def __init__(self) -> None:

@@ -507,7 +507,7 @@ def _single_token_error(expectations: Expectations, server: Server) -> float | N
 @dataclass(frozen=True)
 class Losses:
     """The mean losses of the same tokens. `noise` is the standard error of the difference between
-    base and trained model, over the rows.
+    base and trained model, estimated from the rows.
     """
 
     base: float

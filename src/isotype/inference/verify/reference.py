@@ -69,7 +69,7 @@ class ReferenceModel:
     released after it, so that the model needs memory for one block.
 
     names   the names of its weights; a head that is tied to the embedding has no name of its own
-    shapes  name -> the shape of the weight
+    shapes  the shape of each weight, by its name
     """
 
     def __init__(self, run: LoadedRun, weights: RunWeights) -> None:

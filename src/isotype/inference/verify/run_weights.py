@@ -1,4 +1,4 @@
-"""The weights of a run in fp32: before training, and as trained.
+"""The weights of a run in fp32: before and after training.
 
 The weights are computed one tensor at a time, so that a caller needs memory for one tensor besides
 the loaded model.

@@ -291,8 +291,8 @@ def refuse_other_run(comparison: TensorComparison) -> None:
 
 
 def unmerged_difference(comparison: TensorComparison) -> Difference | None:
-    """Returns the difference of a file that holds the base without the run's changes; None if the
-    file holds the changes.
+    """Returns a difference if the file contains the base without the run's changes; None if the
+    file contains the changes.
     """
     share = comparison.change_in_file
     expected = comparison.change_in_merge

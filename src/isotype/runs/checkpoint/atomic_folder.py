@@ -176,8 +176,8 @@ def seal(folder: Path, known_checksums: Mapping[str, dict[str, Any]] | None = No
 
 
 def replace_sealed_file(folder: Path, name: str, text: str) -> None:
-    """Replaces a file of a sealed folder. The seal does not name the file while it is written, so
-    that the folder counts as whole at each moment.
+    """Replaces a file of a folder that `write_folder` has written. While the file is written, it is
+    not in the list of checksums, so that the folder is valid at each moment.
     """
     seal_file = folder / SEAL
     content = json.loads(seal_file.read_text())
@@ -200,7 +200,7 @@ def find_damage(
     """Returns a description of the damage of a folder that `write_folder` has written. None if
     every file has the recorded size and checksum and the files `needs` are among them.
 
-    rank, size  computes the checksum of every `size`-th file only, beginning with number `rank`
+    rank, size  only checks the checksum of every `size`-th file, beginning with file number `rank`
     """
     try:
         checksums = json.loads((folder / SEAL).read_text())["files"]

@@ -4,7 +4,8 @@ the progress. The state consists only of tensors and JSON.
 A run that is resumed with the same number of processes is bit-identical. With a different number of
 processes the run gets different random numbers. Several processes seed their generators at each
 step from the run's seed, the step and their rank (`seed_rank`), so that only the state of a run of
-one process must be stored. At 64 processes the states of all were 2 MB of each checkpoint.
+one process must be stored. With 64 processes, the states of all processes took 2 MB in each
+checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PROCESS_COUNT = "processes"  # in state.json: the number of processes that wrote
 
 @dataclass
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     best_loss       the lowest evaluation loss, reached at `best_step`
     without_gain    the number of evaluations since `best_step`
