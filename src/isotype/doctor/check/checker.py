@@ -102,6 +102,9 @@ def nothing_recognised_finding(checked: CheckResult, paths: Iterable[str]) -> Fi
     )
 
 
+_TOOL_NAMES = {"aitoolkit": "ai-toolkit", "onetrainer": "OneTrainer"}
+
+
 def format_record(record: Record) -> str:
     """Formats the precision of a run as a table. The columns are the role, its value, the reason,
     and the location of the setting that decided the value.
@@ -116,7 +119,8 @@ def format_record(record: Record) -> str:
         return ""
     documents = record.facts.documents
     main = next((d for d in documents if d.tool in MAIN_TOOLS), documents[0])
-    lines = [f"what {main.file} will really do ({main.tool})"]
+    tool = record.tool if main.tool == "hf" else main.tool
+    lines = [f"what {main.file} will really do ({_TOOL_NAMES.get(tool, tool)})"]
     lines += [f"  {line}" for line in align_columns(rows)]
     return "\n".join(lines)
 
@@ -151,6 +155,8 @@ MAIN_TOOLS = (
     "llamafactory",
     "torchtune",
     "torchtitan",
+    "aitoolkit",
+    "onetrainer",
     "lightning",
     "kohya",
     "isotype",
@@ -189,11 +195,8 @@ def _documents_of_run(folder: Path, main: Document, collection: Collection) -> l
     referenced = _referenced_files(main, *launchers)
     by_tool: dict[str, list[Document]] = {}
     for candidate_folder, candidate in collection.documents:
-        if candidate.tool in MAIN_TOOLS:
+        if not _may_belong_to_run(candidate, candidate_folder, main, folder):
             continue
-        is_program = candidate.attributes.get("reader") == "python"
-        if is_program and candidate.file != main.file and candidate_folder != folder:
-            continue  # a program elsewhere in the tree
         is_near = folder.is_relative_to(candidate_folder) or candidate_folder.is_relative_to(folder)
         if is_near or os.path.basename(candidate.file) in referenced:
             by_tool.setdefault(candidate.tool, []).append(candidate)
@@ -217,6 +220,18 @@ def _documents_of_run(folder: Path, main: Document, collection: Collection) -> l
         ):
             documents += selected_documents
     return documents
+
+
+def _may_belong_to_run(
+    candidate: Document, candidate_folder: Path, main: Document, folder: Path
+) -> bool:
+    if candidate.tool in MAIN_TOOLS:
+        return False
+    if candidate.tool == "accelerate" and main.file.endswith(".ipynb"):
+        return False  # no launcher starts a notebook
+    is_program = candidate.attributes.get("reader") == "python"
+    is_elsewhere = candidate.file != main.file and candidate_folder != folder
+    return not (is_program and is_elsewhere)
 
 
 def _launches_main(document: Document, main: Document) -> bool:
@@ -401,7 +416,9 @@ def _read_file(path: Path, collection: Collection, *, is_named: bool) -> None:
         if is_named and documents == [None]:
             collection.findings.append(
                 _make_finding(
-                    display_path, "holds no setting of a tool that isotype doctor check knows", None
+                    display_path,
+                    "not known: its keys are of no tool that isotype doctor check knows",
+                    None,
                 )
             )
         collection.documents += [

@@ -54,6 +54,9 @@ class MixedPrecision:
 
 def set_hf_roles(record: Record) -> None:
     facts = record.facts
+    if facts.get(*_SWIFT_METHOD_KEYS) is not None:
+        _set_swift_roles(record)
+        return
     dtype, dtype_setting = model_dtype(facts)
     detect_adapter(
         record,
@@ -89,6 +92,23 @@ def set_hf_roles(record: Record) -> None:
     optimizer = facts.get("hf.optim")
     if optimizer is not None and "8bit" in str(optimizer.value):
         record.set("optimizer", "8 bit", "bitsandbytes", optimizer)
+
+
+def _set_swift_roles(record: Record) -> None:
+    """Sets what a file of ms-swift states. It decides mixed precision by rules of its own, which
+    are not repeated here.
+    """
+    facts = record.facts
+    record.tool = "ms-swift"
+    dtype, dtype_setting = model_dtype(facts)
+    detect_adapter(record, "hf.use_lora", *_SWIFT_METHOD_KEYS)
+    record.set("parameters", dtype, "as loaded", dtype_setting)
+    flag = mixed_flag(facts)
+    if flag is not None:
+        half = _half_of_key(flag)
+        record.set("compute", half, "the trainer's flag: autocast", flag)
+        if half == "fp16":
+            record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", flag)
 
 
 def _resolve_hf_mixed_precision(facts: Facts) -> MixedPrecision:
@@ -320,6 +340,9 @@ def set_axolotl_roles(record: Record) -> None:
         record.set("loss scaling", "dynamic", "fp16 makes a GradScaler", fp16)
     if find_deepspeed(facts) and record.accumulation_setting:
         record.set("optimizer", "fp32", "ZeRO keeps an fp32 master copy", find_deepspeed(facts))
+    elif half != "fp32" and (fsdp := find_fsdp(facts)) is not None:
+        mixed = MixedPrecision(half)
+        _set_hf_fsdp_roles(record, mixed, fsdp, is_trained_dtype_set=False)
 
 
 def set_llamafactory_roles(record: Record) -> None:
@@ -386,9 +409,45 @@ def set_torchtitan_roles(record: Record) -> None:
     dtype = facts.get("torchtitan.training.dtype")
     record.adapter = False
     for role in ("parameters", "trained"):
-        record.set(role, _dtype_or(dtype, "fp32"), "training.dtype", dtype)
-    record.set("compute", _dtype_or(parameter, "bf16"), "mixed_precision_param", parameter)
-    record.set("reduction", _dtype_or(reduce, "fp32"), "mixed_precision_reduce", reduce)
+        record.set(role, _dtype_or(dtype, None), "training.dtype", dtype)
+    record.set("compute", _dtype_or(parameter, None), "mixed_precision_param", parameter)
+    record.set("reduction", _dtype_or(reduce, None), "mixed_precision_reduce", reduce)
+
+
+def set_aitoolkit_roles(record: Record) -> None:
+    """Sets what a job of ai-toolkit states: the dtype of its first process."""
+    facts = record.facts
+    process = "aitoolkit.config.process.0"
+    dtype = facts.get(f"{process}.train.dtype")
+    detect_adapter(record, f"{process}.network.type")
+    record.set("compute", _dtype_or(dtype, None), "train.dtype", dtype)
+    if (quantised := facts.first_enabled(f"{process}.model.quantize")) is not None:
+        record.set("storage", "quantised", "model.quantize", quantised)
+    if (ema := facts.first_enabled(f"{process}.train.ema_config.use_ema")) is not None:
+        record.set("ema", "on", "ema_config.use_ema", ema)
+
+
+def _onetrainer_dtype(setting: Setting | None) -> str | None:
+    """The dtype of a word such as `BFLOAT_16`, `TFLOAT_32` or `NFLOAT_4`; None for `NONE`."""
+    if setting is None:
+        return None
+    words = {"NFLOAT_4": "nf4", "INT_8": "int8", "TFLOAT_32": "fp32", "FLOAT_8": "fp8"}
+    text = str(setting.value).upper()
+    return words.get(text) or parse_dtype(text.replace("_", "").lower())
+
+
+def set_onetrainer_roles(record: Record) -> None:
+    """Sets the dtypes that a file of OneTrainer states."""
+    facts = record.facts
+    train = facts.get("onetrainer.train_dtype")
+    weights = facts.get("onetrainer.weight_dtype")
+    method = facts.get("onetrainer.training_method")
+    record.adapter = method is not None and str(method.value).upper() == "LORA"
+    record.adapter_setting = method
+    record.set("parameters", _onetrainer_dtype(weights), "weight_dtype", weights)
+    record.set("compute", _onetrainer_dtype(train), "train_dtype", train)
+    trained = facts.get("onetrainer.lora_weight_dtype") if record.adapter else None
+    record.set("trained", _onetrainer_dtype(trained), "lora_weight_dtype", trained)
 
 
 def _dtype_or(setting: Setting | None, default: str | None) -> str | None:
@@ -521,12 +580,17 @@ def set_script_roles(record: Record) -> None:
     record.set("compute", _dtype_or(mixed, None), "the script's argument", mixed)
 
 
+# tools of which only the settings themselves are shown, since their code was not read
+_TOOLS_AS_READ = ("aitoolkit", "onetrainer", "ms-swift")
+
+
 def resolve_record(facts: Facts) -> Record:
     tool = next((d.tool for d in facts.documents if d.tool in _ROLE_SETTERS), "hf")
     record = Record(tool, facts)
     record.device = _find_target_device(facts)
     _ROLE_SETTERS[tool](record)
-    _set_derived_roles(record)
+    if record.tool not in _TOOLS_AS_READ:
+        _set_derived_roles(record)
     return record
 
 
@@ -599,6 +663,8 @@ _ROLE_SETTERS: dict[str, Callable[[Record], None]] = {
     "llamafactory": set_llamafactory_roles,
     "torchtune": set_torchtune_roles,
     "torchtitan": set_torchtitan_roles,
+    "aitoolkit": set_aitoolkit_roles,
+    "onetrainer": set_onetrainer_roles,
     "lightning": set_lightning_roles,
     "kohya": set_kohya_roles,
     "hf": set_hf_roles,

@@ -72,6 +72,8 @@ def identify_tool(data: Any, name: str = "") -> str | None:
     keys = _collect_keys(data)
     scores = _score_tools(data, keys, name.lower())
     best = max(scores.values())
+    if best >= 3 and not _has_enough_keys(data, keys, [t for t, s in scores.items() if s == best]):
+        return None
     if best == 0 or (best == 1 and "mixed_precision" not in keys):
         if keys & {"dtype", "torch_dtype", "model_name_or_path"}:
             return "model"
@@ -84,6 +86,26 @@ def identify_tool(data: Any, name: str = "") -> str | None:
         return "accelerate"
     best_tools = [tool for tool, score in scores.items() if score == best]
     return next((tool for tool in _TIE_ORDER if tool in best_tools), best_tools[0])
+
+
+_MANY_KEYS = 12
+_MIN_KNOWN_SHARE = 0.25
+_MIN_DISTINCTIVE = 4
+
+
+def _has_enough_keys(data: dict[str, Any], keys: set[str], tools: list[str]) -> bool:
+    """Whether the keys of a large file belong to one of the tools. A file of a tool that is not in
+    the table shares a few keys with some of them.
+    """
+    if len(data) < _MANY_KEYS or {"checkpoint", "model"} & set(tools):
+        return True
+    for tool in tools:
+        distinctive, ordinary, read = (set(names) for names in TOOL_KEYS[tool])
+        known = {key.partition(".")[0] for key in keys & (distinctive | ordinary | read)}
+        has_share = len(known) >= _MIN_KNOWN_SHARE * len(data)
+        if has_share or len(keys & distinctive) >= _MIN_DISTINCTIVE:
+            return True
+    return False
 
 
 def _collect_keys(data: dict[str, Any]) -> set[str]:
@@ -111,6 +133,14 @@ def _score_tools(data: dict[str, Any], keys: set[str], file_name: str) -> dict[s
         scores["axolotl"] = 0
     if not keys & {"checkpointer", "tokenizer.path"}:
         scores["torchtune"] = 0  # torchtune's other keys are too common
+    if not _is_torchtitan(data):
+        scores["torchtitan"] = 0
+    if not _is_aitoolkit(data):
+        scores["aitoolkit"] = 0
+    if not keys & {"training_method", "train_dtype"}:
+        scores["onetrainer"] = 0
+    if "peft_type" not in keys and scores["peft"] <= 3:
+        scores["peft"] = 0  # other tools have a `lora_alpha` too
     if not keys & _LLAMAFACTORY_KEYS:
         scores["llamafactory"] = 0
     if keys & {"finetuning_type", "pure_bf16"}:
@@ -142,8 +172,19 @@ def _is_environment(data: dict[str, Any]) -> bool:
 
 
 def _is_torchtitan(data: dict[str, Any]) -> bool:
-    training = data.get("training") or {}
-    return "job" in data or any(str(k).startswith("mixed_precision") for k in training)
+    """Whether the file has torchtitan's sections, which are tables."""
+    training = data.get("training")
+    if not isinstance(training, dict):
+        return False
+    has_precision = any(str(key).startswith("mixed_precision") for key in training)
+    has_job = isinstance(data.get("job"), dict)
+    return has_precision or has_job or "parallelism" in data
+
+
+def _is_aitoolkit(data: dict[str, Any]) -> bool:
+    """Whether the file is a job of ai-toolkit: a word `job`, and a list of processes."""
+    config = data.get("config")
+    return "job" in data and isinstance(config, dict) and isinstance(config.get("process"), list)
 
 
 def _mentions_component(node: Any) -> bool:
