@@ -191,7 +191,7 @@ class Recorder(TorchFunctionMode):
                 self._stop(step, "the loss is not finite")
             with self.pause():
                 result = original(tensors, *args, **kwargs)
-            if not all_finite(_gradients_of(step.entries)):
+            if not all_finite(_collect_gradients(step.entries)):
                 self.suspect = step
             if not kwargs.get("retain_graph"):
                 self.entries.clear()
@@ -271,7 +271,7 @@ class Recorder(TorchFunctionMode):
         yield
 
 
-def _gradients_of(entries: Sequence[Entry]) -> Iterator[Tensor]:
+def _collect_gradients(entries: Sequence[Entry]) -> Iterator[Tensor]:
     """Yields the gradients of all parameters and leaf tensors that the entries use, without
     duplicates.
     """

@@ -47,7 +47,7 @@ class Range:
     count: int = 0
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Range:
+    def measure(cls, tensor: Tensor) -> Range:
         values = tensor.detach()
         if not values.numel():
             return cls(0.0, 0.0)
@@ -189,8 +189,8 @@ class Watch:
                 label,
                 tensor.dtype,
                 tuple(tensor.shape),
-                Range.of(tensor),
-                Range.of(self.shadows.get(tensor)),
+                Range.measure(tensor),
+                Range.measure(self.shadows.get(tensor)),
                 self._names.get(id(tensor), ""),
                 self._origins.get(tensor),
                 self._lost.get(tensor),
@@ -265,14 +265,14 @@ class Watch:
         *,
         parts: bool,
     ) -> Event:
-        result = Range.of(tensor)
+        result = Range.measure(tensor)
         has_nan_input = any(item.run.has_nan for item in inputs)
         return Event(
             op,
             inputs,
             tensor.dtype,
             result,
-            Range.of(shadow),
+            Range.measure(shadow),
             parts,
             result.has_nan and not has_nan_input,
             self.in_backward,
@@ -315,7 +315,7 @@ def _forward_site() -> Site | None:
     node = torch._C._current_autograd_node()
     if node is None:
         return None
-    metadata = _metadata_of(node)
+    metadata = _node_metadata(node)
     lines = metadata.get("traceback_", [])
     matches = [match for line in lines if (match := _TRACEBACK_LINE.search(line)) is not None]
     for match in reversed(matches):
@@ -329,7 +329,7 @@ def _forward_site() -> Site | None:
     return site if isinstance(site, Site) else None
 
 
-def _metadata_of(node: Any) -> dict[str, Any]:
+def _node_metadata(node: Any) -> dict[str, Any]:
     """Returns the dict of facts that is stored with a node of autograd's graph."""
     metadata: dict[str, Any] = node.metadata
     return metadata
@@ -340,7 +340,7 @@ def _mark_nodes(tensors: Sequence[Tensor], site: Site | None) -> None:
     nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while nodes:
         node = nodes.pop()
-        metadata = _metadata_of(node)
+        metadata = _node_metadata(node)
         if _SITE_KEY not in metadata:
             metadata[_SITE_KEY] = site
             nodes += [inner for inner, _ in node.next_functions if inner is not None]

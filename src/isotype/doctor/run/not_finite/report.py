@@ -339,7 +339,7 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
     name = _parameter_name(parameter, models)
     watch = watch_update(lambda: _repeat_update(optimizer, group, parameter))
     event = next((event for event in watch.events if event.is_origin), None)
-    gradient = Range.of(parameter.grad) if parameter.grad is not None else Range(0, 0)
+    gradient = Range.measure(parameter.grad) if parameter.grad is not None else Range(0, 0)
     dtype = parameter.dtype
     facts: dict[str, Any] = {
         "optimizer": type(optimizer).__name__,
@@ -383,11 +383,11 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
 
 def _repeat_update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
     """Updates a copy of one parameter, with the same optimizer class, settings and states."""
-    clone = nn.Parameter(_without_infinities(parameter))
+    clone = nn.Parameter(_zero_non_finite(parameter))
     if parameter.grad is not None:
         clone.grad = parameter.grad.detach().clone()
     state = {
-        key: _without_infinities(value) if isinstance(value, Tensor) else copy.copy(value)
+        key: _zero_non_finite(value) if isinstance(value, Tensor) else copy.copy(value)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
     copied = object.__new__(type(optimizer))
@@ -398,6 +398,6 @@ def _repeat_update(optimizer: Optimizer, group: dict[str, Any], parameter: Tenso
     type(optimizer).step(copied)
 
 
-def _without_infinities(tensor: Tensor) -> Tensor:
+def _zero_non_finite(tensor: Tensor) -> Tensor:
     """Returns a copy in which the NaN and inf from the update are replaced by 0."""
     return tensor.detach().nan_to_num(0.0, 0.0, 0.0).clone()

@@ -40,7 +40,7 @@ class Shadows:
         Returns a function that must be called with the result and then stores the shadow. Returns
         None if the result needs no shadow.
         """
-        tensors = _tensors_of((args, kwargs))
+        tensors = _collect_tensors((args, kwargs))
         has_shadow = any(t in self._shadows or t.dtype in NARROW_FLOATS for t in tensors)
         if not has_shadow and not _names_narrow_dtype((args, kwargs)):
             return None
@@ -91,18 +91,18 @@ class Shadows:
 
     def _store_result(self, result: Any) -> None:
         """Stores the values of the run itself as shadows."""
-        for tensor in _tensors_of(result):
+        for tensor in _collect_tensors(result):
             if tensor.dtype in NARROW_FLOATS:
                 self._shadows[tensor] = tensor.float()
 
 
-def _tensors_of(value: Any) -> list[Tensor]:
+def _collect_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors_of(item)]
+        return [tensor for item in value for tensor in _collect_tensors(item)]
     return []
 
 
