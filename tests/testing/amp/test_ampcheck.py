@@ -87,13 +87,13 @@ def rms_norm(x, weight):
 
 
 class HalfHearted(RMSNorm):
-    """The mean of squares in the input's own dtype."""
+    """The mean of squares in bf16."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps).float()
+        rstd = torch.rsqrt(x.bfloat16().square().mean(-1, keepdim=True) + eps).float()
         ctx.save_for_backward(x, weight, rstd)
-        return (x.float() * (rstd + 0.05) * weight.float()).to(x.dtype)
+        return (x.float() * rstd * weight.float()).to(x.dtype)
 
 
 def test_a_result_worse_than_the_references_is_reported():
@@ -106,6 +106,110 @@ def test_a_result_worse_than_the_references_is_reported():
     )
     assert "AC006" in report.codes()
     assert "the reference at the same dtypes" in report.render()
+
+
+def low_rank_reference(x, lora_a, lora_b):
+    return x @ lora_a.t() @ lora_b.t()
+
+
+class LowRank(torch.autograd.Function):
+    """Both products in one function; `factor` is the mistake in the gradient of lora_a."""
+
+    factor = 1.0
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x, lora_a, lora_b):
+        low = x @ lora_a.t()
+        ctx.save_for_backward(x, lora_a, lora_b, low)
+        return low @ lora_b.t()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, d):
+        x, lora_a, lora_b, low = ctx.saved_tensors
+        d_low = d @ lora_b
+        gradients = (d_low @ lora_a, ctx._forward_cls.lora_a_gradient(d_low, x), d.t() @ low)
+        tensors = (x, lora_a, lora_b)
+        return tuple(g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True))
+
+    @classmethod
+    def lora_a_gradient(cls, d_low, x):
+        return cls.factor * d_low.t() @ x
+
+
+class TwiceTheGradient(LowRank):
+    factor = 2.0
+
+
+class ForgottenTerm(LowRank):
+    @classmethod
+    def lora_a_gradient(cls, d_low, x):
+        return (d_low * (d_low > 0)).t() @ x
+
+
+def test_gradient_that_is_another_function_is_not_called_imprecise():
+    inputs = (drawn(6, 8), drawn(3, 8, seed=1), drawn(5, 3, seed=2))
+    assert ampcheck(LowRank, inputs, reference=low_rank_reference).ok
+    for function, cause in (
+        (TwiceTheGradient, "it is 2 times the reference's gradient"),
+        (ForgottenTerm, "backward is not the derivative of this forward"),
+    ):
+        report = ampcheck(function, inputs, reference=low_rank_reference, raises=False)
+        (finding,) = report.at_least(Severity.WARNING)
+        assert finding.code == "AC023", report.render()
+        assert finding.message.endswith(
+            "gradient of lora_a is another function than the reference's"
+        )
+        assert cause in finding.cause
+        assert "bf16" not in finding.cause
+    assert page("AC023")
+
+
+def test_factors_of_one_adapter_share_a_dtype():
+    dtypes = set()
+
+    def record_dtypes(x, lora_a, lora_b):
+        dtypes.add((lora_a.dtype, lora_b.dtype))
+        return low_rank_reference(x, lora_a, lora_b)
+
+    # the first factor has as many rows as the input, so that it would be taken for an input
+    inputs = (drawn(3, 8), drawn(3, 8, seed=1), drawn(5, 3, seed=2))
+    assert ampcheck(record_dtypes, inputs, reference=low_rank_reference).ok
+    assert {left == right for left, right in dtypes} == {True}
+
+
+@pytest.mark.parametrize("rows", [(6,), (2, 3)])
+def test_rows_of_a_captured_tensor_bound_the_rows_of_the_inputs(rows):
+    labels = torch.tensor([0, 1, 2, 3, 0, 1])
+    row_counts = set()
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            logits = (x @ weight.t()).flatten(0, -2)
+            row_counts.add(logits.shape[0])
+            gradient = logits.float().softmax(-1)
+            gradient[torch.arange(len(labels)), labels] -= (
+                1  # reads as many rows as there are labels
+            )
+            ctx.save_for_backward(x, weight, gradient.to(x.dtype))
+            return F.cross_entropy(logits[: len(labels)].float(), labels)
+
+        @staticmethod
+        def backward(ctx, d):
+            x, weight, gradient = ctx.saved_tensors
+            gradient = gradient * d.to(gradient.dtype) / len(labels)
+            return (gradient @ weight).view_as(x), gradient.t() @ x.flatten(0, -2)
+
+    report = ampcheck(
+        lambda x, weight: Loss.apply(x, weight) * (labels >= 0).any(),
+        (drawn(*rows, 8), drawn(4, 8, seed=1)),
+        raises=False,
+    )
+    assert row_counts == {6}
+    if report.skipped:
+        assert any("refers to a tensor of shape [6]" in reason for reason in report.skipped)
 
 
 def test_reference_decides_which_combinations_must_run():

@@ -7,16 +7,25 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ...errors import IsotypeError, UsageError
+from ...finding import Finding, Severity
 from ..loading import convert_import_errors, get_member, load_module, required_parameters
 from .calls import WrapperCalls, check_wrapper, split_calls, trap_launches
 from .checker import Report, check
 from .infer import returns_value
-from .signature import DEFAULT_TARGET, is_kernel, parse_target, require_triton, unwrap_kernel
+from .signature import (
+    DEFAULT_TARGET,
+    Reach,
+    is_kernel,
+    parse_target,
+    require_triton,
+    unwrap_kernel,
+)
 from .simulated_gpu import simulate_gpu
 
 
@@ -31,12 +40,12 @@ def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
     for target in requested_targets or []:
         parse_target(target)
     location, _, name = text.partition(":")
-    modules = load_modules(location)
+    report = Report()
+    modules = load_modules(location, report.remarks)
     module = modules[0]
     resolved_targets = (
         requested_targets or [str(t) for t in getattr(module, "TARGETS", [])] or [DEFAULT_TARGET]
     )
-    report = Report()
     if name:
         _check_name(module, name, location, resolved_targets, report)
         return report
@@ -47,25 +56,26 @@ def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
     return report
 
 
-def load_modules(location: str) -> list[ModuleType]:
+def load_modules(location: str, remarks: list[str]) -> list[ModuleType]:
     """Imports the module of a path or a dotted name, with the submodules of a package. Kernels that
     are launched during the import are not run.
 
+    remarks  receives one line about each file of a folder that cannot be imported
     Raises  UsageError for a missing file, a syntax error, or a failed import
     """
     with convert_import_errors(location), trap_launches():
         try:
-            return _import_modules(location)
+            return _import_modules(location, remarks)
         except (IsotypeError, ModuleNotFoundError, SyntaxError):
             raise
         except Exception:
             # the module may select a driver or a device when it is imported, so it is imported
             # again with a simulated GPU
             with simulate_gpu(parse_target(DEFAULT_TARGET)):
-                return _import_modules(location)
+                return _import_modules(location, remarks)
 
 
-def _import_modules(location: str) -> list[ModuleType]:
+def _import_modules(location: str, remarks: list[str]) -> list[ModuleType]:
     if not Path(location).is_dir():
         module = load_module(location, as_package_member=True)
         return [module, *_submodules(module)]
@@ -76,7 +86,18 @@ def _import_modules(location: str) -> list[ModuleType]:
     )
     if not files:
         raise UsageError(f"{location}: no Python file in it names triton")
-    return [load_module(str(f), as_package_member=True) for f in files]
+    modules = []
+    for file in files:
+        try:
+            modules.append(load_module(str(file), as_package_member=True))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # pytest.skip at the top of a file is no Exception
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            remarks.append(f"{file}: not checked, {reason}")
+    if not modules:
+        raise UsageError(f"{location}: no file of it can be imported{_first_remark(remarks)}")
+    return modules
 
 
 def _submodules(module: ModuleType) -> Iterator[ModuleType]:
@@ -111,13 +132,23 @@ def find_kernels(module: ModuleType) -> dict[str, Any]:
 def _check_module(module: ModuleType, targets: Sequence[str], report: Report) -> None:
     for name, kernel in find_kernels(module).items():
         try:
-            report.add(check(kernel, targets=targets))
+            checked = check(kernel, targets=targets)
+            checked.findings = [_lower_inferred(finding) for finding in checked.findings]
+            report.add(checked)
         except UsageError:
             raise
         except Exception as error:
             report.remarks.append(
                 f"{name}: not checked, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             )
+
+
+def _lower_inferred(finding: Finding) -> Finding:
+    """Makes a note of a finding about a signature that was inferred from the source of a file: it
+    is not known whether a caller passes such tensors.
+    """
+    is_inferred = dict(finding.details).get("reach") == Reach.INFERRED.description
+    return replace(finding, severity=Severity.NOTE) if is_inferred else finding
 
 
 def _check_name(

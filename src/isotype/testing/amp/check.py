@@ -26,7 +26,13 @@ from ...finding import Finding, Severity, render_findings, sort_findings
 from ...ops.contract import OpContract
 from .attempt import BACKWARD, Fault, Outcome, attempt
 from .locate import find_failure
-from .numerics import Numerics, long_sum_faults, precision_faults, rounded_weight_faults
+from .numerics import (
+    Numerics,
+    different_function_faults,
+    long_sum_faults,
+    precision_faults,
+    rounded_weight_faults,
+)
 from .rules import (
     accepted_failure_reason,
     aliasing_faults,
@@ -167,7 +173,7 @@ def ampcheck(
     )
     samples = [replace(sample, parameter_dtypes=subject.parameter_dtypes()) for sample in samples]
     checks = [_Check(subject, reference_subject, sample, contract) for sample in samples]
-    with torch.enable_grad():
+    with torch.enable_grad(), _interpret_triton_without_gpu():
         for check in checks:
             check.run()
     findings = merge_findings([item for check in checks for item in check.occurrences])
@@ -329,6 +335,10 @@ class _Check:
         settings_to_check = [
             s for s in outcomes if not s.is_backward_in_autocast and s.is_produced_by_trainer
         ]
+        if self.reference is not None:
+            faults, different_results = different_function_faults(self.numerics)
+            self._record(faults, Setting(None))
+            self.numerics.different_results = different_results
         has_yardstick = self.reference is not None or any(o.functions for o in outcomes.values())
         if has_yardstick and self.reference is None and not self.numerics.has_plain_twin:
             self.skipped.append(
@@ -445,12 +455,16 @@ def load_target(text: str) -> Target:
     return Target(result[0], result[1], options)
 
 
-def triton_interpreted_without_gpu() -> AbstractContextManager[None]:
+def _interpret_triton_without_gpu() -> AbstractContextManager[None]:
     """Returns a context in which Triton kernels run in the repaired interpreter if there is no GPU.
-    If Triton was not imported, the context has no effect.
+    If Triton was not imported, or has no supported version, the context has no effect.
     """
     if torch.cuda.is_available() or "triton" not in sys.modules:
         return nullcontext()
-    from ..interpreter import interpreted
+    from ..interpreter import interpreted, require_triton
 
+    try:
+        require_triton()
+    except UsageError:
+        return nullcontext()
     return interpreted()

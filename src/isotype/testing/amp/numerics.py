@@ -43,9 +43,12 @@ from .attempt import (
     plain_functions,
 )
 from .locate import locate
-from .samples import LOW, PARAM, Sample, Setting, Subject, lengthen
+from .samples import LOW, PARAM, Sample, Setting, Subject, count_rows, lengthen
 
 SLACK = 4.0  # factor by which a result's error may exceed the yardstick's
+# the relative error in fp64 from which a result is another function than the reference's: a value
+# that the code itself rounds to bf16 has a tenth of it
+MAX_FP64_ERROR = 0.02
 # number of machine epsilons by which another order of additions may change a result
 REORDERING_STEPS = 16
 
@@ -62,21 +65,38 @@ class Excess:
     yardstick: str
 
 
+@dataclass(frozen=True)
+class Difference:
+    """The difference of a result from the reference in fp64.
+
+    factor  the number by which the reference's result is multiplied; None if it is none
+    """
+
+    error: float
+    factor: float | None
+
+
 @dataclass
 class Numerics:
     """Measures the errors of one function on one sample. The exact results are computed only once
     for each dtype combination.
+
+    different_results  the results that differ from the reference in fp64 too, whose error is no
+                       question of precision
     """
 
     subject: Subject
     reference: Subject | None
     sample: Sample
     inside_fp32: bool = False
+    different_results: frozenset[str] = frozenset()
     _truths: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
 
     def with_sample(self, sample: Sample) -> Numerics:
         """Returns the same measurement for another sample."""
-        return Numerics(self.subject, self.reference, sample, self.inside_fp32)
+        return Numerics(
+            self.subject, self.reference, sample, self.inside_fp32, self.different_results
+        )
 
     def truth(self, setting: Setting) -> dict[str, Tensor]:
         """Returns the exact results: those of the reference, or else of the checked function
@@ -120,6 +140,26 @@ class Numerics:
             self.subject, self.sample, Setting(None), widen_to=torch.float64, context=context
         )
 
+    def compare_in_fp64(self) -> tuple[Outcome, dict[str, Difference]]:
+        """Returns the run of the function in fp64, and the results in which it differs from the
+        reference there.
+        """
+        outcome = self._attempt_in_fp64(fp64_arithmetic)
+        differences: dict[str, Difference] = {}
+        if self.reference is None or not outcome.succeeded:
+            return outcome, differences
+        truth = self.truth(Setting(None))
+        for result, value in outcome.results().items():
+            exact_value = truth.get(result)
+            if exact_value is None or exact_value.shape != value.shape:
+                continue
+            size = _norm(exact_value)
+            error = _distance(value, exact_value)
+            if size and error > MAX_FP64_ERROR * size:
+                factor = _find_factor(value.detach().double(), exact_value)
+                differences[result] = Difference(error / size, factor)
+        return outcome, differences
+
     def measure(self, outcome: Outcome, setting: Setting) -> tuple[dict[str, float], list[Excess]]:
         """Returns the relative error of each result, and the results whose error is larger than
         allowed.
@@ -130,6 +170,8 @@ class Numerics:
         errors = dict[str, float]()
         excesses = []
         for result, value in outcome.results().items():
+            if result in self.different_results:
+                continue
             if result not in truth or truth[result].shape != value.shape:
                 continue
             exact_value = truth[result]
@@ -148,6 +190,25 @@ class Numerics:
                     relative = allowed / size
                 excesses.append(Excess(result, errors[result], relative, label))
         return errors, excesses
+
+    def find_captured_rows(self) -> str | None:
+        """Returns the reason why the inputs cannot get more rows: a tensor that the function
+        refers to, and that has an entry for each row. With more rows the function would read past
+        the end of this tensor. Returns None if there is no such tensor.
+        """
+        row_counts = count_rows(self.sample)
+        subjects = [self.subject]
+        if self.reference is not None:
+            subjects.append(self.reference)
+        for subject in subjects:
+            for tensor in subject.captured_tensors():
+                if tensor.dim() and tensor.shape[0] in row_counts and tensor.shape[0] > 1:
+                    shape = " ".join(map(str, tensor.shape))
+                    return (
+                        f"{subject.label} refers to a tensor of shape [{shape}], which has an entry"
+                        " for each row; pass it as an input"
+                    )
+        return None
 
     def equals_up_to_order(
         self,
@@ -204,6 +265,15 @@ def _exact_twin() -> Iterator[None]:
         yield
 
 
+def _find_factor(actual: Tensor, expected: Tensor) -> float | None:
+    """Returns the number by which the expected values have to be multiplied; None if there is none."""
+    if not bool(torch.isfinite(actual).all() & torch.isfinite(expected).all()):
+        return None
+    factor = float((actual * expected).sum() / expected.square().sum())
+    is_multiple = _distance(actual, factor * expected) <= 1e-4 * _norm(actual) + 1e-12
+    return factor if is_multiple else None
+
+
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
     return (
         actual.shape == expected.shape
@@ -258,6 +328,32 @@ def precision_faults(outcome: Outcome, setting: Setting, numerics: Numerics) -> 
     return [_precision_fault("AC006", worst, outcome, setting, numerics.subject, numerics.sample)]
 
 
+def different_function_faults(numerics: Numerics) -> tuple[list[Fault], frozenset[str]]:
+    """Returns AC023 for results that differ from the reference in fp64, and their names."""
+    outcome, differences = numerics.compare_in_fp64()
+    if not differences:
+        return [], frozenset()
+    forward_results = [result for result in differences if not result.startswith("gradient")]
+    stage = FORWARD if forward_results else BACKWARD
+    location = faulty_method_location(numerics.subject, outcome, stage)
+    worst = max(differences.values(), key=lambda difference: difference.error)
+    factors = {difference.factor for difference in differences.values()}
+    factor = factors.pop() if len(factors) == 1 else None
+    names = list(differences)
+    fault = make_fault(
+        "AC023",
+        location,
+        location.symbol,
+        location.line,
+        results=", ".join(names),
+        several=len(names) > 1,
+        forward=bool(forward_results),
+        error=format_error(worst.error),
+        factor="" if factor is None else f"{factor:.4g}",
+    )
+    return [fault], frozenset(names)
+
+
 def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], str | None]:
     """Returns a fault AC007 if an error appears only with thousands of rows. The second result is
     the reason why this could not be checked, or None.
@@ -268,6 +364,8 @@ def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], 
     long_sample = lengthen(sample, SOME_ROWS)
     if not short_outcome.succeeded or long_sample is None:
         return [], None
+    if captured := numerics.find_captured_rows():
+        return [], f"long reductions: {captured}"
     outcome = attempt(subject, long_sample, setting)
     if outcome.succeeded and _grows_linearly(short_outcome, outcome, sample, long_sample):
         elements = sum(long_sample.tensor(slot).numel() for slot in long_sample.slots)
@@ -446,7 +544,7 @@ def _column_slopes(
     and the dtype of the output.
     """
     varied_sample = _vary_rows(numerics.sample, seed)
-    if varied_sample is None:
+    if varied_sample is None or numerics.find_captured_rows():
         return {}
     outcome = attempt(numerics.subject, varied_sample, setting, forward_only=True)
     if not outcome.succeeded:
@@ -456,6 +554,8 @@ def _column_slopes(
     for result, value in outcome.results().items():
         exact_value = truth.get(result)
         if exact_value is None or exact_value.shape != value.shape:
+            continue
+        if result in numerics.different_results:
             continue
         if value.dtype not in LOW or value.dim() < 2 or value.shape[-1] < MIN_COLUMNS:
             continue

@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -214,9 +215,24 @@ def _read_sample(
             group = _declared_group(specs[position], group)
         requires_grad = all_require_grad or tensor.requires_grad
         slots.append(Slot(_label(path, names), i, group, requires_grad))
+    if not params and not specs:
+        slots = _tie_factors(slots)
     groups = {slot.group for slot in slots}
     has_guessed_groups = not params and not specs and len(groups) > 1
     return Sample(leaves, tree, tuple(slots), has_guessed_groups=has_guessed_groups)
+
+
+# names of the factors of an adapter: lora_A, lora_down, w1_a, hada_w2_b
+_FACTOR_NAME = re.compile(r"(?i)^(?:.*[_.])?(?:w\d+_?[ab]|lora_?(?:[ab]|down|up))$")
+
+
+def _tie_factors(slots: list[Slot]) -> list[Slot]:
+    """Gives the factors of one adapter the same group: a library makes them in one dtype."""
+    factors = [slot for slot in slots if _FACTOR_NAME.match(slot.name)]
+    if len(factors) < 2:
+        return slots
+    group = INPUT if len(factors) == len(slots) else PARAM
+    return [replace(slot, group=group) if slot in factors else slot for slot in slots]
 
 
 def _is_floating(leaf: Any) -> bool:
@@ -344,6 +360,15 @@ def lengthen(sample: Sample, rows: int) -> Sample | None:
         if leaf.dim() and leaf.shape[0] == leading_size:
             drawn_tensors[i] = leaf.detach()[indices.to(leaf.device)]
     return sample.with_tensors(drawn_tensors)
+
+
+def count_rows(sample: Sample) -> set[int]:
+    """Returns the leading size of the first input, and its number of rows."""
+    inputs = [sample.tensor(slot) for slot in sample.slots if slot.group != PARAM]
+    first = next((tensor for tensor in inputs if tensor.dim()), None)
+    if first is None:
+        return set()
+    return {first.shape[0], first.numel() // max(1, first.shape[-1])}
 
 
 LOW = (torch.bfloat16, torch.float16)
@@ -618,16 +643,16 @@ class Subject:
     def shares_parameters(self, module: nn.Module) -> bool:
         """True if a plain callable refers to parameters of this module."""
         parameter_ids = {id(p) for p in module.parameters()}
-        return any(id(t) in parameter_ids for t in self._captured_tensors())
+        return any(id(t) in parameter_ids for t in self.captured_tensors())
 
     def captured_dtypes(self) -> set[torch.dtype]:
         """Returns the dtypes of the floating-point tensors to which a plain callable refers. The
         callable may refer to them in its closure, its default arguments, the arguments of a partial
         function, or its globals.
         """
-        return {t.dtype for t in self._captured_tensors() if t.is_floating_point()}
+        return {t.dtype for t in self.captured_tensors() if t.is_floating_point()}
 
-    def _captured_tensors(self) -> Iterator[Tensor]:
+    def captured_tensors(self) -> Iterator[Tensor]:
         """Yields the tensors to which a plain callable refers. It yields none for a module or an
         autograd Function.
         """
