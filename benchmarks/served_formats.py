@@ -18,11 +18,14 @@ from typing import Any
 
 import gguf
 
+from isotype.data.stdlib import stdlib_pairs
+
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
 ADAPTERS = {
     "light": {"steps": 30, "learning_rate": 1e-4},
     "strong": {"steps": 90, "learning_rate": 1e-3},
 }
+ROWS = 800
 DOCUMENT = Path(__file__).parent.parent / "docs" / "results.md"
 BEGIN = "<!-- served_formats.py -->"
 END = "<!-- end -->"
@@ -36,6 +39,17 @@ def isotype(*arguments: Any, statuses: tuple[int, ...] = (0,)) -> str:
     return done.stdout
 
 
+def write_rows(folder: Path) -> Path:
+    """Writes the first rows of the built-in set `stdlib`."""
+    file = folder / "rows.jsonl"
+    if not file.is_file():
+        pairs = [
+            {"prompt": pair.question, "completion": pair.answer} for pair in stdlib_pairs()[:ROWS]
+        ]
+        file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return file
+
+
 def train(
     folder: Path, base: Path, steps: int, learning_rate: float, preset: str = "bf16-lora"
 ) -> None:
@@ -44,7 +58,7 @@ def train(
         return
     config = {
         "model": {"name": str(base)},
-        "data": {"train": "stdlib", "max_length": 96, "limit": 1500, "eval_split": 0.05},
+        "data": {"train": str(write_rows(folder.parent)), "max_length": 96, "eval_split": 0.1},
         "adapter": {"kind": "lora", "r": 8},
         "precision": {"preset": preset},
         "train": {"steps": steps, "batch_size": 8, "learning_rate": learning_rate},

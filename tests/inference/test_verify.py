@@ -19,12 +19,16 @@ from tests.api import (
     RunWeights,
     export_model,
     find_damage,
+    header_keys,
     kept_share,
     load_run,
+    tokenizer_keys,
 )
+from tests.api import gguf_file_FAMILIES as GGUF_FAMILIES
 from tests.commands import ask, invoke
 from tests.gguf_files import splitting
 from tests.models import SIZES, tiny
+from transformers import AutoModelForCausalLM
 
 from isotype.errors import UsageError
 
@@ -238,6 +242,78 @@ def test_a_q4_0_file_is_reported_with_what_it_keeps(llama, tmp_path) -> None:
     assert 0.3 < result["kept"] < 1.2
     groups = {"embedding and head in the file", "attention in the file", "mlp in the file"}
     assert groups <= set(result["causes"])
+
+
+MIXTURE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+
+
+def write_mixture(folder: Path, out: Path, kind: str, *, fused: bool = False) -> None:
+    """Writes a merged mixture of experts as llama.cpp's converter does: gate and up projection are
+    apart, or together in one tensor, and the router stays fp32.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    family = GGUF_FAMILIES[model.config.model_type]
+    architecture = getattr(gguf.MODEL_ARCH, family.architecture)
+    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    writer = gguf.GGUFWriter(str(out), gguf.MODEL_ARCH_NAMES[architecture])
+    keys = [*header_keys(model.config), *tokenizer_keys(folder, model.config.vocab_size, "")]
+    for method, value in keys:
+        getattr(writer, method)(value)
+    heads = {"q_proj": model.config.num_attention_heads, "k_proj": 2}
+    for name, tensor in model.state_dict().items():
+        layer = "".join(name.split(".")[2:3])
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            parts = {"gate_exps": gate, "up_exps": up}
+            if fused:
+                parts = {"gate_up_exps": tensor}
+            stored = {f"blk.{layer}.ffn_{key}.weight": value for key, value in parts.items()}
+        elif name.endswith("experts.down_proj"):
+            stored = {f"blk.{layer}.ffn_down_exps.weight": tensor}
+        else:
+            projection = "".join(name.split(".")[-2:-1])
+            if family.permutes_rows and projection in heads:
+                rows = tensor.view(heads[projection], 2, -1, tensor.shape[1])
+                tensor = rows.transpose(1, 2).reshape(tensor.shape)
+            stored = {names.get_name(name, try_suffixes=(".weight", ".bias")): tensor}
+        for gguf_name, value in stored.items():
+            is_narrow = value.ndim > 1 and "gate_inp" not in gguf_name
+            wanted = gguf.GGMLQuantizationType[kind if is_narrow else "F32"]
+            data = gguf.quants.quantize(value.contiguous().numpy(), wanted)
+            writer.add_tensor(gguf_name, data, raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
+def test_a_file_of_stacked_experts_is_compared(tmp_path, family: str) -> None:
+    changes = {**MIXTURE, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    trained = train_family(tmp_path / family, family, **changes)
+    ask("merge", trained.run, "--out", tmp_path / "merged")
+    for kind, fused in (("F16", False), ("Q8_0", False), ("F16", True)):
+        file = tmp_path / f"{kind}-{fused}.gguf"
+        write_mixture(tmp_path / "merged", file, kind, fused=fused)
+        result = verify(trained.run, file)
+        assert result["differences"] == [], kind
+        assert result["kept"] == pytest.approx(1.0, abs=0.01)
+    assert_expert_faults_are_named(trained, tmp_path / "F16-False.gguf")
+
+
+def assert_expert_faults_are_named(trained: SimpleNamespace, file: Path) -> None:
+    reader = gguf.GGUFReader(str(file), "r+")
+    name = "blk.1.ffn_up_exps.weight"
+    (data,) = (tensor.data for tensor in reader.tensors if tensor.name == name)
+    data[1] = data[0]
+    architecture = reader.fields["general.architecture"].contents()
+    key = f"{architecture}.expert_used_count"
+    set_field(reader, key, 1)
+    result = verify(trained.run, file)
+    found = [difference["name"] for difference in result["differences"]]
+    assert found == [key, f"blk.1.ffn_gate_exps.weight and {name}"]
+    assert "settings of the file" in result["causes"]
 
 
 def test_nothing_learnt_gives_no_share() -> None:

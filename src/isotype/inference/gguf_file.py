@@ -275,6 +275,12 @@ def header_keys(config: PreTrainedConfig) -> list[tuple[str, Any]]:
             if model_config.model_type in ("gemma2", "gemma3_text", "phi3")
             else None
         ),
+        "expert_count": (
+            getattr(model_config, "num_experts", None)
+            or getattr(model_config, "num_local_experts", None)
+        ),
+        "expert_used_count": getattr(model_config, "num_experts_per_tok", None),
+        "expert_feed_forward_length": getattr(model_config, "moe_intermediate_size", None),
         "attn_logit_softcapping": getattr(model_config, "attn_logit_softcapping", None),
         "final_logit_softcapping": getattr(model_config, "final_logit_softcapping", None),
     }

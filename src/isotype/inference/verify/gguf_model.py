@@ -4,7 +4,7 @@ dequantised, and rows and norms are converted back to the form that transformers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from .written_model import WrittenModel, WrittenTensor, adapter_model
 
 # tensors that are settings: factors of the rotary embedding
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_EXPERTS = ".experts."  # stacked weights of a mixture's experts
 _LORA_A = ".lora_a"
 _LORA_B = ".lora_b"
 
@@ -74,10 +75,13 @@ def open_gguf(
     name_map = gguf.get_tensor_name_map(architecture, text_config.num_hidden_layers)
     content = np.memmap(path, mode="r")
     gguf_names = {}
+    stacked_names = {}
     for name in names:
         plain_name = name.replace(".language_model.", ".")
         gguf_name = name_map.get_name(plain_name, try_suffixes=(".weight", ".bias"))
-        if gguf_name is not None:
+        if _EXPERTS in plain_name:
+            stacked_names[name] = _stacked_names(plain_name, name_map, header)
+        elif gguf_name is not None:
             gguf_names[name] = gguf_name
     if header.fields.get("general.type") == "adapter":
         return _open_adapter(header, content, family, text_config, gguf_names, read_base)
@@ -87,7 +91,15 @@ def open_gguf(
         if entry is not None:
             read = partial(_read_weight, content, entry, name, family, text_config)
             tensors[name] = WrittenTensor(gguf_name, entry.kind, entry.shape, read)
-    unexpected = set(header.tensors) - set(gguf_names.values()) - {*ROPE_TENSORS, "output.weight"}
+    for name, parts in stacked_names.items():
+        entries = [header.tensors[part] for part in parts if part in header.tensors]
+        if entries and len(entries) == len(parts):
+            tensors[name] = _stacked_tensor(content, parts, entries)
+    stored_names = {
+        *gguf_names.values(),
+        *(part for parts in stacked_names.values() for part in parts),
+    }
+    unexpected = set(header.tensors) - stored_names - {*ROPE_TENSORS, "output.weight"}
     rope_entry = header.tensors.get(ROPE_TENSORS[0])
     return WrittenModel(
         f"GGUF, {_main_kind(header)}",
@@ -96,6 +108,38 @@ def open_gguf(
         fields=header.fields,
         rope_factors=None if rope_entry is None else _read_values(content, rope_entry),
     )
+
+
+def _stacked_names(name: str, name_map: Any, header: Header) -> tuple[str, ...]:
+    """Returns the names of the tensors that hold a stacked weight of experts. llama.cpp keeps gate
+    and up projection apart, or together in newer files.
+    """
+    prefix, _, part = name.rpartition(_EXPERTS)
+    if part != "gate_up_proj":
+        return (f"{name_map.get_name(name)}.weight",)
+    gate = f"{name_map.get_name(f'{prefix}{_EXPERTS}gate_proj')}.weight"
+    fused = gate.replace("ffn_gate_exps", "ffn_gate_up_exps")
+    if fused in header.tensors:
+        return (fused,)
+    return gate, gate.replace("ffn_gate_exps", "ffn_up_exps")
+
+
+def _stacked_tensor(
+    content: np.ndarray[Any, Any], names: Sequence[str], entries: Sequence[TensorEntry]
+) -> WrittenTensor:
+    """Returns the tensor of a stacked weight: [experts, rows of all parts, columns]."""
+    first = entries[0].shape
+    outer_shapes = {(entry.shape[:1], entry.shape[2:]) for entry in entries}
+    shape = first
+    if len(first) == 3 and len(outer_shapes) == 1:
+        shape = (first[0], sum(entry.shape[1] for entry in entries), first[2])
+    coarsest = min(entries, key=lambda entry: entry.size)
+    read = partial(_read_stacked, content, entries)
+    return WrittenTensor(" and ".join(names), coarsest.kind, shape, read)
+
+
+def _read_stacked(content: np.ndarray[Any, Any], entries: Sequence[TensorEntry]) -> Tensor:
+    return torch.cat([_read_values(content, entry) for entry in entries], dim=1)
 
 
 def _main_kind(header: Header) -> str:

@@ -224,6 +224,10 @@ def apply_gguf_settings(config: Any, written: WrittenModel) -> Any | None:
     rope = text_config.rope_parameters
     rope = rope.get("full_attention", rope)
     is_changed = not math.isclose(theta, rope["rope_theta"], rel_tol=1e-6)
+    experts_per_token = written.fields.get(f"{architecture}.expert_used_count")
+    if experts_per_token not in (None, getattr(text_config, "num_experts_per_tok", None)):
+        text_config.num_experts_per_tok = experts_per_token
+        is_changed = True
     rope["rope_theta"] = theta
     if epsilon is not None and not math.isclose(epsilon, text_config.rms_norm_eps, rel_tol=1e-6):
         text_config.rms_norm_eps = epsilon
