@@ -34,6 +34,7 @@ LEVELS = [
     {"entry"},
     {"quickstart"},
     {"quickstart_pictures"},
+    {"proof"},
     {"cli"},
     {"isotype", "__main__", "hook"},
 ]

@@ -43,6 +43,7 @@ _COMMANDS = {
     "export": ("merge.export", RUNS),
     "verify": ("verify.verify", RUNS),
     "ls": ("report.ls", RUNS),
+    "proof": ("proof.proof", DOCTOR),
 }
 # command name that users may try -> the command to use
 RENAMED_COMMANDS = {
@@ -99,6 +100,7 @@ LINUX_ONLY = frozenset(
         "verify",
         "report",
         "watch",
+        "proof",
     )
 ) | {f"doctor {verb}" for verb in ("trace", "conform", "kernels")}
 _SYSTEMS = {"win32": "Windows", "darwin": "macOS"}

@@ -1,0 +1,26 @@
+"""The relative error of a result, and the error that is allowed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# An error may be this many times the error of plain PyTorch at the same dtypes.
+MAX_RATIO = 2.0
+
+
+def relative_error(result: Tensor, truth: Tensor) -> float:
+    """The norm of the difference over the norm of the truth; infinite if the result has a value
+    that is not finite.
+    """
+    if not torch.isfinite(result).all():
+        return float("inf")
+    difference = (result.detach().double() - truth.detach().double()).norm()
+    return float(difference / truth.detach().double().norm().clamp_min(1e-30))
+
+
+def allowed_error(plain_error: float, dtype: torch.dtype) -> float:
+    """`MAX_RATIO` times PyTorch's own error. An error below half a rounding step of the dtype is
+    always allowed, since no result in this dtype is exact.
+    """
+    return MAX_RATIO * max(plain_error, torch.finfo(dtype).eps / 2)
