@@ -104,13 +104,18 @@ def format_compact(value: float) -> str:
     return f"{value:.3g}T"
 
 
+MAX_ERROR_LENGTH = 600  # characters of another library's error in a message
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of the error's message; without a message, the name of its class. A
-    first line that ends in a colon, as some of torch's do, is skipped.
+    first line that ends in a colon, as some of torch's do, is skipped. A long line, which may quote
+    a value of a file, is shortened.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines:
-        return lines[1 if len(lines) > 1 and lines[0].endswith(":") else 0]
+        line = lines[1 if len(lines) > 1 and lines[0].endswith(":") else 0]
+        return shorten_middle(line, MAX_ERROR_LENGTH)
     return type(error).__name__
 
 
@@ -123,6 +128,15 @@ def remove_control_characters(text: str) -> str:
     bell, or change its colours or title.
     """
     return text.translate(_TRANSLATION)
+
+
+def list_names(names: Iterable[object], *, max_names: int = 40, max_length: int = 60) -> str:
+    """Lists names from a file for a message: on one line, with limits of their number and length."""
+    texts = [" ".join(remove_control_characters(str(name)).split()) for name in names]
+    shown = [shorten_middle(text, max_length) for text in texts[:max_names]]
+    if len(texts) > max_names:
+        shown.append(f"and {len(texts) - max_names:,} more")
+    return ", ".join(shown)
 
 
 def shorten_middle(text: str, max_length: int) -> str:

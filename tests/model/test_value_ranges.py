@@ -32,6 +32,8 @@ DAMAGES = [
     ("rope_parameters", {"rope_type": "linear", "factor": 0}, "0, expected a number from"),
     ("text_config", {"vocab_size": -1}, "-1, expected an integer"),
     ("never_heard_of", float("nan"), "NaN"),
+    ("architectures", 5, "5, expected a list of texts"),
+    ("hidden_act", ["silu"], r"\['silu'\], expected a text"),
 ]
 
 
@@ -63,6 +65,16 @@ def test_a_value_outside_its_range_is_named(base, tmp_path, key, value, message)
     with pytest.raises(UsageError, match=rf"config\.json: {path}: {message}") as refusal:
         load(folder)
     assert "\n" not in refusal.value.message
+
+
+def test_a_long_value_is_not_quoted_whole(base, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pretraining_tp": ["x" * 9000]}))
+    with pytest.raises(UsageError) as refusal:
+        load(folder)
+    assert len(refusal.value.message) < 2000
 
 
 def test_settings_of_a_gigabyte_are_not_read(base, tmp_path):

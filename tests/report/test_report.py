@@ -1,6 +1,7 @@
 """The page of a run: whole runs, dead runs, hostile text; its verdict."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -58,6 +59,13 @@ def html_of(folder: Path) -> str:
 
 def page_of(folder: Path) -> Page:
     return Page(html_of(folder))
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, 1e308])
+def test_a_time_that_is_no_number_is_left_out(tmp_path, seconds):
+    metrics = [step(n, seconds=1e308) for n in range(1, 4)]
+    folder = run_folder(tmp_path / "run", metrics=metrics, result={"trained_seconds": seconds})
+    assert "training loss" in render(read_run(folder))
 
 
 def test_everything_is_on_the_page(tmp_path: Path) -> None:

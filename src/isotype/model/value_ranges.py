@@ -52,6 +52,21 @@ class Range:
         return f"{text}, or a list of these" if self.accepts_list else text
 
 
+@dataclass(frozen=True)
+class Texts:
+    """A text, or with `is_list` a list of texts."""
+
+    is_list: bool = False
+
+    def contains(self, value: Any) -> bool:
+        if self.is_list:
+            return isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return isinstance(value, str)
+
+    def __str__(self) -> str:
+        return "a list of texts" if self.is_list else "a text"
+
+
 _WIDTH = Range(1, 1 << 18)
 _WIDTH_OR_LIST = Range(1, 1 << 20, accepts_list=True)
 _LAYERS = Range(1, 2048)
@@ -68,7 +83,9 @@ _DEVIATION = Range(0, 1e4, is_integer=False)
 _THETA = Range(1e-3, 1e15, is_integer=False)
 
 # key of config.json -> its range. A key that is absent or null keeps the family's default
-RANGES: Mapping[str, Range] = {
+RANGES: Mapping[str, Range | Texts] = {
+    **dict.fromkeys(("architectures", "layer_types"), Texts(is_list=True)),
+    **dict.fromkeys(("model_type", "hidden_act", "hidden_activation"), Texts()),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "out_hidden_size"), _WIDTH),
     **dict.fromkeys(("embed_dim", "intermediate_size", "moe_intermediate_size", "ffn_dim", "encoder_ffn_dim",
                      "decoder_ffn_dim"), _WIDTH_OR_LIST),
@@ -100,7 +117,7 @@ _ROPE_RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), Range(1e-6, 1e6, is_integer=False)),
 }
 # key of a GGUF header, without the name of the architecture -> its range
-GGUF_RANGES: Mapping[str, Range] = {
+GGUF_RANGES: Mapping[str, Range | Texts] = {
     "context_length": _POSITIONS,
     "embedding_length": _WIDTH,
     "block_count": _LAYERS,
@@ -120,7 +137,7 @@ GGUF_RANGES: Mapping[str, Range] = {
     "rope.scaling.original_context_length": _POSITIONS,
 }
 # key of a GGUF header that has no name of an architecture
-GGUF_GENERAL_RANGES: Mapping[str, Range] = {
+GGUF_GENERAL_RANGES: Mapping[str, Range | Texts] = {
     "general.alignment": Range(4, 1 << 20),
     "split.count": Range(0, 1 << 16),
     **{f"tokenizer.ggml.{name}_token_id": Range(0, 1 << 26) for name in ("bos", "eos", "padding")},
@@ -173,7 +190,7 @@ def _config_sections(
             yield f"{key}.", value
 
 
-def check_value(label: str, value: Any, value_range: Range | None) -> None:
+def check_value(label: str, value: Any, value_range: Range | Texts | None) -> None:
     """Raises UsageError for a value outside its range. Without a range only NaN is refused. None
     means that the file does not contain the value.
     """

@@ -261,7 +261,7 @@ def tiles(record: RunRecord) -> list[Tile]:
     training_seconds = record.result.get("trained_seconds") or (
         sum(seconds) / record.metrics_rows.step_share
     )
-    if isinstance(training_seconds, int | float) and training_seconds > 0:
+    if isinstance(training_seconds, int | float) and 0 < training_seconds < math.inf:
         result.append(Tile("training time", format_duration(training_seconds), "in steps alone"))
     if speed:
         result.append(Tile(f"{units} per second", format_number(median(speed)), "median"))

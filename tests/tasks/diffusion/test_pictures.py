@@ -224,6 +224,11 @@ def test_columns_are_named_or_asked_for(tmp_path):
         train=str(file), columns={"caption": "words"}
     )
     assert "no column 'foto'" in refusal(train=str(file), columns={"image": "foto"})
+    file.write_text(json.dumps({f"{n}\n" * 5000: "a" for n in range(100)}) + "\n")
+    said = refusal(train=str(file))
+    assert said.endswith("and 60 more")
+    assert len(said) < 4000
+    assert "\n" not in said
 
 
 def test_captions_of_megabytes_are_refused_before_they_are_held(tmp_path):

@@ -22,6 +22,7 @@ from ...data.pictures import BadPicture, resolve_picture, unreadable_reason
 from ...data.read import JSON_ENDINGS, Record, file_suffix, sha256
 from ...data.records import read_records
 from ...errors import UsageError
+from ...wording import list_names
 
 
 def fingerprint(files: Iterable[Path]) -> str:
@@ -345,7 +346,7 @@ def _match_columns(
         if file_column not in row:
             raise UsageError(
                 f"{key}: {file}: no column {file_column!r} (columns.{field}): it has"
-                f" {', '.join(map(str, row))}"
+                f" {list_names(row)}"
             )
     names = dict(columns)
     for field, candidates in known_names.items():
@@ -358,7 +359,7 @@ def _match_columns(
         if field not in names:
             raise UsageError(
                 f"{key}: {file}: no column for the {field} ({', '.join(known_names[field])}): it has"
-                f" {', '.join(map(str, row))}",
+                f" {list_names(row)}",
                 fix=f"images.columns: {{{field}: NAME}}",
             )
     return names
