@@ -5,7 +5,10 @@ results hold what the page promises.
 import json
 
 import pytest
-from benchmarks import dropin
+from benchmarks import attach_peers, dropin
+from packaging.version import Version
+
+from tests.api import TESTED_VERSIONS
 
 pytest.importorskip("trl")
 
@@ -32,6 +35,23 @@ def test_the_page_has_the_tables_of_the_results(results, cells):
     for one in results["line"]:
         assert one["attached"]["peak_mib"] <= 1.1 * one["unwatched"]["peak_mib"]
     assert f"{results['overhead'][0]['own']:.1%}" in page
+
+
+def test_versions_of_other_tools_are_accepted_and_gave_the_plain_losses():
+    results = json.loads(attach_peers.RESULTS.read_text())
+    page = attach_peers.PAGE.read_text(encoding="utf-8")
+    assert set(results) == {peer.name for peer in attach_peers.PEERS}
+    table = page.split(attach_peers.MARKS[0])[1].split(attach_peers.MARKS[1])[0].strip()
+    assert table == attach_peers.format_table(results)
+    for package, (minimum, limit) in TESTED_VERSIONS.items():
+        for peer in attach_peers.PEERS:
+            assert Version(minimum) <= Version(peer.pins[package]) < Version(limit)
+            assert peer.pins[package] == results[peer.name]["versions"][package]
+    rows = [row for result in results.values() for row in result["trainers"]]
+    compared = [row for row in rows if "error" not in row]
+    assert all(row["error"].startswith("without attach") for row in rows if "error" in row)
+    assert all(row["difference"] <= 1e-5 and not row["left"] for row in compared)
+    assert all(row["difference_bf16"] <= 0.02 for row in compared)
 
 
 def test_every_trainer_was_tried_in_every_form_and_none_failed(cells):

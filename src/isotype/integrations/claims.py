@@ -357,12 +357,13 @@ def _describe_vanishing_updates(trainer: Any, parameters: list[nn.Parameter]) ->
 
 
 ATTACHED = "_isotype_attachment"
-# package -> (first tested version, first version that is not tested)
+# package -> (first tested version, first version that is not tested); the lowest are those that
+# LLaMA-Factory 0.9.5 requires (benchmarks/attach_peers.py)
 TESTED_VERSIONS = {
-    "transformers": ("5.17", "6"),
+    "transformers": ("5.6", "6"),
     "accelerate": ("1.10", "2"),
-    "peft": ("0.21", "1"),
-    "trl": ("1.16", "1.17"),
+    "peft": ("0.18", "1"),
+    "trl": ("0.24", "1.17"),
 }
 
 
