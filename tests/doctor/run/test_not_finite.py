@@ -104,6 +104,44 @@ TRUTH = {
     "scaler_step": Truth(
         1, "RN035", "", "while a loss scaler", "called directly", "scaler.step(optimizer)"
     ),
+    "exp_overflow": Truth(
+        3,
+        "RN033",
+        "deviation = torch.exp(0.5 * log_variance)",
+        "exp gives inf",
+        "the exponential of more than 88",
+        "x.clamp(max=20)",
+    ),
+    "zero_target": Truth(
+        3, "RN033", "targets = counts.log()", "log gives inf", "gets 0", "clamp its input"
+    ),
+    "angle": Truth(
+        3,
+        "RN033",
+        "angle = torch.acos(cosine)",
+        "rsqrt gives inf",
+        "the derivative of this function is infinite",
+        "for acos or asin x.clamp(-1 + 1e-6, 1 - 1e-6)",
+    ),
+    "wide_mask": Truth(
+        3,
+        "RN030",
+        "scores = q @ k.transpose(1, 2) + mask.to(q.dtype)",
+        "to_copy gives inf in fp16",
+        "casts a value of 3.403e+38 to fp16",
+        "torch.finfo(x.dtype).min",
+    ),
+    "zero_count": Truth(
+        3, "RN036", "", "a weight is not finite", "between backward and step", "changes .grad"
+    ),
+    "frozen_table": Truth(
+        2,
+        "RN032",
+        "",
+        "0.weight is not finite",
+        "since the weights were made",
+        "another checkpoint",
+    ),
     "root_at_zero": Truth(
         2,
         "RN033",

@@ -25,7 +25,7 @@ from .shadows import Shadows
 from .step import Entry, Step, collect_tensors
 
 # operators that write a constant, such as the -inf of a mask
-_CONSTANT_WRITERS = frozenset(
+CONSTANT_WRITERS = frozenset(
     ("masked_fill", "fill", "full", "full_like", "where", "tril", "triu", "zero", "index_fill")
     + ("new_full", "scalar_tensor", "constant_pad_nd", "lift_fresh", "scatter", "index_put")
 )
@@ -126,7 +126,7 @@ class Event:
 
     @property
     def is_constant(self) -> bool:
-        return self.op.base_name in _CONSTANT_WRITERS and not self.parts
+        return self.op.base_name in CONSTANT_WRITERS and not self.parts
 
     @property
     def has_finite_inputs(self) -> bool:
@@ -434,7 +434,8 @@ class Replay:
             register_module_forward_hook(leave, always_call=True),
         ]
         try:
-            with make_tape(self.watch.run):
+            with warnings.catch_warnings(), make_tape(self.watch.run):
+                warnings.simplefilter("ignore")  # about the hooks of this run
                 yield
         finally:
             for hook in hooks:

@@ -15,13 +15,15 @@ from ....finding import Finding, Place
 from ....observe.origin import read_statement, short_path
 from ....pages.finding_sheet import load_finding_formatter
 from ..causes import SHEET
-from .replay import Event, Range, Replay, describe_input, watch_update
+from .replay import CONSTANT_WRITERS, Event, Range, Replay, describe_input, watch_update
 from .step import Entry, Step, collect_tensors
 
 _format_finding = load_finding_formatter(SHEET)
 _PRODUCTS_WITH_SCALE = ("bmm", "baddbmm", "mm", "matmul")
 _DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "addcdiv"))
 _LOGARITHMS = frozenset(("log", "log2", "log10", "logit", "xlogy"))
+_SOFTMAXES = frozenset(("_softmax", "_log_softmax", "_safe_softmax"))
+_EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "cosh", "sinh"))
 _HUGE = 1e15  # a value that no healthy model has
 _HUGE_WEIGHT = 1e4
 _EVENT_DETAILS = 5
@@ -73,7 +75,9 @@ def explain_gradients(
         reason = "the gradients were finite after backward; code between backward and step, such as"
         reason += " a division by a count, changed the gradient of "
         place = Place(symbol=name)
-        return _format_finding("RN036", place, (), what="a gradient", name=name, reason=reason)
+        return _format_finding(
+            "RN036", place, (), what="a gradient", name=name, reason=reason, between=True
+        )
     return explain_step(suspect)
 
 
@@ -94,6 +98,11 @@ def _find_bad_weight(step: Step) -> Finding | None:
     if not bad:
         return None
     name, value = bad[0]
+    is_trained = any(
+        n == name and p.requires_grad
+        for model in _models(step)
+        for n, p in model.named_parameters()
+    )
     others = f", and so are {len(bad) - 1} other tensors" if len(bad) > 1 else ""
     return _format_finding(
         "RN032",
@@ -104,7 +113,7 @@ def _find_bad_weight(step: Step) -> Finding | None:
         count=int((~value.isfinite()).sum()),
         total=value.numel(),
         others=others,
-        first=step.number == 1,
+        first=step.number == 1 or not is_trained,
         number=step.number,
     )
 
@@ -124,11 +133,44 @@ def _find_bad_data(step: Step) -> Finding | None:
     """
     for entry in step.entries:
         bad = [(name, t) for name, t in _named_arguments(entry) if _is_bad_data(t)]
-        if not bad and any(_is_bad_data(tensor) for tensor in entry.outputs):
-            return _explain_data(entry, f"the result of {entry.name}", entry.outputs[0])
+        if not entry.takes_part and (finding := _explain_result(entry)) is not None:
+            return finding
         if bad and entry.takes_part:
             return _explain_data(entry, *bad[0])
     return None
+
+
+def _explain_result(entry: Entry) -> Finding | None:
+    """The finding about a function without gradient that makes NaN or inf from finite values."""
+    inputs = [tensor for _, tensor in _named_arguments(entry)]
+    is_bad = not all(_is_finite(tensor) for tensor in entry.outputs)
+    if not is_bad or entry.name.rstrip("_") in CONSTANT_WRITERS:
+        return None
+    if not inputs or not all(_is_finite(tensor) for tensor in inputs):
+        return None
+    ranges = [Range.measure(tensor) for tensor in inputs]
+    name = entry.name.strip("_").removeprefix("true").removeprefix("r")
+    kind = ""
+    value = f"{min(item.low for item in ranges):.3g}"
+    if name in _LOGARITHMS:
+        kind = "negative" if float(value) < 0 else "log"
+    elif name in ("div", "divide", "truediv", "floordiv"):
+        kind = "zero"
+    details = [("input", str(item)) for item in ranges]
+    return _format_finding(
+        "RN033",
+        _place(entry.site, ""),
+        tuple(details),
+        operator=entry.name.strip("_"),
+        result=_result_text(Range.measure(entry.outputs[0])),
+        backward=False,
+        line="" if entry.site is None else read_statement(entry.site),
+        at=_location(entry.site),
+        kind=kind,
+        value=value,
+        weight="",
+        largest=f"{max(item.magnitude for item in ranges):.3g}",
+    )
 
 
 def _is_bad_data(tensor: Tensor) -> bool:
@@ -235,6 +277,7 @@ def _explain_overflow(event: Event, step: Step) -> Finding:
         backward=event.is_backward,
         product=event.op.base_name in _PRODUCTS_WITH_SCALE,
         cast=event.op.is_to_call,
+        mask=event.exact.magnitude > 0.99 * torch.finfo(torch.float32).max,
         lost=lost is not None,
         lost_line="" if lost is None else _line(lost),
         lost_at="" if lost is None else _location(lost.site),
@@ -252,29 +295,46 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
     and values for its text.
     """
     name = event.op.base_name
-    inputs = event.inputs
-    if name in ("_softmax", "_log_softmax", "_safe_softmax") and event.makes_nan:
+    if name in _SOFTMAXES and event.makes_nan:
         return "masked", {}
     if name.startswith("nll_loss") and event.makes_nan:
         return "labels", {"value": str(event.settings.get("ignore_index", -100))}
-    if name in _LOGARITHMS and any(item.run.low < 0 for item in inputs):
-        return "negative", {"value": f"{min(item.run.low for item in inputs):.3g}"}
+    lowest = min((item.run.low for item in event.inputs), default=0.0)
+    is_root = name == "sqrt" or not float(event.settings.get("exponent", 1)).is_integer()
+    if lowest < 0 and (is_root or name in _LOGARITHMS):
+        return "negative", {"value": f"{lowest:.3g}"}
     if name in _LOGARITHMS:
         return "log", {}
-    has_root = name == "sqrt" or not float(event.settings.get("exponent", 1)).is_integer()
-    if has_root and any(item.run.low < 0 for item in inputs):
-        return "negative", {"value": f"{min(item.run.low for item in inputs):.3g}"}
-    divisors = inputs[1:] if name in ("div", "addcdiv") else inputs
-    if name in _DIVISIONS and any(item.run.zeros for item in divisors):
-        return ("derivative" if event.is_backward else "zero"), {}
-    if any(item.run.magnitude > _HUGE for item in inputs):
+    if name in _DIVISIONS and _divides_by_zero(event):
+        return _classify_division(event), {}
+    if name in _EXPONENTIALS and event.inputs:
+        return "exponential", {}
+    if any(item.run.magnitude > _HUGE for item in event.inputs):
         return _classify_large(step)
     return "", {}
 
 
+def _divides_by_zero(event: Event) -> bool:
+    has_dividend = event.op.base_name in ("div", "addcdiv")
+    divisors = event.inputs[1:] if has_dividend else event.inputs
+    return any(item.run.zeros for item in divisors)
+
+
+def _classify_division(event: Event) -> str:
+    if not event.is_backward:
+        return "zero"
+    has_root = any(word in _line(event) for word in ("sqrt", "norm", "** 0.5", "pow(0.5"))
+    return "derivative" if has_root else "edge"
+
+
 def _classify_large(step: Step) -> tuple[str, dict[str, str]]:
     """Tells whether very large weights are the reason for very large values."""
-    named = [pair for model in _models(step) for pair in model.named_parameters()]
+    named: list[tuple[str, Tensor]] = []
+    for model in _models(step):
+        named += model.named_parameters()
+    if not named:
+        leaves = [t for entry in step.entries for _, t in _named_arguments(entry) if t.is_leaf]
+        named = [(f"a tensor of shape {tuple(t.shape)}", t) for t in leaves if t.requires_grad]
     largest = [(float(p.detach().float().abs().max()), name) for name, p in named if p.numel()]
     magnitude, name = max(largest, default=(0.0, ""))
     if magnitude < _HUGE_WEIGHT:
@@ -322,7 +382,7 @@ def _place(site: Any, symbol: str) -> Place:
 
 def _unknown(step: Step, reason: str) -> Finding:
     what = "the loss" if not all(bool(t.isfinite().all()) for t in step.losses) else "a gradient"
-    return _format_finding("RN036", Place(), (), what=what, name="", reason=reason)
+    return _format_finding("RN036", Place(), (), what=what, name="", reason=reason, between=False)
 
 
 def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module]) -> Finding:
@@ -337,6 +397,13 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
         if not bool(p.detach().isfinite().all())
     )
     name = _parameter_name(parameter, models)
+    if parameter.grad is not None and not _is_finite(parameter.grad):
+        reason = "the gradient was finite after backward, and not when the optimizer used it: code"
+        reason += " between backward and step changed it, such as a division by a count of 0"
+        place = Place(symbol=name)
+        return _format_finding(
+            "RN036", place, (), what="a weight", name="", reason=reason, between=True
+        )
     watch = watch_update(lambda: _repeat_update(optimizer, group, parameter))
     event = next((event for event in watch.events if event.is_origin), None)
     gradient = Range.measure(parameter.grad) if parameter.grad is not None else Range(0, 0)
@@ -352,7 +419,9 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
     }
     if event is None:
         reason = f"the update of {name} was run again with its gradient and was finite"
-        return _format_finding("RN036", Place(), (), what="a weight", name="", reason=reason)
+        return _format_finding(
+            "RN036", Place(), (), what="a weight", name="", reason=reason, between=False
+        )
     is_eps_lost = "eps" in group and float(torch.tensor(float(group["eps"]), dtype=dtype)) == 0
     divides = event.op.base_name.removeprefix("_foreach_") in _DIVISIONS
     kind = ""
