@@ -138,3 +138,31 @@ def test_a_tokenizer_in_python_alone_works() -> None:
     assert list(row.input_ids) == encoder.ids(
         encoder.template.render(chat("how?", "so, ünd so", "why?", "thus").messages)
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(
+        st.one_of(words, st.sampled_from(["\n", " a", "<|im_end|>", "</s>", "<"])), max_size=4
+    )
+)
+def test_a_prompts_tokens_are_those_of_its_text_alone(families, family, texts):
+    encoder = encoder_of(families, family)
+    calls = []
+    ids = encoder.ids
+
+    def counted(text):
+        calls.append(text)
+        return ids(text)
+
+    encoder.ids = counted
+    answers = [*texts, "".join(texts) + "so"]
+    examples = [chat("why?", answer) for answer in answers if answer.strip()]
+    rendered = [encoder.render(example, Tally()) for example in examples]
+    encoded = encoder._tokenize_texts([r.text for r in rendered], [[] for _ in rendered])
+    prompts = encoder._tokenize_prompts(rendered, encoded)
+    texts_alone = [r.text[: span.start] for r in rendered for span in r.spans]
+    assert prompts == [ids(text) for text in texts_alone]
+    if family in ("chatml", "llama3", "gemma"):
+        assert len(set(calls)) == len(calls) <= 2, "the role's name is tokenised once"

@@ -57,6 +57,67 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
+def count_requests(monkeypatch) -> list:
+    """The texts that were requested one by one."""
+    requests = []
+    answer = render._RenderProcess.answer
+
+    def counted(self, message):
+        requests.append(message)
+        return answer(self, message)
+
+    monkeypatch.setattr(render._RenderProcess, "answer", counted)
+    return requests
+
+
+def conversation(text: str) -> list:
+    return [{"role": "user", "content": text}]
+
+
+TEXTS = [f"{number} \N{SNOWMAN}" for number in range(6)]
+
+
+def test_texts_prepared_together_are_those_rendered_one_by_one(tokenizer, monkeypatch):
+    options = {"chat_template": tokenizer.chat_template, "tools": None}
+    expected = [render.render_text(tokenizer, conversation(text), **options) for text in TEXTS]
+    requests = count_requests(monkeypatch)
+    first, second = TEXTS[:3], TEXTS[3:]
+    render.prepare_texts(tokenizer, [(conversation(text), options) for text in first])
+    render.prepare_texts(tokenizer, [(conversation(text), options) for text in second])
+    # a text that was not prepared, while the answers of others are on their way
+    other = render.render_text(tokenizer, conversation("other"), **options)
+    assert len(requests) == 1
+    assert other == expected[0].replace(TEXTS[0], "other")
+    assert [render.render_text(tokenizer, conversation(t), **options) for t in TEXTS] == expected
+    assert len(requests) == 1
+
+
+def test_one_endless_conversation_does_not_cost_the_others(tokenizer, monkeypatch):
+    monkeypatch.setattr(render, "MAX_SECONDS", 0.5)
+    render.close_processes()
+    template = (
+        "{% if messages[0].content == 'endless' %}" + LOOPS + "{% endif %}{{ messages[0].content }}"
+    )
+    texts = ["a", "endless", "b"]
+    options = {"chat_template": template}
+    render.prepare_texts(tokenizer, [(conversation(text), options) for text in texts])
+    assert render.render_text(tokenizer, conversation("a"), **options) == "a"
+    with pytest.raises(render.TemplateLimitError, match="takes more than"):
+        render.render_text(tokenizer, conversation("endless"), **options)
+    assert render.render_text(tokenizer, conversation("b"), **options) == "b"
+
+
+def test_what_exceeds_the_limits_is_not_prepared(tokenizer, monkeypatch):
+    monkeypatch.setattr(render, "MAX_PREPARED_CHARACTERS", 250)
+    render.close_processes()
+    options = {"chat_template": "{{ messages[0].content * 100 }}"}
+    requests = count_requests(monkeypatch)
+    render.prepare_texts(tokenizer, [(conversation(text), options) for text in "abc"])
+    texts = [render.render_text(tokenizer, conversation(text), **options) for text in "abc"]
+    assert texts == [text * 100 for text in "abc"]
+    assert len(requests) == 1
+
+
 def test_a_template_without_end_is_refused_before_it_is_probed_again(tokenizer, monkeypatch):
     monkeypatch.setattr(render, "MAX_SECONDS", 1.0)
     render.close_processes()

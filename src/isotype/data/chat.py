@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,7 @@ from .conversations import (
 )
 from .formats import Example, Message
 from .read import read_text, require_file
-from .render import TemplateLimitError, TemplateRefusal, render_text
+from .render import TemplateLimitError, TemplateRefusal, prepare_texts, render_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +219,62 @@ class ChatTemplate:
         except Exception:  # a template may reject a probe with any error
             return False
 
+    @cached_property
+    def _hides_tags(self) -> bool:
+        return (
+            self.thoughts == "all"
+            and END_THOUGHTS in self.text
+            and (CONTENT_KEY, True) not in self.thought_positions
+        )
+
+    def _render_arguments(
+        self, messages: Sequence[Message], *, tools: Any, generation_prompt: bool
+    ) -> tuple[Sequence[Message], dict[str, Any]]:
+        """Returns the conversation and the options with which a conversation is rendered."""
+        if self._hides_tags:
+            messages = hide_thought_tags(messages)
+        if self.needs_parts:
+            messages = split_into_parts(messages)
+        options = {
+            "chat_template": self.text,
+            "tools": tools,
+            "add_generation_prompt": generation_prompt,
+        }
+        return messages, options
+
+    def prepare_rows(self, examples: Iterable[Example], *, has_spans: bool) -> None:
+        """Lets the child process render what `render`, and with `has_spans` also `answer_spans`,
+        will need for these examples. The thoughts of the examples were applied.
+        """
+        conversations = []
+        for example in examples:
+            messages = list(example.messages or ())
+            tools = example.tools
+            conversations.append(
+                self._render_arguments(messages, tools=tools, generation_prompt=False)
+            )
+            for i in self._learnt_turns(example) if has_spans else ():
+                if i:
+                    conversations.append(
+                        self._render_arguments(messages[:i], tools=tools, generation_prompt=True)
+                    )
+                if i != len(messages) - 1:
+                    conversations.append(
+                        self._render_arguments(
+                            messages[: i + 1], tools=tools, generation_prompt=False
+                        )
+                    )
+        prepare_texts(self.tokenizer, conversations)
+
+    @staticmethod
+    def _learnt_turns(example: Example) -> list[int]:
+        """The positions of the turns that are learnt answers."""
+        return [
+            i
+            for i, m in enumerate(example.messages or ())
+            if m["role"] == "assistant" and i >= example.learn_from and is_learnt(m)
+        ]
+
     def render(
         self,
         messages: Sequence[Message],
@@ -233,22 +289,12 @@ class ChatTemplate:
 
         switches  variables of the template, such as `enable_thinking`
         """
-        if (
-            hides_tags := self.thoughts == "all"
-            and END_THOUGHTS in self.text
-            and (CONTENT_KEY, True) not in self.thought_positions
-        ):
-            messages = hide_thought_tags(messages)
+        conversation, options = self._render_arguments(
+            messages, tools=tools, generation_prompt=generation_prompt
+        )
         try:
-            text = render_text(
-                self.tokenizer,
-                split_into_parts(messages) if self.needs_parts else messages,
-                chat_template=self.text,
-                tools=tools,
-                add_generation_prompt=generation_prompt,
-                **(switches or {}),
-            )
-            return restore_thought_tags(text) if hides_tags else text
+            text = render_text(self.tokenizer, conversation, **options, **(switches or {}))
+            return restore_thought_tags(text) if self._hides_tags else text
         except UnicodeEncodeError:
             raise UsageError(
                 f"{location}: the chat template writes half of a surrogate pair, which is not text"
@@ -279,12 +325,9 @@ class ChatTemplate:
         `example` after rendering.
         """
         messages = list(example.messages or ())
-        answers = [
-            i
-            for i, m in enumerate(messages)
-            if m["role"] == "assistant" and i >= example.learn_from and is_learnt(m)
+        return [
+            self._answer_span(messages, i, example, rendered) for i in self._learnt_turns(example)
         ]
-        return [self._answer_span(messages, i, example, rendered) for i in answers]
 
     def find_omissions(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, location: str
@@ -316,7 +359,7 @@ class ChatTemplate:
         missing = [
             turn
             for content_text, turns in expected.items()
-            if _count_occurrences(content_text, text) < len(turns)
+            if not _occurs(content_text, text, len(turns))
             for turn in turns
         ]
         messages_without_calls = [
@@ -506,11 +549,13 @@ def split_into_parts(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _count_occurrences(part: str, text: str) -> int:
-    """Counts how often `text` contains `part`, either unchanged or with JSON's escapes."""
-    return max(
-        text.count(part),
-        *(text.count(json.dumps(part, ensure_ascii=ascii)[1:-1]) for ascii in (True, False)),
+def _occurs(part: str, text: str, count: int) -> bool:
+    """Whether `part` is in `text` at least `count` times, either unchanged or as JSON writes it."""
+    if text.count(part) >= count:
+        return True
+    return any(
+        text.count(json.dumps(part, ensure_ascii=is_ascii)[1:-1]) >= count
+        for is_ascii in (True, False)
     )
 
 

@@ -10,8 +10,11 @@ are tokenised separately.
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -25,7 +28,10 @@ from .formats import Example, Message
 from .pictures import BadPicture, Pictures
 from .rows import IGNORE_INDEX, Row
 
-BATCH_TEXTS = 256  # number of texts that are tokenised at once
+BATCH_TEXTS = 256  # number of examples that are read at once
+RENDERED_TEXTS = 64  # number of texts that are rendered and tokenised at once
+_MAX_ROLE_TOKENS = 16  # number of tokens between a special token and an answer
+_MAX_ROLES = 1024  # number of texts after a special token whose tokens are kept
 Offsets = Sequence[tuple[int, int]]  # (start, end) of each token, in characters
 
 
@@ -150,6 +156,17 @@ class Encoder:
         else:
             self.suffix_ids = [tokenizer.eos_token_id]
         self.special_tokens = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
+        special_texts = [text for text in self.special_tokens.values() if len(text) > 2]
+        self._special_pattern = (
+            re.compile("|".join(map(re.escape, special_texts))) if special_texts else None
+        )
+        # tokens that separate the texts on both sides, whatever these texts are
+        self._separator_ids = {
+            i
+            for i, t in tokenizer.added_tokens_decoder.items()
+            if t.special and not (t.single_word or t.lstrip or t.rstrip or t.normalized)
+        }
+        self._role_ids: dict[str, list[int]] = {}
         self._special_ids = {
             i
             for i, t in tokenizer.added_tokens_decoder.items()
@@ -179,32 +196,104 @@ class Encoder:
         """
         examples = iter(examples)
         while batch_examples := list(islice(examples, BATCH_TEXTS)):
-            batch = []
-            rendered = []
-            for example in batch_examples:
-                try:
-                    rendered_row = self.render(example, tally)
-                except UsageError as error:
-                    tally.add_bad_row(BadRow.from_error(error, example.location))
-                    continue
-                if not rendered_row.spans:
-                    tally.drop("all of its answers are marked as not learnt", rendered_row.location)
-                    continue
-                rendered.append(rendered_row)
-                batch.append(example)
-            if not batch:
+            # the template's process renders a part while this process tokenises the part before
+            parts = [
+                batch_examples[start : start + RENDERED_TEXTS]
+                for start in range(0, len(batch_examples), RENDERED_TEXTS)
+            ]
+            self._prepare_texts(parts[0])
+            for part, next_part in zip_longest(parts, parts[1:]):
+                if next_part:
+                    self._prepare_texts(next_part)
+                yield from self._encode_part(part, tally)
+
+    def _prepare_texts(self, examples: Sequence[Example]) -> None:
+        """Begins to render the conversations of these examples."""
+        template = self.template
+        if template is None:
+            return
+        conversations = []
+        # the errors of a template or of a row are raised or counted when the row is rendered
+        with suppress(UsageError):
+            for example in examples:
+                messages = example_messages(example)
+                if messages is not None:
+                    messages = tuple(template.apply_thoughts(messages, example.location))
+                    conversations.append(replace(example, messages=messages))
+            template.prepare_rows(conversations, has_spans=self.loss_on != "all")
+
+    def _encode_part(
+        self, examples: Sequence[Example], tally: Tally
+    ) -> Iterator[tuple[Example, Row, bool]]:
+        batch = []
+        rendered = []
+        for example in examples:
+            try:
+                rendered_row = self.render(example, tally)
+            except UsageError as error:
+                tally.add_bad_row(BadRow.from_error(error, example.location))
                 continue
-            encoded = self._tokenize_texts(
-                [r.text for r in rendered], [self._span_edges(r) for r in rendered]
-            )
-            prompt_texts = [r.text[: span.start] for r in rendered for span in r.spans]
-            prompts = iter(
-                self.tokenizer(prompt_texts, add_special_tokens=False, verbose=False)["input_ids"]
-            )
-            for source, r, (ids, offsets) in zip(batch, rendered, encoded):
-                row = self._build_row(r, ids, offsets, list(islice(prompts, len(r.spans))), tally)
-                if row is not None:
-                    yield source, *row
+            if not rendered_row.spans:
+                tally.drop("all of its answers are marked as not learnt", rendered_row.location)
+                continue
+            rendered.append(rendered_row)
+            batch.append(example)
+        if not batch:
+            return
+        encoded = self._tokenize_texts(
+            [r.text for r in rendered], [self._span_edges(r) for r in rendered]
+        )
+        prompts = iter(self._tokenize_prompts(rendered, encoded))
+        for source, r, (ids, offsets) in zip(batch, rendered, encoded):
+            row = self._build_row(r, ids, offsets, list(islice(prompts, len(r.spans))), tally)
+            if row is not None:
+                yield source, *row
+
+    def _tokenize_prompts(
+        self, rendered: Sequence[RenderedRow], encoded: Sequence[tuple[list[int], Offsets]]
+    ) -> list[list[int]]:
+        """Returns the tokens of the text before each span, tokenised without what follows.
+
+        A special token separates the texts around it. The tokens before the last special token of
+        a prompt are therefore those of the whole text, and the few characters after it (a role's
+        name) are the same in most rows. Only other prompts are tokenised again.
+        """
+        prompts: list[list[int] | None] = []
+        texts = []
+        for r, (ids, offsets) in zip(rendered, encoded):
+            for span in r.spans:
+                prompt = self._prompt_from_row(r.text, ids, offsets, span.start)
+                if prompt is None:
+                    texts.append(r.text[: span.start])
+                prompts.append(prompt)
+        if not texts:
+            return [prompt for prompt in prompts if prompt is not None]
+        others = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
+        return [next(others) if prompt is None else prompt for prompt in prompts]
+
+    def _prompt_from_row(
+        self, text: str, ids: list[int], offsets: Offsets, start: int
+    ) -> list[int] | None:
+        """Returns the tokens of `text[:start]` from the tokens of the whole text. Returns None
+        where no special token is near `start`.
+        """
+        if start == 0:
+            return []
+        if not self.has_offsets:
+            return None
+        end = bisect_left(offsets, (start, 0))
+        for k in range(end - 1, max(-1, end - 1 - _MAX_ROLE_TOKENS), -1):
+            if ids[k] in self._separator_ids and offsets[k][1] <= start:
+                role_text = text[offsets[k][0] : start]
+                role_ids = self._role_ids.get(role_text)
+                if role_ids is None:
+                    role_ids = self.ids(role_text)
+                    if len(self._role_ids) < _MAX_ROLES:
+                        self._role_ids[role_text] = role_ids
+                if role_ids[:1] != [ids[k]]:
+                    return None
+                return ids[:k] + role_ids
+        return None
 
     def render(self, example: Example, tally: Tally) -> RenderedRow:
         """Returns the text of an example, and the positions of the parts of this text that the
@@ -242,12 +331,11 @@ class Encoder:
                 f"{location}: a placeholder {PICTURE_PLACEHOLDER} in the text, and the row has no picture"
             )
         text = template.render(messages, tools=example.tools, location=location)
-        tally.special_in_content += any(
-            s in str(m.get("content"))
-            for m in messages
-            for s in self.special_tokens.values()
-            if len(s) > 2
-        )
+        pattern = self._special_pattern
+        if pattern is not None:
+            tally.special_in_content += any(
+                pattern.search(str(m.get("content"))) is not None for m in messages
+            )
         roles, calls, tools, reasoning = template.find_omissions(
             messages, example.tools, text, location
         )

@@ -19,8 +19,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
@@ -30,6 +30,9 @@ import jinja2
 MAX_SECONDS = 10.0  # limit of processor time for one conversation; usual templates take 0.1 ms
 MAX_MEMORY = 2 << 30  # limit in bytes, in addition to the memory that the process has at its start
 MAX_CHARACTERS = 1 << 26  # largest length of a rendered conversation
+# limits for the conversations that are rendered in advance: bytes of requests, characters of texts
+MAX_PREPARED_BYTES = 1 << 24
+MAX_PREPARED_CHARACTERS = 1 << 24
 MAX_PROCESSES = 4  # largest number of child processes; each tokenizer has its own process
 _UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)
 
@@ -56,7 +59,37 @@ def render_text(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
         message = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
     except _UNSENDABLE:
         return _unpack_text(_render(tokenizer, request))
-    return _unpack_text(_tokenizer_process(tokenizer).answer(message))
+    answer = _tokenizer_process(tokenizer).take_prepared(message)
+    if answer is None:
+        answer = _tokenizer_process(tokenizer).answer(message)
+    return _unpack_text(answer)
+
+
+def prepare_texts(
+    tokenizer: Any, conversations: Iterable[tuple[Sequence[Any], Mapping[str, Any]]]
+) -> None:
+    """Lets the child process render these conversations while the parent process works. Each is
+    (messages, options) as `render_text` will get them soon; the texts of the last two calls are
+    kept. What exceeds the limits is left out, and `render_text` then renders it.
+
+    Reason: a request and its answer for each text take as long as the rendering.
+    """
+    if sys.platform != "linux":
+        return
+    requests: dict[bytes, None] = {}
+    total = 0
+    for messages, options in conversations:
+        request = {"conversation": list(messages), "tokenize": False, **options}
+        try:
+            message = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
+        except _UNSENDABLE:
+            continue
+        total += len(message)
+        if total > MAX_PREPARED_BYTES:
+            break
+        requests[message] = None
+    if requests:
+        _tokenizer_process(tokenizer).prepare(list(requests))
 
 
 class _RenderProcess:
@@ -69,6 +102,10 @@ class _RenderProcess:
         self.tokenizer = tokenizer
         self.owner_pid = os.getpid()
         self._lock = threading.Lock()
+        # the requests whose answers were not received yet
+        self._pending: list[bytes] = []
+        # request -> answer, for each of the last two lists of requests
+        self._prepared: deque[dict[bytes, dict[str, Any]]] = deque(maxlen=2)
         parent_end, child_end = Pipe()
         with warnings.catch_warnings():
             # Python warns about forking with threads; the child needs none of the parent's threads
@@ -79,7 +116,58 @@ class _RenderProcess:
         child_end.close()
         self._connection: Connection = parent_end
 
+    def prepare(self, messages: list[bytes]) -> None:
+        """Sends a list of requests. Their answers are received when the first one is needed."""
+        with self._lock:
+            self._receive_prepared()
+            if self._connection.closed:
+                return
+            try:
+                self._connection.send_bytes(pickle.dumps(messages, pickle.HIGHEST_PROTOCOL))
+                self._pending = messages
+            except OSError:
+                self._stop()
+            except BaseException:
+                self._stop()
+                raise
+
+    def take_prepared(self, message: bytes) -> dict[str, Any] | None:
+        """Returns the answer to a request that was sent by `prepare`. Returns None if there is no
+        such answer, and if the process has ended.
+        """
+        with self._lock:
+            for answers in self._prepared:
+                if message in answers:
+                    return answers[message]
+            if not self._pending:
+                return None
+            return self._receive_prepared().get(message)
+
+    def _receive_prepared(self) -> dict[bytes, dict[str, Any]]:
+        """Receives the answers to the pending list of requests."""
+        if not self._pending:
+            return {}
+        messages = self._pending
+        self._pending = []
+        try:
+            received = json.loads(self._connection.recv_bytes())
+        # one of the conversations exceeds a limit: each is rendered on its own when it is needed
+        except (EOFError, OSError):
+            self._stop()
+            return {}
+        except BaseException:
+            self._stop()
+            raise
+        answers = dict(zip(messages, received))
+        self._prepared.append(answers)
+        return answers
+
     def answer(self, message: bytes) -> dict[str, Any]:
+        with self._lock:
+            self._receive_prepared()
+            is_ended = self._connection.closed
+        if is_ended:
+            return _tokenizer_process(self.tokenizer).answer(message)
         with self._lock:
             try:
                 self._connection.send_bytes(message)
@@ -122,7 +210,7 @@ def _tokenizer_key(tokenizer: Any) -> Any:
     """Returns a key that identifies a tokenizer and its special tokens, because templates read
     these tokens.
     """
-    return id(tokenizer), json.dumps(tokenizer.special_tokens_map, default=str)
+    return id(tokenizer), repr(tokenizer.special_tokens_map)
 
 
 def _tokenizer_process(tokenizer: Any) -> _RenderProcess:
@@ -161,13 +249,31 @@ def _serve(tokenizer: Any, connection: Connection) -> NoReturn:
         _limit_memory()
         while True:
             request = pickle.loads(connection.recv_bytes())  # written by the parent process
-            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
-            answer = _render(tokenizer, request)
+            answer: Any
+            if isinstance(request, list):
+                answer = _render_list(tokenizer, request)
+            else:
+                signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+                answer = _render(tokenizer, request)
             content = json.dumps(answer).encode()
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(content)
     except BaseException:
         os._exit(0)
+
+
+def _render_list(tokenizer: Any, messages: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Renders conversations one by one, until all texts together exceed a limit."""
+    answers = []
+    characters = 0
+    for message in messages:
+        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+        answer = _render(tokenizer, pickle.loads(message))
+        characters += len(answer.get("text", ""))
+        if characters > MAX_PREPARED_CHARACTERS:
+            break
+        answers.append(answer)
+    return answers
 
 
 def _close_files(descriptor: int) -> None:
