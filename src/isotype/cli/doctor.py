@@ -439,8 +439,8 @@ def run(
     """Run a program unchanged. If a dtype error ends the program, print the cause, place and fix of
     the error under the traceback. The explanation uses the values in memory at the failure.
 
-    Output, traceback and exit status are the program's own. The program is not observed before it
-    fails.
+    Output, traceback and exit status are the program's own. Without `--nan` the program is
+    not observed before it fails.
 
         isotype doctor run train.py --lr 1e-4
 

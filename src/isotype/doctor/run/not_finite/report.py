@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from ....dtypes import format_dtype
 from ....finding import Finding, Place
-from ....observe.origin import read_statement, short_path
+from ....observe.origin import Site, read_statement, short_path
 from ....pages.finding_sheet import load_finding_formatter
 from ..causes import SHEET
 from .replay import CONSTANT_WRITERS, Event, Range, Replay, describe_input, watch_update
@@ -164,7 +164,7 @@ def _explain_result(entry: Entry) -> Finding | None:
         operator=entry.name.strip("_"),
         result=_result_text(Range.measure(entry.outputs[0])),
         backward=False,
-        line="" if entry.site is None else read_statement(entry.site),
+        line="" if entry.site is None else _statement(entry.site),
         at=_location(entry.site),
         kind=kind,
         value=value,
@@ -198,7 +198,7 @@ def _explain_data(entry: Entry, name: str, tensor: Tensor) -> Finding:
     return _format_finding(
         "RN031",
         _place(entry.site, ""),
-        (("line", "" if entry.site is None else read_statement(entry.site)),),
+        (("line", "" if entry.site is None else _statement(entry.site)),),
         value=label,
         has=f"{format_dtype(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]",
         count=int(bad.sum()),
@@ -218,7 +218,7 @@ def _argument_text(entry: Entry, name: str) -> str:
     import ast
 
     try:
-        tree = ast.parse(read_statement(entry.site).strip().rstrip(":"))
+        tree = ast.parse(_statement(entry.site).strip().rstrip(":"))
     except SyntaxError:
         return name
     index = int(name.removeprefix("argument "))
@@ -367,7 +367,12 @@ def _result_text(result: Range) -> str:
 
 
 def _line(event: Event) -> str:
-    return "" if event.site is None else read_statement(event.site)
+    return "" if event.site is None else _statement(event.site)
+
+
+def _statement(site: Site) -> str:
+    """The statement at a line, without a comment."""
+    return read_statement(site).partition("  # ")[0]
 
 
 def _location(site: Any) -> str:
