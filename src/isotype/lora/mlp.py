@@ -9,8 +9,9 @@ the width.
 In a decoder layer that is recomputed (gradient checkpointing), backward may overwrite the outputs
 of gate and up. On a GPU it overwrites these outputs with their gradients. There it computes h and
 its gradient for one tile of tokens at a time. At most two tensors of tokens x inner features then
-exist at once, instead of six. A recompute whose output is not read skips the matrix product with
-the base weight of down, since backward only needs the product of h with A.
+exist at once, instead of six. If the layer is recomputed and nothing reads its output, the matrix
+product of h with the base weight of `down` is skipped, because backward needs only the product of h
+with the LoRA matrix A of `down`.
 
 T tokens, K in features, I inner features, R ranks. h is activation(gate) * up.
 """

@@ -45,7 +45,8 @@ Key = tuple[str, ...]  # kind of tensor, name of the parameter or buffer, and ke
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs from its sample.
+    """A tensor that has changed: values of it differ from the values that were stored after the
+    previous step.
 
     narrower  the dtype to which the tensor was cast or its values were rounded, if this dtype is
               narrower; else empty

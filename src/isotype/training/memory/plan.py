@@ -160,8 +160,8 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """The bytes of one FSDP unit. They include the padding with which its rows can be split into
-    equal parts.
+    """The bytes of one FSDP unit. They include the padding that is added so that its rows can be
+    split into equal parts.
 
     weights   bytes of all weights
     trained   bytes of the trained weights
