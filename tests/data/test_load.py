@@ -261,7 +261,7 @@ WRONG: dict[str, tuple[str, str | bytes | list[Any], dict[str, Any], str]] = {
         "a language model learns the class as an answer with data.columns: {prompt: sentence, "
         "completion: label}, where label is the class's name as text"),
     "pairs of embeddings": ("x.jsonl", [{"anchor": "a", "positive": "b", "negative": "c"}], {},
-        "x.jsonl:1: anchor and positive are a pair for an embedding model, which is not offered: "),
+        "x.jsonl:1: anchor and positive are a pair for an embedding model. Isotype trains no embedding"),
     "LFS pointer": ("x.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", {},
         "x.jsonl: is a Git LFS pointer, without the rows"),
     "unknown keys": ("x.jsonl", [{"a": "a", "b": "b"}], {}, "x.jsonl:1: no known format in the keys (a, b): use messages, or prompt"),

@@ -24,7 +24,7 @@ PUBLISHED = {
         ]
     ),
 }
-WRITTEN = {each.names[0]: each for each in SPLITTINGS if each.is_written}
+WRITTEN = {each.names[0]: each for each in SPLITTINGS if each.may_write_name}
 
 
 def name_of(folder, pre_tokenizer=None, *, ignore_merges=False, normalizer=None, unreached=False):

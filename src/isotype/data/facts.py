@@ -272,7 +272,7 @@ def _split_notes(facts: dict[str, Any]) -> list[str]:
         if count < MIN_ROWS_TO_HOLD_OUT:
             reason = f"only {pluralise(count, noun)}"
         else:
-            reason = "no row fell into the held-out share, in which copies stay together"
+            reason = "the random choice selected no row (copies of a row stay together)"
         notes.append(f"{reason}: none is held out for evaluation")
     if facts["duplicates_between"]:
         rows = pluralise(

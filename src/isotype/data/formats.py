@@ -35,10 +35,10 @@ from .conversations import (
     refuse_cut_thoughts,
 )
 from .key_hints import (
-    chosen_columns,
     column_hint,
-    judged_row_hint,
+    columns_for_chosen_answer,
     list_keys,
+    preference_or_label_hint,
     suggest_key,
     unknown_row_hint,
 )
@@ -198,7 +198,7 @@ def _check_objective_format(
         refuse_other_format(
             objective_format,
             f"{location}: the row has {list_keys(checked_row)}",
-            hint=judged_row_hint(row, objective_format),
+            hint=preference_or_label_hint(row, objective_format),
             error_class=RowError,
         )
     _require_keys(checked_row, objective_format, location)
@@ -229,7 +229,7 @@ def _match_format(row: Mapping[str, Any], location: str) -> FormatName:
             " learns one answer a row",
             fix=(
                 f"{_LEARN_PAIRS_FIX}; to learn the chosen answers alone: data.columns:"
-                f" {write_value(chosen_columns(row))}"
+                f" {write_value(columns_for_chosen_answer(row))}"
             ),
         )
     if len(matches) > 1:
@@ -563,7 +563,7 @@ def _preference_example(row: Mapping[str, Any], location: str) -> Example:
 
 
 def _missing_prompt(row: Mapping[str, Any], location: str) -> RowError:
-    hint = judged_row_hint(row, "preference") or "write what both answer as prompt"
+    hint = preference_or_label_hint(row, "preference") or "write what both answer as prompt"
     return RowError(
         f"{location}: no key 'prompt': chosen and rejected as text need it; {hint}",
     )

@@ -69,8 +69,8 @@ def _class_or_embedding_hint(row: Mapping[str, Any]) -> str:
     for first, second in _EMBEDDING_KEYS:
         if first in row and second in row:
             return (
-                f"{first} and {second} are a pair for an embedding model, which is not offered: a"
-                " trainer for them, such as sentence-transformers, trains one"
+                f"{first} and {second} are a pair for an embedding model. Isotype trains no embedding"
+                " models: use sentence-transformers, for example"
             )
     text_key = next((key for key in _TEXT_KEYS if key in row), None)
     class_key = next((key for key in _CLASS_KEYS if key in row), None)
@@ -95,7 +95,7 @@ def _pair_hint(row: Mapping[str, Any]) -> str:
     beside = f" beside {', '.join(others)}" if others else ""
     return (
         f"the row has {question} and {answer}{beside}; if these are question and answer:"
-        f" data.columns: {_write_columns(columns)}"
+        f" data.columns: {_format_columns(columns)}"
     )
 
 
@@ -120,19 +120,19 @@ def _pair_columns(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _spelt_names(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a mapping from normalised names to the row's keys. A normalised name is in lower case
-    and contains no spaces. If two keys have the same normalised name, the key that is already
-    normalised is used.
+    """Returns a mapping from names to the row's keys. The names are the keys themselves, and the keys
+    in lower case without blanks at their ends. If two keys have the same name, the key that is
+    spelt so is used.
     """
     names = {key.strip().casefold(): key for key in row if isinstance(key, str)}
     return names | {key: key for key in row if isinstance(key, str)}
 
 
-def _write_columns(columns: Mapping[str, str]) -> str:
+def _format_columns(columns: Mapping[str, str]) -> str:
     return write_value({key: name for key, name in columns.items() if key != name})
 
 
-def judged_row_hint(row: Mapping[str, Any], objective_format: FormatName) -> str:
+def preference_or_label_hint(row: Mapping[str, Any], objective_format: FormatName) -> str:
     """Returns the setting `data.columns: {...}` for a row in which the keys of the pair or the
     label have other names. Returns "" if no such keys are found.
     """
@@ -152,7 +152,7 @@ def judged_row_hint(row: Mapping[str, Any], objective_format: FormatName) -> str
     return f"data.columns: {write_value(columns)}" if columns else ""
 
 
-def chosen_columns(row: Mapping[str, Any]) -> dict[str, str]:
+def columns_for_chosen_answer(row: Mapping[str, Any]) -> dict[str, str]:
     """Returns the value of `data.columns` with which a run trains on the chosen answers only,
     without the rejected ones.
     """

@@ -78,7 +78,8 @@ FAMILIES = {
     ),
 }
 # constants of llama.cpp for Gemma 3: the rotary base of layers with a sliding window, and the
-# number of layers of the 27B, whose scale of attention follows from the hidden size
+# number of layers of the 27B. The 27B computes its attention scale from the hidden size; smaller
+# models compute it from the size of a head
 _LOCAL_ROPE_THETA = 10_000.0
 _GEMMA3_27B_LAYERS = 62
 _MODEL_TENSORS = {
@@ -110,7 +111,7 @@ _HANDLED_SETTINGS = (
 )  # fmt: skip
 _ROPE_FACTORS = "rope_freqs.weight"
 _REQUIRED_TENSORS = ("token_embd.weight", "output_norm.weight")
-DENSE = "the dense model that it was made from, with precision.base: nf4, fp8 or int8"
+USE_DENSE_MODEL = "the dense model that it was made from, with precision.base: nf4, fp8 or int8"
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ def dense_copy_instructions(file: Path) -> str:
     save_call = "save_pretrained('DENSE')"
     load_options = "quantization_config=GgufConfig(dequantize=True), dtype='bfloat16'"
     return (
-        f"transformers widens it: AutoModelForCausalLM.{load_call}, {load_options}).{save_call};"
+        f"transformers can dequantise it: AutoModelForCausalLM.{load_call}, {load_options}).{save_call};"
         f" AutoTokenizer.{load_call}).{save_call}; then model.name: DENSE, and precision.base: nf4,"
         " fp8 or int8 packs it again"
     )
@@ -267,7 +268,9 @@ def read_architecture(
         for name in sorted(unread)
         if architecture_fields[name]
     ]:
-        raise UsageError(f"model {path}: its setting {unread_settings[0]} is not read", fix=DENSE)
+        raise UsageError(
+            f"model {path}: its setting {unread_settings[0]} is not read", fix=USE_DENSE_MODEL
+        )
     optional_settings = (*experts, "attention.key_length")
     if absent := [
         name for name in names if name not in architecture_fields and name not in optional_settings
@@ -288,7 +291,7 @@ def read_architecture(
     if rotary_channels != head_dim:
         raise UsageError(
             f"model {path}: rotary angles for {rotary_channels} of {head_dim} channels are not read",
-            fix=DENSE,
+            fix=USE_DENSE_MODEL,
         )
     token_keys = {"bos": "bos", "eos": "eos", "pad": "padding"}
     ids = {
@@ -358,7 +361,8 @@ def _rope_parameters(file: _File, path: Path, head_dim: int) -> dict[str, Any]:
             rope["original_max_position_embeddings"] = int(original)
     elif scaling != "none":
         raise UsageError(
-            f"model {path}: rope.scaling.type: {_printable_text(scaling)} is not read", fix=DENSE
+            f"model {path}: rope.scaling.type: {_printable_text(scaling)} is not read",
+            fix=USE_DENSE_MODEL,
         )
     if _ROPE_FACTORS in file.tensors:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -382,12 +386,13 @@ def _rope_parameters(file: _File, path: Path, head_dim: int) -> dict[str, Any]:
             unscaled / scaled, factors, rtol=1e-4
         ):
             raise UsageError(
-                f"model {path}: {_ROPE_FACTORS} are not those of Llama 3.1 and later", fix=DENSE
+                f"model {path}: {_ROPE_FACTORS} are not those of Llama 3.1 and later",
+                fix=USE_DENSE_MODEL,
             )
     return rope
 
 
-def tensor_parts(path: Path) -> dict[str, TensorHeader]:
+def read_tensor_headers(path: Path) -> dict[str, TensorHeader]:
     """Returns the dtype and shape of every tensor, by its name in transformers. In the name of a
     tensor with quantised blocks, the kind of the blocks replaces `weight`.
     """
@@ -483,7 +488,7 @@ def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
         if transformers_name is None:
             raise UsageError(
                 f"model {path}: its tensor {gguf_name} has no place in a {file.family.model_type}",
-                fix=DENSE,
+                fix=USE_DENSE_MODEL,
             )
         full_name = f"{transformers_name}.{suffix}"
         if layer is not None:

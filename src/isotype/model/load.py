@@ -57,7 +57,7 @@ from .architecture import (
 )
 from .buffers import fill_buffers, mark_unfilled_memory, reset_dynamic_rope_tables
 from .gguf import load_gguf_tokenizer, read_architecture
-from .gguf import tensor_parts as gguf_parts
+from .gguf import read_tensor_headers as gguf_parts
 from .packed import (
     detect_file_dtype,
     from_pretrained,

@@ -8,10 +8,16 @@ sample texts, and writes the name of the rule that splits them in the same way.
 
 The rules were compared with llama.cpp (its build in `@fugood/node-llama-linux-x64` 1.7.15) on
 53,224 texts of one to seven pieces. All rules whose names Isotype writes gave the same pieces, with
-two exceptions: an apostrophe before U+017F, which `(?i:'s)` matches as an s; and `tekken`, for
-which llama.cpp treats letters beyond ASCII as both upper case and lower case. Isotype does not
-write some names, because their rules gave different pieces: `gpt-4o` and similar (as `tekken`, and
-combining marks), `deepseek-coder` (white space beyond ASCII) and `deepseek-v3` (`~` after a space).
+two exceptions:
+
+* An apostrophe before U+017F (a long s). `(?i:'s)` matches this letter as an s.
+* `tekken`. llama.cpp treats letters beyond ASCII as both upper case and lower case.
+
+Isotype does not write three kinds of names, because their rules gave different pieces:
+
+* `gpt-4o` and similar names, for letters beyond ASCII and for combining marks;
+* `deepseek-coder`, for white space beyond ASCII;
+* `deepseek-v3`, for `~` after a space.
 
 Source  src/llama-vocab.cpp of llama.cpp: the names and the regular expressions
 """
@@ -29,19 +35,19 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 
 @dataclass(frozen=True)
-class Splitting:
+class SplitRule:
     """A rule by which llama.cpp splits text.
 
     names           its names in llama.cpp; the first of them is written to files
     patterns        regular expressions, applied one after another
     ignores_merges  whether a piece that is a token is not split by merges
-    is_written      whether llama.cpp splits exactly as these patterns do
+    may_write_name  whether Isotype writes the name into a file; False if llama.cpp splits differently
     """
 
     names: tuple[str, ...]
     patterns: tuple[str, ...]
     ignores_merges: bool = False
-    is_written: bool = True
+    may_write_name: bool = True
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -59,7 +65,7 @@ _CASES = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
     r"\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _SEED = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}|"
     r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -80,40 +86,40 @@ _DEEPSEEK_V3 = (
 )
 
 SPLITTINGS = (
-    Splitting(
+    SplitRule(
         ("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "phi-2", "gigachat",
          "a.x-4.0", "mellum", "modern-bert", "exaone4"),
         (_GPT2,),
     ),
-    Splitting(
+    SplitRule(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
          "jina-v5-nano"),
         (_WORDS % "{1,3}",),
         ignores_merges=True,
     ),
-    Splitting(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), (_WORDS % "{1,3}",)),
-    Splitting(
+    SplitRule(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), (_WORDS % "{1,3}",)),
+    SplitRule(
         ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "kormo", "megrez", "f2llmv2",
          "grok-2", "solar-open", "bailingmoe", "bailingmoe2", "llada-moe"),
         (_WORDS % "",),
     ),
-    Splitting(("qwen35",), (_WORDS_WITH_MARKS,)),
-    Splitting(
+    SplitRule(("qwen35",), (_WORDS_WITH_MARKS,)),
+    SplitRule(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
         (_DIGIT, _GPT2),
     ),
-    Splitting(("tekken",), (_CASES % ("", "", ""),), ignores_merges=True),
-    Splitting(("bloom", "poro-chat", "gpt3-finnish"), (_BLOOM,)),
-    Splitting(("viking",), (_BLOOM, _DIGIT)),
-    Splitting(("seed-coder",), (_SEED,)),
-    Splitting(("exaone-moe",), (_EXAONE,)),
-    Splitting(
+    SplitRule(("tekken",), (_CASES % ("", "", ""),), ignores_merges=True),
+    SplitRule(("bloom", "poro-chat", "gpt3-finnish"), (_BLOOM,)),
+    SplitRule(("viking",), (_BLOOM, _DIGIT)),
+    SplitRule(("seed-coder",), (_SEED,)),
+    SplitRule(("exaone-moe",), (_EXAONE,)),
+    SplitRule(
         ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"),
-        (_CASES % (_SUFFIX, _SUFFIX, "{1,3}"),),
-        is_written=False,
+        (_CASES % (_CONTRACTION, _CONTRACTION, "{1,3}"),),
+        may_write_name=False,
     ),
-    Splitting(("deepseek-coder",), _DEEPSEEK_CODER, is_written=False),
-    Splitting(("deepseek-v3",), _DEEPSEEK_V3, is_written=False),
+    SplitRule(("deepseek-coder",), _DEEPSEEK_CODER, may_write_name=False),
+    SplitRule(("deepseek-v3",), _DEEPSEEK_V3, may_write_name=False),
 )  # fmt: skip
 _BY_NAME = {name: splitting for splitting in SPLITTINGS for name in splitting.names}
 
@@ -128,24 +134,24 @@ _PHRASES = (
 )
 
 
-def find_splitting(name: str | None) -> Splitting | None:
+def find_splitting(name: str | None) -> SplitRule | None:
     return _BY_NAME.get(name or "")
 
 
-def build_pre_tokenizer(splitting: Splitting) -> Any:
+def build_pre_tokenizer(splitting: SplitRule) -> Any:
     """Builds a pre-tokenizer that splits by this rule and writes bytes as characters."""
     steps = [pre_tokenizers.Split(Regex(each), "isolated") for each in splitting.patterns]
     bytes_step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([*steps, bytes_step])
 
 
-def match_splitting(tokenizer: Tokenizer) -> Splitting | None:
+def match_splitting(tokenizer: Tokenizer) -> SplitRule | None:
     """Finds the rule with which llama.cpp gives the same tokens as `tokenizer`, or None."""
     if tokenizer.pre_tokenizer is None or _changes_text(tokenizer):
         return None
     has_same_merges: bool | None = None
     for splitting in SPLITTINGS:
-        if not splitting.is_written or not _splits_alike(tokenizer.pre_tokenizer, splitting):
+        if not splitting.may_write_name or not _splits_alike(tokenizer.pre_tokenizer, splitting):
             continue
         if splitting.ignores_merges == tokenizer.model.ignore_merges:
             return splitting
@@ -162,7 +168,7 @@ def _texts() -> tuple[str, ...]:
     return (*_PHRASES, *triples)
 
 
-def _splits_alike(own: Any, splitting: Splitting) -> bool:
+def _splits_alike(own: Any, splitting: SplitRule) -> bool:
     built = build_pre_tokenizer(splitting)
     return all(_pieces(own, text) == _pieces(built, text) for text in _texts())
 

@@ -79,18 +79,18 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
                 f"callbacks: {callback.__name__} is a class",
                 fix=f"give an object of it: callbacks=[{callback.__name__}()]",
             )
-        kind = type(callback).__name__
+        class_name = type(callback).__name__
         if not isinstance(callback, Callback):
             raise UsageError(
-                f"callbacks: {kind} is no isotype.Callback",
-                fix=f"class {kind}(isotype.Callback): ...",
+                f"callbacks: {class_name} is no isotype.Callback",
+                fix=f"class {class_name}(isotype.Callback): ...",
             )
         for name in (name for name in vars(Callback) if name.startswith("on_")):
             try:
                 inspect.signature(getattr(callback, name)).bind(None)
             except TypeError as error:
                 raise UsageError(
-                    f"callbacks: {kind}.{name} cannot be called with a Moment alone: {error}",
+                    f"callbacks: {class_name}.{name} cannot be called with a Moment alone: {error}",
                     fix=f"def {name}(self, moment): ...",
                 ) from error
 
@@ -138,8 +138,8 @@ def _find_change(
     continuity: Continuity,
 ) -> str | None:
     """Returns the name of the first tensor that a callback changed. A parameter or an optimizer
-    state has changed if it was written, replaced, frozen or unfrozen. For a buffer, only rounding
-    is a change, because a generation may write to buffers.
+    state has changed if it was written, replaced, frozen or unfrozen. A buffer has changed only if
+    its values were rounded, because a generation may write to buffers.
     """
     changed_name = next(
         (key for key in previous.keys() | current.keys() if previous.get(key) != current.get(key)),

@@ -273,7 +273,7 @@ HANDLERS: dict[str, transforms.Handler] = {
     "network_args": _convert_network_args,
     **transforms.same_handler(
         transforms.set_if_enabled(
-            "precision.base", "fp8", note="with one scale per channel; there without scales"
+            "precision.base", "fp8", note="with one scale per channel; kohya uses no scales"
         ),
         "fp8_base fp8_base_unet",
     ),

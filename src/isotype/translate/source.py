@@ -128,7 +128,8 @@ class Source:
     """The keys of a file, and the tool that it belongs to.
 
     called_names  names of functions and classes that a Python file calls, for `refusal_reason`
-    method        the words after `trl`, `tune run` or a similar command, for `refusal_reason`
+    method        the words after `trl`, `tune run` or a similar command, or the name of kohya's
+                  script
     config        the file of settings that a command names; this file decides the precision
     """
 

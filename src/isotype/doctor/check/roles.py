@@ -128,7 +128,7 @@ def _resolve_hf_mixed_precision(facts: Facts) -> MixedPrecision:
         return MixedPrecision(mode, "the launcher's mode: autocast", launcher, section)
     made_by = _hf_arguments_class(facts)
     is_off = facts.get_written("hf.bf16") is not None or facts.first_enabled("hf.fp16") is not None
-    if made_by.endswith("Config") and not is_off and not _is_hf_half_computed(facts):
+    if made_by.endswith("Config") and not is_off and not _is_hf_precision_unknown(facts):
         return MixedPrecision("bf16", f"{made_by}'s default", None, section)
     if section is not None:
         return MixedPrecision(_half_of_key(section), "the DeepSpeed section", section, section)
@@ -153,7 +153,7 @@ def _hf_arguments_class(facts: Facts) -> str:
     return str(document.attributes.get("made_by", ""))
 
 
-def _is_hf_half_computed(facts: Facts) -> bool:
+def _is_hf_precision_unknown(facts: Facts) -> bool:
     """True if the program computes the values of its settings `bf16` or `fp16`. Their values are
     then unknown.
     """
@@ -180,7 +180,7 @@ def _set_hf_compute(
         record.set("compute", mixed.compute, mixed.reason, mixed.setting)
     elif (region := _loop_autocast(record.facts)) is not None:
         record.set("compute", parse_dtype(region.value), "the loop's own autocast", region)
-    elif not _is_hf_half_computed(record.facts):
+    elif not _is_hf_precision_unknown(record.facts):
         record.set(
             "compute",
             dtype or "as weights",

@@ -113,7 +113,8 @@ class Document:
     attributes  facts about the file beside its settings:
                 `reader`    how it was read: python, command line, config.env or safetensors
                 `launcher`  True for the options of a launcher such as torchrun
-                `unknown`   the keys that the tool does not have
+                `unknown`   the keys whose values cannot be read, because the program computes them
+                            or sets them more than once
                 `unsloth`   True for a program that loads its model with Unsloth
                 `dtypes`    dtype name -> number of tensors, of a safetensors file
                 `made_by`   the class whose call has the settings, such as SFTConfig
@@ -537,7 +538,7 @@ def find_fsdp(facts: Facts) -> Setting | None:
 
 def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:
     """Returns the FSDP version and the setting that decides it. If no version is set, the version
-    is FSDP2 for the arguments of transformers 5.10 and newer, and FSDP1 for a configuration file of
+    is FSDP2 for the arguments of transformers 5.10 and newer, and None for a configuration file of
     accelerate.
     """
     if version := facts.get(*_FSDP_VERSION_KEYS):

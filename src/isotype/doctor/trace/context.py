@@ -166,7 +166,8 @@ class Context:
         self.device = "cpu"
         self.current_call: Any = None  # the torch function that the program called
         self.factory_dtype: torch.dtype | None = None  # the dtype argument of a factory call
-        # whether autocast was on when the program called; below the dispatcher it reads as off
+        # whether autocast was on when the program called. PyTorch reports autocast as off inside the
+        # dispatcher
         self.is_caller_autocast_on = False
         self.forward_count = 0  # calls of root modules
         # sequence number of an autograd node -> module and line of its forward

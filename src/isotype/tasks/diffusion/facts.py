@@ -32,7 +32,7 @@ def plan_facts(data: PictureData) -> dict[str, Any]:
         "resolutions": [side for _, side in sizes.resolutions],
         "latent_tokens": sizes.tokens,
         "objective": objective.kind,
-        "timesteps": objective.levels.timesteps,
+        "timesteps": objective.levels.distribution,
         "shift": objective.levels.shift,
     }
 

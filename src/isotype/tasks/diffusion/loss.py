@@ -31,7 +31,7 @@ from .families import Conditioning, Family
 class NoiseLevels:
     """The distribution of the noise levels in training.
 
-    timesteps        `uniform`, `logit_normal` or `mode`
+    distribution     `uniform`, `logit_normal` or `mode`
     shift            the number s in s t / (1 + (s - 1) t), for the run's largest pictures; with 1,
                      the levels are not changed
     mean, deviation  mean and standard deviation of the logit, for `logit_normal`
@@ -40,7 +40,7 @@ class NoiseLevels:
     Source           Esser et al. 2024, 3.1, for `logit_normal` and `mode`
     """
 
-    timesteps: str
+    distribution: str
     shift: float
     mean: float = 0.0
     deviation: float = 1.0
@@ -52,14 +52,14 @@ class NoiseLevels:
         """Draws one noise level in (0, 1) from the training distribution, and shifts it. Each call
         uses one number of the generator.
         """
-        if self.timesteps == "logit_normal":
+        if self.distribution == "logit_normal":
             logit = self.mean + self.deviation * torch.randn(
                 (), generator=generator, dtype=torch.float64
             )
             t = float(torch.sigmoid(logit))
         else:
             t = float(torch.rand((), generator=generator, dtype=torch.float64))
-            if self.timesteps == "mode":
+            if self.distribution == "mode":
                 t = 1 - t - self.mode_scale * (math.cos(math.pi * t / 2) ** 2 - 1 + t)
         shifted = shift * t / (1 + (shift - 1) * t)
         return self.lowest + (self.highest - self.lowest) * shifted
@@ -149,8 +149,8 @@ class Objective(ABC):
                 else f" ({levels.mean:g}, {levels.deviation:g})"
             ),
             "mode": f" {levels.mode_scale:g}",
-        }.get(levels.timesteps, "")
-        return f"{self.kind}, noise levels {levels.timesteps}{form}{bounds}"
+        }.get(levels.distribution, "")
+        return f"{self.kind}, noise levels {levels.distribution}{form}{bounds}"
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ class FlowMatching(Objective):
 
     shift_at  a function that computes the shift of a picture from its number of latent tokens; None
               if the shift is the same for all pictures
-    Source    Lipman et al. 2023, in the direction of diffusers' FlowMatchEulerDiscreteScheduler
+    Source    Lipman et al. 2023. Level 0 is the picture and level 1 is noise, as in diffusers'
+              FlowMatchEulerDiscreteScheduler
     """
 
     levels: NoiseLevels
@@ -281,8 +282,8 @@ def build_objective(
         )
     if section.objective not in ("auto", kind):
         raise UsageError(
-            f"diffusion.objective: {section.objective}, but scheduler_config.json declares {kind}:"
-            " samples would be drawn with that",
+            f"diffusion.objective: {section.objective}, but scheduler_config.json declares {kind},"
+            " which sampling would use",
             fix="diffusion.objective: auto, or change prediction_type in the scheduler's file",
         )
     is_flow = kind == FLOW_MATCHING
@@ -302,7 +303,7 @@ def build_objective(
         timesteps = "logit_normal"
     else:
         timesteps = "uniform"
-    _refuse_without_effect(section, timesteps, is_flow=is_flow)
+    _check_settings(section, timesteps, is_flow=is_flow)
     shift = resolve_shift(section, scheduler, tokens=tokens) if is_flow else 1.0
     levels = NoiseLevels(
         timesteps,
@@ -327,7 +328,7 @@ def build_objective(
     return Ddpm(kind, levels, alphas_T.sqrt().float(), (1 - alphas_T).sqrt().float(), factors)
 
 
-def _refuse_without_effect(section: DiffusionSection, timesteps: str, *, is_flow: bool) -> None:
+def _check_settings(section: DiffusionSection, timesteps: str, *, is_flow: bool) -> None:
     """Raises UsageError if a setting has no effect because of the other settings."""
     default = DiffusionSection()
     for key, requirement, is_met in (
