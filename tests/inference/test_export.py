@@ -143,7 +143,11 @@ def test_a_gguf_file_of_another_family_is_refused_as_a_base_with_the_way(
         with pytest.raises(UsageError, match="GGUF files of phi3 are not read") as refused:
             ask("plan", "--model", given, "--data", tmp_path / "rows.jsonl")
     monkeypatch.chdir(tmp_path)
-    code = str(refused.value.fix).removeprefix("transformers can dequantise it: ").partition("; then")[0]
+    code = (
+        str(refused.value.fix)
+        .removeprefix("transformers can dequantise it: ")
+        .partition("; then")[0]
+    )
     exec(f"from transformers import *; {code}", {})
     blocks = {t.name: t for t in gguf.GGUFReader(str(file)).tensors}["blk.0.ffn_up.weight"]
     weight = AutoModelForCausalLM.from_pretrained("DENSE").model.layers[0].mlp.gate_up_proj.weight
