@@ -242,11 +242,12 @@ INNER = {
         "static= check_disk check_memory check_update_sizes checkpoint_bytes result_bytes"
     ),
     "isotype.training.run_state": "RunState",
+    "isotype.training.header": "describe_time=_describe_time",
     "isotype.training.schedule": (
         "EVALUATED_SHARE MIN_EVALUATED_ROWS MIN_EVALUATIONS RunSchedule learning_rate"
     ),
     "isotype.training.setting_names": "RUN_FILE_NAMES",
-    "isotype.training.setup": "PreflightSubject prepare",
+    "isotype.training.setup": "Trial PreflightSubject prepare",
     "isotype.training.step": "Stepper gradient_norm peak_memory",
     "isotype.translate.source": "read_source",
     "isotype.translate.transforms": "transforms= ConfigDraft SourceKey TEMPLATES",

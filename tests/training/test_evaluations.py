@@ -3,11 +3,20 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.api import EVALUATED_SHARE, MIN_EVALUATED_ROWS, MIN_EVALUATIONS, RunSchedule, RunState
+from tests.api import (
+    EVALUATED_SHARE,
+    MIN_EVALUATED_ROWS,
+    MIN_EVALUATIONS,
+    RunSchedule,
+    RunState,
+    Trial,
+    describe_time,
+)
 from tests.results import same_result
 
 from isotype.config.load import load
@@ -155,3 +164,26 @@ def test_a_longer_resume_keeps_the_part_of_the_rows(partial, tmp_path):
     strides.clear()
     assert train(make(schedule="constant", steps=100), resume=tmp_path / "run") == 0
     assert set(strides) - {1} == before
+
+
+def test_the_header_names_the_time_of_steps_evaluations_samples_and_the_check(
+    configured, monkeypatch, capsys
+):
+    monkeypatch.setattr("isotype.training.preflight.rehearsal.MIN_TIMED_BATCHES", 1)
+    assert train(configured(train={"steps": 2, "batch_size": 4}, run={"sample_tokens": 8})) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("time "))
+    for part in ("steps 0:", "evaluation 0:", "samples 0:", "check at the end 0:"):
+        assert part in line
+    assert "without samples" not in line
+
+
+def test_the_time_of_a_run_is_the_sum_of_its_parts():
+    plan = schedule(steps=200, eval_rows=500, run={"sample_every": 100})
+    task = SimpleNamespace(config=RunConfig(train={"batch_size": 4}), samples=4)
+    text = describe_time(task, plan, Trial(batch_seconds=2.0, sample_seconds=10.0))
+    assert text == (
+        "about 9:51: steps 6:40, evaluation 2:39, samples 0:30, check at the end 0:02;"
+        " a batch of the longest rows takes 2 s"
+    )
+    unknown = describe_time(task, plan, Trial(batch_seconds=2.0))
+    assert unknown.startswith("about 9:21 without samples: steps 6:40, evaluation 2:39, check")

@@ -143,19 +143,29 @@ def _describe_memory(prepared: Prepared, trial: Trial) -> str:
 
 
 def _describe_time(task: Task, schedule: RunSchedule, trial: Trial) -> str:
-    """Returns a text with the time that all steps and evaluations would need with the longest rows.
-    Returns "" if no batch was timed.
+    """Returns a text with the time of the steps, the evaluations, the samples and the check at the
+    end, if all rows were as long as the longest. Returns "" if no batch was timed.
     """
     if trial.batch_seconds is None:
         return ""
     train = task.config.train
-    evaluated_batches = (
-        schedule.evaluations * schedule.evaluated_rows / evaluation_batch_size(train)
-    )
-    # an evaluation has no backward pass, which takes at least as long as the forward pass
-    batches = schedule.total * train.accumulate + evaluated_batches / 2
+    # a forward takes at most half of the time of forward and backward
+    forward_seconds = trial.batch_seconds / 2
+    evaluated_rows = schedule.evaluations * schedule.evaluated_rows
+    if schedule.eval_stride > 1:
+        evaluated_rows += schedule.eval_rows
+    parts = {
+        "steps": schedule.total * train.accumulate * trial.batch_seconds,
+        "evaluation": evaluated_rows / evaluation_batch_size(train) * forward_seconds,
+        "samples": schedule.sample_rounds * (trial.sample_seconds or 0.0),
+        # one row before the result is loaded again, and one after that
+        "check at the end": 2 * forward_seconds,
+    }
+    part_texts = [f"{name} {format_duration(value)}" for name, value in parts.items() if value]
+    is_complete = trial.sample_seconds is not None or not task.samples or not schedule.sample_every
+    limit_text = "" if is_complete else " without samples"
     return (
-        f"about {format_duration(batches * trial.batch_seconds)} without samples:"
+        f"about {format_duration(sum(parts.values()))}{limit_text}: {', '.join(part_texts)};"
         f" a batch of the longest rows takes {trial.batch_seconds:.2g} s"
     )
 

@@ -176,6 +176,13 @@ class RunSchedule:
             )
         return text
 
+    @property
+    def sample_rounds(self) -> int:
+        """The number of rounds of samples, with the one before step 1."""
+        if not self.sample_every:
+            return 0
+        return 1 + math.ceil(self.total / self.sample_every)
+
     def is_adapter_due(self, step: int) -> bool:
         """Returns True if an adapter is written after this step. After the last step, no adapter is
         written, because the result is written.

@@ -299,10 +299,12 @@ class Trial:
     peak_bytes     the peak memory, including the update if the trial step ran one; 0 without a
                    trial step
     batch_seconds  the time of forward and backward on the longest rows; None if it was not measured
+    sample_seconds  the estimated time of a round of samples; None if it was not measured
     """
 
     peak_bytes: int = 0
     batch_seconds: float | None = None
+    sample_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -408,6 +408,12 @@ class Task(Protocol):
     def samples(self) -> int:
         """The number of samples in a round."""
 
+    @property
+    def sample_ratio(self) -> float | None:
+        """The time of a round of samples, divided by the time of the shortened sample of `sample`.
+        None without samples, and if the ratio is unknown.
+        """
+
     def sample(
         self,
         model: nn.Module,

@@ -211,6 +211,10 @@ class DiffusionTask:
     def samples(self) -> int:
         return len(self.config.run.samples)
 
+    @property
+    def sample_ratio(self) -> float | None:
+        return None  # prompts have their own sizes and numbers of steps
+
     def sample(
         self,
         model: nn.Module,

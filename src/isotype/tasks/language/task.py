@@ -328,6 +328,13 @@ class LanguageTask:
     def samples(self) -> int:
         return len(self.prompts)
 
+    @property
+    def sample_ratio(self) -> float | None:
+        if not self.prompts:
+            return None
+        tokens = self.config.run.sample_tokens
+        return len(self.prompts) * tokens / min(REHEARSED_TOKENS, tokens)
+
     def sample(
         self,
         model: nn.Module,

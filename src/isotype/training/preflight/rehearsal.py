@@ -152,7 +152,7 @@ def rehearse_step(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def time_longest_batch(subject: PreflightSubject) -> None:
-    """Measures the time of forward and backward on the longest rows. This is done after the trial
+    """Measures the time of forward and backward on the longest rows, and of a small sample. This is done after the trial
     step, because the first call also compiles code and takes many times as long. There is no
     measurement if the run has fewer than 50 batches, because a batch would then take more than 2%
     of the run's time. There is none for several processes either, because their steps wait for each
@@ -170,6 +170,13 @@ def time_longest_batch(subject: PreflightSubject) -> None:
         stepper.accumulate([batch])
         stepper.norm()  # waits for a GPU
         subject.trial.batch_seconds = time.perf_counter() - start_time
+    sample_ratio = subject.task.sample_ratio
+    if sample_ratio is None or not subject.schedule.sample_every:
+        return
+    with preserve_state(prepared):
+        start_time = time.perf_counter()
+        subject.task.sample(prepared.model, prepared.device, is_shortened=True)
+        subject.trial.sample_seconds = (time.perf_counter() - start_time) * sample_ratio
 
 
 def rehearse_evaluation(subject: PreflightSubject) -> Iterator[Finding]:
