@@ -115,6 +115,21 @@ def test_advice_names_no_dtype_that_the_card_lacks(error, card):
     assert "has no bf16" not in finding.fix
 
 
+def test_advice_for_a_card_without_bf16_keeps_its_other_parts():
+    (finding,) = explain(["Tesla T4", "ValueError: Attempting to unscale FP16 gradients."])
+    assert "p.data = p.data.float()" in finding.fix
+    assert "bf16" not in finding.fix
+
+
+def test_a_resumed_run_does_not_decide_alone():
+    error = "RuntimeError: expected dtype float for `end` but got dtype c10::BFloat16"
+    step = (f"{LIB}/torch/optim/adamw.py", 300, "step", "exp_avg.lerp_(grad, 1 - beta1)")
+    filler = "\n".join(f"step {i}" for i in range(600))
+    finding = explain_traceback(step, error=error, before=f"Resuming from checkpoint-500\n{filler}")
+    assert finding.cause.startswith("optimizer state loaded in another dtype: perhaps")
+    assert "open between 2 causes" in dict(finding.details)["sure"]
+
+
 NEW_KINDS = [
     ("TypeError: Trying to convert Float8_e4m3fn to the MPS backend but it does not have support for that dtype.", "EX018", "fp8 weights moved", 'to(torch.float16).to("mps")'),
     ("TypeError: Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Please use float32 instead.", "EX018", "fp64 moved", "torch.float32"),

@@ -463,6 +463,7 @@ def find_deciding_command(error: RecognisedError, code: str) -> str:
 
 
 _BF16_REPLACEMENTS = (
+    (re.compile(r"(?:\n|; |, )or (?:use )?bf16=True[^\n;]*"), ""),
     (re.compile(r"bf16=True, fp16=False"), "fp16=True with fp32 weights (dtype=torch.float32)"),
     (re.compile(r"bf16=True \(fp16=True before Ampere\)"), "fp16=True"),
     (re.compile(r"torch\.bfloat16"), "torch.float16"),
