@@ -53,12 +53,16 @@ def refuse_differences(world: World, **facts: str) -> None:
     }
     reports = world.gather([socket.gethostname(), differences])
     for name in facts:
-        ranks = [rank for rank, (_, found) in enumerate(reports) if name in found]
+        ranks = [
+            rank
+            for rank, (_, differences_of_rank) in enumerate(reports)
+            if name in differences_of_rank
+        ]
         if ranks:
-            host, found = reports[ranks[0]]
+            host, differences_of_rank = reports[ranks[0]]
             raise UsageError(
                 f"rank {', '.join(map(str, ranks))} ({host}) and rank 0 ({reports[0][0]}) have"
-                f" different {name}{found[name]}",
+                f" different {name}{differences_of_rank[name]}",
                 fix=_FIXES[name],
             )
 

@@ -281,8 +281,8 @@ def _draw_inputs(case: OpCase, dtype: torch.dtype, scale: Scale) -> list[Tensor]
             hidden /= hidden.shape[1] ** 0.5
     if case.make_integers is not None:
         integers = case.make_integers(shapes, scale.device)
-        place = case.integer_place if case.integer_place >= 0 else len(inputs)
-        inputs.insert(place, integers)
+        position = case.integer_place if case.integer_place >= 0 else len(inputs)
+        inputs.insert(position, integers)
     return inputs
 
 
@@ -306,9 +306,11 @@ def _run(function: Callable[..., Any], case: OpCase, inputs: list[Tensor]) -> di
         if isinstance(output, Tensor) and output.is_floating_point()
     )
     gradients = torch.autograd.grad(total, list(differentiable.values()))  # type: ignore[arg-type]  # a tensor
-    named = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-    named |= {f"gradient of {name}": gradient for name, gradient in zip(differentiable, gradients)}
-    return named
+    tensors_by_name = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    tensors_by_name |= {
+        f"gradient of {name}": gradient for name, gradient in zip(differentiable, gradients)
+    }
+    return tensors_by_name
 
 
 def _ramp(output: Tensor) -> Tensor:

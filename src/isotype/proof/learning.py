@@ -83,7 +83,7 @@ def check_resume(scale: Scale) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder)
-        whole = _run(folder, scale, "auto", is_lora=True, steps=RESUME_STEPS, name="whole")
+        uninterrupted = _run(folder, scale, "auto", is_lora=True, steps=RESUME_STEPS, name="whole")
         _run(
             folder,
             scale,
@@ -93,12 +93,12 @@ def check_resume(scale: Scale) -> Iterator[Row]:
             name="stopped",
             callbacks=[_StopAt(RESUME_STEPS // 2)],
         )
-        stopped = train(resume=folder / "stopped")
+        resumed = train(resume=folder / "stopped")
         file = "adapter/adapter_model.safetensors"
-        is_same = filecmp.cmp(whole.folder / file, stopped.folder / file, shallow=False)
+        is_same = filecmp.cmp(uninterrupted.folder / file, resumed.folder / file, shallow=False)
         yield {
             "name": f"interrupted after step {RESUME_STEPS // 2} of {RESUME_STEPS}",
-            "passed": is_same and _losses(whole) == _losses(stopped),
+            "passed": is_same and _losses(uninterrupted) == _losses(resumed),
         }
 
 

@@ -157,8 +157,8 @@ def _memory_cell(proof: Proof) -> str:
 
 def result_lines(proof: Proof, folder: str) -> list[str]:
     """The last lines of the command."""
-    done = sum(1 for name in PARTS if proof.status(name) == "passed")
-    lines = [f"result    {done} of {len(PARTS)} parts passed"]
+    passed_count = sum(1 for name in PARTS if proof.status(name) == "passed")
+    lines = [f"result    {passed_count} of {len(PARTS)} parts passed"]
     if proof.failed:
         lines.append(f"failed    {' '.join(proof.failed)}")
     if proof.left:

@@ -131,7 +131,7 @@ def read_thinned_rows(file: IO[bytes]) -> MetricsRows:
     stride = max(1, line_count // EVEN_ROWS)
     bucket_size = max(1, line_count // BUCKETS)
     result = MetricsRows()
-    kept: dict[int, dict[str, Any]] = {}
+    row_by_number: dict[int, dict[str, Any]] = {}
     bucket = _Bucket()
     step_count = other_count = 0
     number = 0
@@ -141,19 +141,19 @@ def read_thinned_rows(file: IO[bytes]) -> MetricsRows:
         if "loss" not in row:
             other_count += 1
             if other_count <= MAX_OTHER_ROWS:
-                kept[number] = row
+                row_by_number[number] = row
             continue
         step_count += 1
         if step_count % stride == 0 or step_count == 1:
-            kept[number] = row
+            row_by_number[number] = row
         bucket.add(number, row)
         if step_count % bucket_size == 0:
-            kept |= bucket.rows()
+            row_by_number |= bucket.rows()
             bucket = _Bucket()
-    kept |= bucket.rows()
+    row_by_number |= bucket.rows()
     if row:
-        kept[number] = row
-    result.rows = [kept[key] for key in sorted(kept)]
+        row_by_number[number] = row
+    result.rows = [row_by_number[key] for key in sorted(row_by_number)]
     if step_count:
         result.step_share = sum("loss" in row for row in result.rows) / step_count
     return result

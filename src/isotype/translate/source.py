@@ -328,9 +328,9 @@ def _named_config(
     """
     if program.executable == "tune":
         return None
-    named = next((key for key in keys if key.name == "config"), None)
-    if named is not None:
-        return named
+    config_key = next((key for key in keys if key.name == "config"), None)
+    if config_key is not None:
+        return config_key
     if not arguments or not arguments[0].endswith((".yaml", ".yml", ".json")):
         return None
     if not program.executable:
