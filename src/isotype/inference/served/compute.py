@@ -60,6 +60,8 @@ def compute_expectations(run: LoadedRun, row_count: int) -> Expectations:
     rows, loaded = load_evaluation(run, row_count, prompt_count=PROMPTS)
     if loaded.pictures is not None:
         raise UsageError(f"{run.folder}: --served asks texts; this run learnt from pictures")
+    if not loaded.prompts:
+        raise UsageError(f"{run.folder}: its {row_source(loaded)} rows have no prompt to ask")
     tokenizer: Any = run.tokenizer
     template = chat_template(tokenizer, None) if tokenizer.chat_template else None
     prompts = [_build_prompt(tokenizer, template, prompt) for prompt in loaded.prompts]

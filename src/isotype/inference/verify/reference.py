@@ -26,7 +26,7 @@ from ..loaded import LoadedRun
 from .run_weights import RunWeights
 
 Reader = Callable[[str], Tensor]  # name of a weight -> its values
-_LOGITS_PER_BATCH = 1 << 27  # values of fp32 logits in one batch: 0.5 GB
+_LOGITS_PER_BATCH = 1 << 26  # values of fp32 logits in one batch: 0.25 GB
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,13 @@ class ReferenceModel:
             logits = self.model(**inputs).logits[:, :-1]
             labels = batch.labels[:, 1:].to(logits.device)
             is_learnt = labels != IGNORE_INDEX
-            token_losses = F.cross_entropy(
-                logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none"
-            )
-            losses.append(token_losses.double().sum(1).cpu())
+            learnt_logits = logits[is_learnt]
+            token_losses = F.cross_entropy(learnt_logits, labels[is_learnt], reduction="none")
+            rows = is_learnt.nonzero()[:, 0]
+            row_losses = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
+            losses.append(row_losses.index_add_(0, rows, token_losses.double()).cpu())
             counts.append(is_learnt.sum(1).cpu())
-            predictions.append(logits.argmax(-1)[is_learnt].cpu())
+            predictions.append(learnt_logits.argmax(-1).cpu())
         return Scores(torch.cat(losses), torch.cat(counts), torch.cat(predictions))
 
     def batches(self, rows: Sequence[Row], pictures: Pictures | None) -> list[Batch]:

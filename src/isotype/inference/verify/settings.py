@@ -23,6 +23,8 @@ from .written_model import WrittenModel
 _TEXT_SHOWN = 60  # characters of a value in a message
 # keys of a GGUF file that describe the file and not the model
 _IGNORED = ("general.", "tokenizer.ggml.token_type", "tokenizer.ggml.padding_token_id")
+# architecture -> whether llama.cpp divides by the sum of the chosen experts' weights; no key says so
+_NORMALISES_EXPERTS = {"qwen2moe": False, "qwen3moe": True}
 _SPLIT_KEY = "tokenizer.ggml.pre"
 # what llama.cpp assumes for a key that the file lacks
 _DEFAULTS = {
@@ -91,6 +93,10 @@ def compare_gguf_settings(
         if is_absent or _is_same_setting(key, value, expected):
             continue
         differences.append(setting_difference(key, value, expected))
+    expected_norm = getattr(config, "norm_topk_prob", None)
+    normalises = _NORMALISES_EXPERTS.get(architecture, expected_norm)
+    if normalises != expected_norm:
+        differences.append(setting_difference("norm_topk_prob", normalises, expected_norm))
     scaling = written.fields.get(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none":
         key = f"{architecture}.rope.scaling.type"
@@ -224,6 +230,10 @@ def apply_gguf_settings(config: Any, written: WrittenModel) -> Any | None:
     rope = text_config.rope_parameters
     rope = rope.get("full_attention", rope)
     is_changed = not math.isclose(theta, rope["rope_theta"], rel_tol=1e-6)
+    norm = getattr(text_config, "norm_topk_prob", None)
+    if _NORMALISES_EXPERTS.get(architecture, norm) != norm:
+        text_config.norm_topk_prob = not norm
+        is_changed = True
     experts_per_token = written.fields.get(f"{architecture}.expert_used_count")
     if experts_per_token not in (None, getattr(text_config, "num_experts_per_tok", None)):
         text_config.num_experts_per_tok = experts_per_token
