@@ -406,7 +406,9 @@ class AdapterSection(Section):
     stay frozen.
     """
     start_from: str | None = None
-    """Folder of a PEFT adapter. Training starts from the weights of this adapter."""
+    """Folder of a PEFT adapter. Training starts from the weights of this adapter. Diffusion: also a
+    LoRA file of kohya's scripts, diffusers, SimpleTuner, ai-toolkit or ComfyUI (.safetensors).
+    """
     text_encoders: bool = False
     """Diffusion (SDXL, Stable Diffusion): attention and MLPs of the CLIP text encoders get an
     adapter too. Captions are then encoded in each step.

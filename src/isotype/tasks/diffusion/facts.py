@@ -48,6 +48,7 @@ def plan_lines(data: PictureData) -> list[str]:
         _describe_pictures(facts),
         f"{run.objective}; evaluated at {run.config.diffusion.eval_draws} fixed ones",
         *run.folder.marker_lines(),
+        *([] if run.start is None else [str(run.start.lora)]),
     ]
     if data.cut_captions.number:
         lines.append(str(data.cut_captions))

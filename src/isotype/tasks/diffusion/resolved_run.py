@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,11 +19,38 @@ from ...model.load import read_config
 from ...precision.precision import Precision
 from .batches import Batch
 from .families import Conditioning, Family, SampleSettings
+from .lora_file import LoraFile, read_lora_file
 from .loss import Objective, build_objective, picture_losses
 from .pipeline import PipelineFolder
 from .pixels import RunSizes
 from .sample import Prompt
 from .setting_checks import refuse_incompatible_settings
+
+
+@dataclass(frozen=True)
+class StartFile:
+    """The LoRA file of `adapter.start_from`, written as a PEFT folder from which the adapter is
+    loaded. The folder exists as long as the object.
+    """
+
+    lora: LoraFile
+    folder: TemporaryDirectory[str]
+
+    @classmethod
+    def open(cls, config: RunConfig, pipeline: PipelineFolder) -> StartFile | None:
+        """Reads the file. Returns None if `adapter.start_from` is not a file. Raises UsageError."""
+        if config.adapter.start_from is None or config.adapter.kind == "none":
+            return None
+        path = Path(config.adapter.start_from)
+        if not path.is_file():
+            return None
+        start = cls(read_lora_file(path, pipeline, config), TemporaryDirectory("isotype-start"))
+        start.lora.write_peft_folder(Path(start.folder.name))
+        return start
+
+    def with_peft_folder(self, config: RunConfig) -> RunConfig:
+        adapter = config.adapter.model_copy(update={"start_from": self.folder.name})
+        return config.model_copy(update={"adapter": adapter})
 
 
 @dataclass(frozen=True)
@@ -32,6 +60,7 @@ class ResolvedRun:
 
     folder   the pipeline, with this run's schedule and settings of the denoiser
     sources  the sources of the pictures for training, regularisation and evaluation
+    start    the LoRA file of `adapter.start_from`, if it is a file
     """
 
     config: RunConfig
@@ -39,20 +68,29 @@ class ResolvedRun:
     folder: PipelineFolder
     sources: list[PictureSource]
     prompts: list[Prompt]
+    start: StartFile | None = None
 
     @classmethod
     def open(cls, config: RunConfig, precision: Precision) -> ResolvedRun:
         """Opens the pipeline and checks the settings. Raises UsageError if the settings do not fit
         the pipeline or contradict each other.
         """
+        pipeline = _open_pipeline(config)
+        start = StartFile.open(config, pipeline)
+        if start is not None:
+            config = start.with_peft_folder(config)
         run = cls(
             config,
             precision,
-            _open_pipeline(config),
+            pipeline,
             _read_picture_sources(config),
             [Prompt.parse(entry) for entry in config.run.samples],
+            start,
         )
-        refuse_incompatible_settings(config, run.folder, precision, run.sources, run.prompts)
+        start_name = None if start is None else start.lora.path
+        refuse_incompatible_settings(
+            config, run.folder, precision, run.sources, run.prompts, start_name
+        )
         _ = run.objective  # raises UsageError
         run._check_sizes()
         return run

@@ -31,7 +31,7 @@ from .text_encoders import PREFIX, attach_encoders, split_part
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
-_PEFT_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 
 
 def save_lora(
@@ -59,7 +59,7 @@ def save_lora(
     settings = PeftConfig.from_pretrained(str(folder)).to_dict() | {"inference_mode": False}
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():
-        part, inner_name = split_part(name.removeprefix(_PEFT_PREFIX), pipeline.family)
+        part, inner_name = split_part(name.removeprefix(PEFT_PREFIX), pipeline.family)
         parts.setdefault(part, {})[inner_name] = tensor
     arguments: dict[str, Any] = {}
     for part, tensors in parts.items():
@@ -68,12 +68,34 @@ def save_lora(
         names = sorted(
             {name.rpartition(".lora_")[0].removeprefix("text_model.") for name in tensors}
         )
-        part_settings = settings if len(parts) == 1 else settings | {"target_modules": names}
+        if len(parts) == 1:
+            part_settings = settings
+        else:
+            part_settings = _part_settings(settings, part, pipeline.family) | {
+                "target_modules": names
+            }
         arguments |= {
             f"{part}_lora_layers": tensors,
             f"{part}_lora_adapter_metadata": part_settings,
         }
     pipeline_class(pipeline).save_lora_weights(folder, **arguments)
+
+
+def _part_settings(settings: Mapping[str, Any], part: str, family: Family) -> dict[str, Any]:
+    """The settings of an adapter for one part of the pipeline. A pattern of ranks or alphas that is
+    the full name of a module (`^NAME`) stays only in the module's part, with its name there.
+    """
+    changed = dict(settings)
+    for key in ("rank_pattern", "alpha_pattern"):
+        changed[key] = {}
+        for pattern, value in (settings.get(key) or {}).items():
+            if not pattern.startswith("^"):
+                changed[key][pattern] = value
+                continue
+            pattern_part, name = split_part(pattern[1:], family)
+            if pattern_part == part:
+                changed[key][f"^{name.removeprefix('text_model.')}"] = value
+    return changed
 
 
 def read_adapter_settings(adapter: Path, setting: str = "adapter") -> dict[str, Any]:
@@ -229,7 +251,7 @@ def load_adapter_as_diffusers(
     )
     peft_file_tensors = load_file(folder / "adapter_model.safetensors")
     peft_tensors = {
-        ".".join(split_part(name.removeprefix(_PEFT_PREFIX), pipeline.family)): t
+        ".".join(split_part(name.removeprefix(PEFT_PREFIX), pipeline.family)): t
         for name, t in peft_file_tensors.items()
     }
     _refuse_differences(saved, peft_tensors, f"{folder}: the PEFT file")
@@ -249,7 +271,7 @@ def refuse_adapter_of_another_model(
     modules = dict(denoiser.named_modules())
     for name, shape in read_shapes(folder / "adapter_model.safetensors", setting).items():
         path, _, side = name.removesuffix(".weight").rpartition(".")
-        path = path.removeprefix(_PEFT_PREFIX)
+        path = path.removeprefix(PEFT_PREFIX)
         module = modules.get(path)
         if side not in ("lora_A", "lora_B") or (
             module is not None and not isinstance(module, nn.Linear)
@@ -356,21 +378,21 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
         return _lokr_tensors(adapter, settings, family)
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
-        module, _, side = name.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
-        comfyui_name = _comfyui_name(module, family)
+        module, _, side = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".")
+        file_name = comfyui_name(module, family)
         side = _UNET[side] if family.denoiser == "unet" else side
-        tensors[f"{comfyui_name}.{side}.weight"] = tensor
+        tensors[f"{file_name}.{side}.weight"] = tensor
         if side in ("lora_A", "lora_down"):
             rank = len(tensor)
-            alpha = _module_setting(module, settings, "alpha_pattern", "lora_alpha")
-            tensors[f"{comfyui_name}.alpha"] = torch.tensor(
+            alpha = module_setting(module, settings, "alpha_pattern", "lora_alpha")
+            tensors[f"{file_name}.alpha"] = torch.tensor(
                 alpha * (math.sqrt(rank) if settings.get("use_rslora") else 1.0),
                 dtype=torch.float32,
             )
     return tensors
 
 
-def _module_setting(module: str, settings: Mapping[str, Any], patterns: str, default: str) -> float:
+def module_setting(module: str, settings: Mapping[str, Any], patterns: str, default: str) -> float:
     """Returns the alpha or the rank of a module. If one of `patterns` applies to this module in
     PEFT, returns the value of this pattern. Otherwise returns the default.
     """
@@ -382,7 +404,8 @@ def _module_setting(module: str, settings: Mapping[str, Any], patterns: str, def
     )
 
 
-def _comfyui_name(module: str, family: Family) -> str:
+def comfyui_name(module: str, family: Family) -> str:
+    """The name of a module of the adapted model in a file for ComfyUI."""
     if module.startswith(PREFIX):
         part, inner_name = split_part(module, family)
         number = (
@@ -405,12 +428,12 @@ def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> di
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
-        module, _, side = name.removeprefix(_PEFT_PREFIX).rpartition(".")
+        module, _, side = name.removeprefix(PEFT_PREFIX).rpartition(".")
         alpha, rank = (
-            _module_setting(module, settings, f"{quantity}_pattern", key)
+            module_setting(module, settings, f"{quantity}_pattern", key)
             for quantity, key in (("alpha", "alpha"), ("rank", "r"))
         )
-        tensors[f"{_comfyui_name(module, family)}.{side}"] = tensor * (
+        tensors[f"{comfyui_name(module, family)}.{side}"] = tensor * (
             alpha / rank if side in ("lokr_w1", "lokr_w1_a") else 1.0
         )
     return tensors

@@ -38,10 +38,12 @@ def refuse_incompatible_settings(
     precision: Precision,
     sources: Sequence[PictureSource],
     prompts: Sequence[Prompt],
+    start_file: Path | None = None,
 ) -> None:
     """Raises UsageError for settings that do not fit the pipeline or that contradict each other.
 
-    folder  the pipeline, with the run's settings of the denoiser
+    folder      the pipeline, with the run's settings of the denoiser
+    start_file  the LoRA file from which the folder `adapter.start_from` was written
     """
     family = folder.family
     adapter = config.adapter
@@ -54,7 +56,7 @@ def refuse_incompatible_settings(
     folder.refuse_missing_weights()
     check_base(folder.published_quantisation, precision, str(config.model.name))
     _refuse_text_encoders(config, folder, precision)
-    _refuse_start(config, folder)
+    _refuse_start(config, folder, start_file)
     if adapter.kind != "none" and adapter.targets != "all-linear":
         _refuse_encoders(adapter.targets, folder)
     if adapter.kind == "lokr" and precision.packed:
@@ -182,7 +184,7 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
         raise UsageError(f"adapter.text_encoders: {reason}", fix=fix)
 
 
-def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
+def _refuse_start(config: RunConfig, folder: PipelineFolder, start_file: Path | None) -> None:
     """Checks the adapter that `adapter.start_from` names. Raises UsageError if it belongs to
     another model, if it is of another kind, or if it cannot be saved in the format
     `run.adapter_format`.
@@ -192,6 +194,7 @@ def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
     if adapter.start_from is None:
         return
     start = Path(adapter.start_from)
+    shown_start = start_file or start
     has_encoders = any(
         f".{PREFIX}" in name for name in read_shapes(start / "adapter_model.safetensors", setting)
     )
@@ -201,7 +204,7 @@ def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
         else:
             encoder_text = "has none of text encoders"
         raise UsageError(
-            f"{setting}: {start} {encoder_text}",
+            f"{setting}: {shown_start} {encoder_text}",
             fix=f"adapter.text_encoders: {str(has_encoders).lower()}",
         )
     refuse_adapter_of_another_model(outline_base(folder, config), start, setting)
@@ -209,7 +212,7 @@ def _refuse_start(config: RunConfig, folder: PipelineFolder) -> None:
     if adapter.kind != "none" and is_lokr(start) != (adapter.kind == "lokr"):
         start_kind = str(settings.get("peft_type")).lower()
         raise UsageError(
-            f"{setting}: {start} is a {start_kind}, and adapter.kind is {adapter.kind}",
+            f"{setting}: {shown_start} is a {start_kind}, and adapter.kind is {adapter.kind}",
             fix=f"adapter.kind: {start_kind}",
         )
     if config.run.adapter_format == "comfyui" and settings.get("use_dora"):

@@ -1,0 +1,348 @@
+"""Reads a LoRA from one file (`adapter.start_from: dog.safetensors`) and writes it as a PEFT folder,
+from which training starts.
+
+A module of the model has several names in such files: those of diffusers, of PEFT, of kohya's
+scripts and of ComfyUI (`comfyui_name`, which also writes files). Names of the original models, as
+kohya's scripts use them for SDXL and Flux, are converted by the pipeline's own `lora_state_dict`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ...config.schema import RunConfig
+from ...errors import UsageError
+from ...model.adapter_settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from ...wording import first_line, pluralise
+from .denoiser import outline_base
+from .families import Family
+from .pipeline import PipelineFolder
+from .result import PEFT_PREFIX, comfyui_name, module_setting, pipeline_class
+from .text_encoders import PREFIX, split_part
+
+SETTING = "adapter.start_from"
+# the ends of the names of the two matrices
+_PAIR_SUFFIXES = (
+    (".lora_A.weight", ".lora_B.weight"),
+    (".lora_down.weight", ".lora_up.weight"),
+    (".lora.down.weight", ".lora.up.weight"),
+    (".lora_A.default.weight", ".lora_B.default.weight"),
+)
+_ALPHA_SUFFIX = ".alpha"
+# a part of a tensor's name -> the kind of adapter that has such tensors
+_OTHER_KINDS = {"lokr_": "LoKr", "hada_": "LoHa", "dora_scale": "DoRA", "magnitude": "DoRA"}
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """`alpha / rank * b @ a` is added to the weight of one module.
+
+    a  F[r in], or F[r in h w] for a convolution
+    b  F[out r]
+    """
+
+    a: Tensor
+    b: Tensor
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """The content of a file, by the names of the model's modules.
+
+    has_alphas  whether the file contains alphas; without them alpha is the rank
+    """
+
+    path: Path
+    format: str
+    modules: Mapping[str, LoraModule]
+    has_alphas: bool
+
+    def __str__(self) -> str:
+        ranks = _describe_range({module.rank for module in self.modules.values()})
+        alphas = _describe_range({module.alpha for module in self.modules.values()})
+        alpha_text = f"alpha {alphas}" if self.has_alphas else "no alpha in the file: alpha = rank"
+        return (
+            f"{SETTING}: {self.path.name} ({self.format}):"
+            f" {pluralise(len(self.modules), 'module')}, rank {ranks}, {alpha_text}"
+        )
+
+    def write_peft_folder(self, folder: Path) -> None:
+        """Writes the adapter as a PEFT folder. The most frequent rank and alpha are the defaults,
+        and other modules have an entry in the patterns.
+        """
+        from peft import LoraConfig
+
+        ranks = {name: module.rank for name, module in self.modules.items()}
+        alphas = {name: module.alpha for name, module in self.modules.items()}
+        rank = Counter(ranks.values()).most_common(1)[0][0]
+        alpha = Counter(alphas.values()).most_common(1)[0][0]
+        settings = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT takes a float, its annotation says int
+            target_modules=sorted(self.modules),
+            rank_pattern={f"^{name}": r for name, r in ranks.items() if r != rank},
+            alpha_pattern={f"^{name}": a for name, a in alphas.items() if a != alpha},
+        )
+        content = settings.to_dict() | {"target_modules": sorted(self.modules)}
+        tensors = {}
+        for name, module in self.modules.items():
+            # copies, because modules from one fused layer share their matrix A
+            tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = module.a.contiguous().clone()
+            tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = module.b.contiguous().clone()
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+        (folder / ADAPTER_CONFIG_FILE).write_text(
+            json.dumps(content, indent=2) + "\n", encoding="utf-8"
+        )
+
+
+def read_lora_file(path: Path, pipeline: PipelineFolder, config: RunConfig) -> LoraFile:
+    """Reads the LoRA of a file for the model of a run. Raises UsageError for a file that cannot be
+    read, for other adapters than LoRA, and for tensors that belong to no module.
+    """
+    tensors, metadata = _read_tensors(path)
+    family = pipeline.family
+    if family.trainable_encoders:
+        # the encoders of the file are found even if they are not trained; a later check says so
+        adapter = config.adapter.model_copy(update={"text_encoders": True})
+        config = config.model_copy(update={"adapter": adapter})
+    layers = _adaptable_layers(outline_base(pipeline, config))
+    module_by_name = {
+        file_name: module for module in layers for file_name in _file_names(module, family)
+    }
+    pairs, rest = _match(tensors, module_by_name)
+    if rest:
+        converted = _convert_by_diffusers(path, rest, pipeline)
+        more_pairs, rest = _match(converted, module_by_name)
+        pairs |= more_pairs
+    if rest:
+        _refuse_unknown(path, list(rest), family.pipeline)
+    has_alphas = any(name.endswith(_ALPHA_SUFFIX) for name in tensors)
+    settings = _read_adapter_metadata(path, metadata)
+    modules = {}
+    for name, (a, b, alpha) in sorted(pairs.items()):
+        if alpha is None:
+            alpha = _alpha_from_metadata(settings, name, len(a), family)
+        modules[name] = _shaped_module(path, name, layers[name], a, b, alpha)
+    return LoraFile(path, _detect_format(tensors, metadata), modules, has_alphas or bool(settings))
+
+
+def _describe_range(numbers: set[int] | set[float]) -> str:
+    if len(numbers) == 1:
+        return f"{next(iter(numbers)):g}"
+    return f"{min(numbers):g} to {max(numbers):g}"
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file. Raises UsageError."""
+    if path.suffix != ".safetensors":
+        raise UsageError(
+            f"{SETTING}: {path}: expected a .safetensors file or a PEFT folder",
+            fix="the same LoRA as .safetensors; a pickle can run code",
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+            metadata = dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{SETTING}: {path}: {first_line(error)}") from None
+    for name in tensors:
+        for part, kind in _OTHER_KINDS.items():
+            if part in name:
+                raise UsageError(
+                    f"{SETTING}: {path} is a {kind} ({name}), and only a LoRA is read from a file",
+                    fix="the PEFT folder of the run that trained it",
+                )
+    return tensors, metadata
+
+
+def _adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d))
+    }
+
+
+def _file_names(module: str, family: Family) -> Iterator[str]:
+    """The names that a module of the model has in the files of several programs."""
+    yield f"{PEFT_PREFIX}{module}"
+    yield comfyui_name(module, family)
+    if module.startswith(PREFIX):
+        part, inner_name = split_part(module, family)
+        yield f"{part}.{inner_name}"
+        yield f"{part}.{inner_name.removeprefix('text_model.')}"
+        return
+    yield module
+    for prefix in (family.denoiser, "diffusion_model"):
+        yield f"{prefix}.{module}"
+    underscored = module.replace(".", "_")
+    for prefix in ("lora_unet", "lora_transformer"):
+        yield f"{prefix}_{underscored}"
+
+
+_Pair = tuple[Tensor, Tensor, float | None]
+
+
+def _match(
+    tensors: Mapping[str, Tensor], module_by_name: Mapping[str, str]
+) -> tuple[dict[str, _Pair], dict[str, Tensor]]:
+    """Returns the two matrices and the alpha (None if there is none) of each module, and the
+    tensors that belong to no module.
+    """
+    rest = dict(tensors)
+    pairs: dict[str, _Pair] = {}
+    for name in tensors:
+        for a_suffix, b_suffix in _PAIR_SUFFIXES:
+            file_name = name.removesuffix(a_suffix)
+            module = module_by_name.get(file_name)
+            b_name = f"{file_name}{b_suffix}"
+            if file_name == name or module is None or b_name not in rest:
+                continue
+            alpha = rest.pop(f"{file_name}{_ALPHA_SUFFIX}", None)
+            pairs[module] = (
+                rest.pop(name),
+                rest.pop(b_name),
+                None if alpha is None else float(alpha),
+            )
+    return pairs, rest
+
+
+def _convert_by_diffusers(
+    path: Path, tensors: Mapping[str, Tensor], pipeline: PipelineFolder
+) -> dict[str, Tensor]:
+    """Converts names of the original models to those of diffusers. Returns the tensors unchanged if
+    the pipeline reads no LoRA. The matrices are in fp32, because some converters multiply them by
+    alpha / rank.
+    """
+    from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+
+    from ...training.console import silence_library_warnings
+
+    if not pipeline.family.loads_lora:
+        return dict(tensors)
+    config = pipeline.config(pipeline.denoiser_part)
+    try:
+        with silence_library_warnings():
+            result = pipeline_class(pipeline).lora_state_dict(
+                {name: tensor.float() for name, tensor in tensors.items()},
+                unet_config=SimpleNamespace(**config),
+                return_alphas=True,
+            )
+    except Exception as error:  # a converter can raise any exception for names it does not know
+        _refuse_unknown(path, list(tensors), pipeline.family.pipeline, error)
+    converted, alphas = result if isinstance(result, tuple) else (result, None)
+    if pipeline.family.denoiser == "unet":
+        converted = convert_unet_state_dict_to_peft(converted)
+    for name, alpha in (alphas or {}).items():
+        # an alpha has the name of its module, or that of its first matrix
+        matrix = name.removesuffix(_ALPHA_SUFFIX)
+        if not matrix.endswith(".weight"):
+            matrix = f"{matrix}.lora.down.weight"
+        (matrix,) = convert_unet_state_dict_to_peft({matrix: None})
+        module = matrix.removesuffix(".lora_A.weight")
+        converted[f"{module}{_ALPHA_SUFFIX}"] = torch.tensor(float(alpha))
+    return dict(converted)
+
+
+def _refuse_unknown(
+    path: Path, names: list[str], pipeline: str, error: Exception | None = None
+) -> None:
+    shown = ", ".join(sorted(names)[:_NAMES_SHOWN])
+    if len(names) > _NAMES_SHOWN:
+        shown += f", ... ({len(names)} such)"
+    raise UsageError(
+        f"{SETTING}: {path}: these tensors match nothing in this {pipeline}: {shown}",
+        fix="the model that the LoRA was trained on, or a LoRA of this model",
+    ) from error
+
+
+def _read_adapter_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The settings of PEFT that diffusers writes into a file, with the part of the pipeline before
+    each key (`transformer.lora_alpha`). Raises UsageError.
+    """
+    text = metadata.get("lora_adapter_metadata")
+    if text is None:
+        return {}
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise UsageError(f"{SETTING}: {path}: its lora_adapter_metadata cannot be read")
+    return settings
+
+
+def _alpha_from_metadata(
+    settings: Mapping[str, Any], module: str, rank: int, family: Family
+) -> float:
+    """The alpha of a module by the file's metadata; the rank if the metadata has none."""
+    part, inner_name = split_part(module, family)
+    prefix = f"{part}."
+    part_settings = {
+        key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)
+    }
+    if "lora_alpha" not in part_settings:
+        return float(rank)
+    alpha = module_setting(inner_name, part_settings, "alpha_pattern", "lora_alpha")
+    if part_settings.get("use_rslora"):
+        return alpha * math.sqrt(rank)
+    return alpha
+
+
+def _shaped_module(
+    path: Path, name: str, layer: nn.Module, a: Tensor, b: Tensor, alpha: float
+) -> LoraModule:
+    """A module's matrices in the shapes that PEFT gives them. Raises UsageError for sizes that do
+    not fit the layer.
+    """
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    rank = len(a)
+    a_shape = (rank, *weight.shape[1:])
+    b_shape = (len(weight), rank, *(1 for _ in weight.shape[2:]))
+    if a.numel() != math.prod(a_shape) or b.numel() != math.prod(b_shape):
+        raise UsageError(
+            f"{SETTING}: {path}: {name}: matrices of {list(a.shape)} and {list(b.shape)}, and the"
+            f" weight is {list(weight.shape)}",
+            fix="the model that the LoRA was trained on, or a LoRA of this model",
+        )
+    return LoraModule(a.reshape(a_shape), b.reshape(b_shape), alpha)
+
+
+def _detect_format(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """The program whose format a file has, by its metadata and the names of its tensors."""
+    software = " ".join(value for key, value in metadata.items() if "software" in key).lower()
+    first = next(iter(tensors), "")
+    if "ai-toolkit" in software:
+        return "ai-toolkit"
+    if "simpletuner" in " ".join(metadata.values()).lower():
+        return "SimpleTuner"
+    if metadata.get("format") == "pt" and "pipeline" in metadata:
+        return "Isotype, for ComfyUI"
+    if first.startswith("lora_"):
+        return "kohya"
+    if first.startswith("diffusion_model.") or any(n.endswith(_ALPHA_SUFFIX) for n in tensors):
+        return "ComfyUI"
+    if first.startswith(PEFT_PREFIX):
+        return "PEFT"
+    return "diffusers"
