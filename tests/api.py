@@ -205,7 +205,7 @@ INNER = {
         "BadPicture Size Window bucket_sizes displayed_size encode_png mask_pixels pixels"
     ),
     "isotype.tasks.diffusion.result": (
-        "tasks_diffusion_result_load_result=load_result save_lora write_comfyui"
+        "add_metadata tasks_diffusion_result_load_result=load_result save_lora write_comfyui"
     ),
     "isotype.tasks.diffusion.single_file": "widest_dtype",
     "isotype.tasks.language.checks": (

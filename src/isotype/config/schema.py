@@ -206,9 +206,10 @@ class ImagesSection(Section):
     """Evaluation pictures, in the same form as `train`. Without this key, a part of the training
     pictures is used for evaluation (see `eval_split`).
     """
-    eval_split: Fraction = 0.05
+    eval_split: Fraction | None = None
     """If `eval` is not set: the fraction of the training pictures that is used for evaluation and
-    not for training. 0 means no evaluation.
+    not for training. 0 means no evaluation. By default 0.05 of 20 or more pictures, and none of
+    fewer.
     """
     regularisation: str | list[str | dict[str, Any]] | None = None
     """Regularisation pictures, in the same form as `train`. They show things that the model should

@@ -64,7 +64,7 @@ def write_card(
         import_lines = []
         load_lines = [f"model = {class_name}.from_pretrained(FOLDER{labels}, dtype='auto')"]
     lines = [
-        *_card_header(
+        *card_header(
             base,
             title,
             data,
@@ -92,7 +92,7 @@ def write_card(
     (folder / CARD_FILE).write_text("\n".join(lines), encoding="utf-8")
 
 
-def _card_header(
+def card_header(
     base: str,
     title: str,
     data: str,
@@ -100,10 +100,14 @@ def _card_header(
     declared: Mapping[str, Any],
     observed: Mapping[str, Mapping[str, int]],
     library: str = "",
+    extra: Mapping[str, Any] | None = None,
+    label: str | None = None,
 ) -> list[str]:
     """Returns the lines that every card has: the hub's metadata, then base, data and dtypes.
 
     declared  the dtype of each role
+    extra     more entries of the hub's metadata
+    label     the name of the base that is shown; by default `base`
     """
     # the hub refuses a card whose base_model is a path
     on_hub = not is_folder_name(base) and not Path(base).exists()
@@ -112,6 +116,7 @@ def _card_header(
         metadata.append(f"base_model: {json.dumps(base)}")
     if library:
         metadata.append(f"library_name: {json.dumps(library)}")
+    metadata += [f"{key}: {json.dumps(value)}" for key, value in (extra or {}).items()]
     if metadata:
         metadata = ["---", *metadata, "---", ""]
     roles = [
@@ -123,7 +128,7 @@ def _card_header(
         *metadata,
         f"# {title}, trained by Isotype",
         "",
-        f"* base: `{base}`",
+        f"* base: `{label or base}`",
         f"* data: {data}",
         f"* weights of step {step}",
         "",
@@ -221,7 +226,7 @@ def plain_card(
         if isinstance(entry, dict)
     }
     return "\n".join(
-        _card_header(
+        card_header(
             base, "A result", counts_text, str(step), declared, precision.get("observed", {})
         )
     )

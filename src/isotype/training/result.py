@@ -10,12 +10,10 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ..config.kind import LANGUAGE
 from ..config.schema import RunConfig
 from ..distributed.shard import Sharding, gather_tensors, replace_in_state_dict
 from ..distributed.world import ALONE, World
 from ..dtypes import to_torch
-from ..model.card import write_card
 from ..model.export import trained_tensors
 from ..model.initialisation import to_ordinary_adapter
 from ..precision.precision import Precision
@@ -69,27 +67,18 @@ class ResultWriter:
 
         def fill(folder: Path) -> None:
             with replace_in_state_dict(self.model, gathered):
-                self.task.save(self.model, folder, self.resolved.precision)
+                self.task.save(self.model, folder, self.resolved.precision, step=step)
             (folder / "precision.json").write_text(self.resolved.to_json())
-            if self.task.kind == LANGUAGE:
-                self._write_card(folder, step)
+            self.task.write_card(
+                self.model,
+                folder,
+                self.resolved.precision,
+                step=step,
+                observed=self.record.observed,
+            )
 
         model_world.run_on_first(lambda: write_folder(target, fill), without_timeout=True)
         return tensors
-
-    def _write_card(self, folder: Path, step: int) -> None:
-        config = self.task.config
-        write_card(
-            folder,
-            self.model,
-            base=self.task.base_name,
-            data=self.task.header()[0][1],
-            step=step,
-            precision=self.resolved.precision,
-            observed=self.record.observed,
-            is_adapter=config.adapter.kind != "none",
-            has_score_head=config.train.objective == "reward",
-        )
 
     def write_adapter(self, folder: RunFolder, *, step: int) -> None:
         """Writes the adapter to `adapters/step_N`. If there are then more than `run.adapters_keep`

@@ -430,8 +430,22 @@ class Task(Protocol):
 
     # the result
 
-    def save(self, model: nn.Module, folder: Path, precision: Precision) -> None:
-        """Writes the adapter or the model with all files that are needed to use it."""
+    def save(self, model: nn.Module, folder: Path, precision: Precision, *, step: int) -> None:
+        """Writes the adapter or the model of `step` with all files that are needed to use it."""
+
+    def write_card(
+        self,
+        model: nn.Module,
+        folder: Path,
+        precision: Precision,
+        *,
+        step: int,
+        observed: Mapping[str, Mapping[str, int]],
+    ) -> None:
+        """Writes the model card of what `save` wrote.
+
+        observed  for each role and dtype, the number of tensors at the last observation
+        """
 
     def reload(
         self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None

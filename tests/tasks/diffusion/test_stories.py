@@ -22,6 +22,7 @@ PAGE = Path(__file__).parents[3] / "docs/diffusion.md"
 TINY = (
     "images.resolution=32",
     "images.cache=none",
+    "images.eval_split=0.1",
     "train.steps=4",
     "train.batch_size=2",
     "run.save_every=2",

@@ -10,6 +10,7 @@ from typing import Any
 from ...training.task import Header
 from ...wording import shorten_middle
 from .data import PictureData
+from .pictures import FEWEST_TO_HOLD_OUT
 from .sample import control_thumbnails
 
 MAX_CAPTION = 160  # characters of a caption in the header
@@ -52,6 +53,11 @@ def plan_lines(data: PictureData) -> list[str]:
     ]
     if data.cut_captions.number:
         lines.append(str(data.cut_captions))
+    if pictures.trains_on_all:
+        lines.append(
+            f"fewer than {FEWEST_TO_HOLD_OUT} pictures: none is held out for evaluation"
+            " (images.eval_split: 0.1 would hold out some)"
+        )
     lines += pictures.unmasked_lines()
     lines += pictures.other_file_lines()
     if facts["buckets"] > len(run.sizes.resolutions):

@@ -58,6 +58,7 @@ class RunPictures:
     missing_class_pictures  the class pictures that do not exist yet
     other_files             folder -> file ending -> number of files that are not pictures and were
                             not read
+    trains_on_all           whether no picture is held out because there are few of them
     """
 
     train: list[Picture]
@@ -67,6 +68,7 @@ class RunPictures:
     has_controls: bool = False
     missing_class_pictures: list[MissingPicture] = field(default_factory=list)
     other_files: dict[str, Counter[str]] = field(default_factory=dict)
+    trains_on_all: bool = False
     _first_captions: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     @property
@@ -123,6 +125,10 @@ class RunPictures:
         return examples
 
 
+FEWEST_TO_HOLD_OUT = 20  # pictures; of fewer none is held out by default
+DEFAULT_SHARE = 0.05
+
+
 def collect_pictures(
     images: ImagesSection, *, seed: int, has_controls: bool = False
 ) -> RunPictures:
@@ -145,9 +151,8 @@ def collect_pictures(
     evaluation = _read_sources(images, "eval", result) if images.eval is not None else None
     result.bad_pictures.refuse_unusable(len(train) + len(regularisation) + len(evaluation or ()))
     if evaluation is None:
-        held_out_count = min(
-            len(train) - 1, round(images.eval_split * len(train)) or (1 if images.eval_split else 0)
-        )
+        held_out_count = _held_out_count(images.eval_split, len(train))
+        result.trains_on_all = images.eval_split is None and not held_out_count
         held_out_indices = set(
             epoch_order(len(train), seed=seed, epoch=0, shuffle=True)[:held_out_count]
         )
@@ -165,6 +170,19 @@ def collect_pictures(
     result.eval = eval_pictures
     result.regularisation_count = len(regularisation)
     return result
+
+
+def _held_out_count(share: float | None, pictures: int) -> int:
+    """How many training pictures are held out for evaluation. `share` None is the default: every
+    picture of a small set is needed for training, and one picture says little about a model.
+    """
+    if share is None:
+        if pictures < FEWEST_TO_HOLD_OUT:
+            return 0
+        share = DEFAULT_SHARE
+    if not share:
+        return 0
+    return min(pictures - 1, max(1, round(share * pictures)))
 
 
 def _split_by_resolution(pictures: Iterable[Picture]) -> list[Picture]:

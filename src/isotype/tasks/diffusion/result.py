@@ -4,7 +4,9 @@ reads. Loads the saved file in the same way as a user would.
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -41,18 +43,21 @@ def save_lora(
     pipeline: PipelineFolder,
     *,
     writes_comfyui_file: bool = False,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Saves the adapter as a PEFT folder. If the pipeline can load LoRA files, the adapter is also
     saved to a file with diffusers' names for the tensors. The metadata of this file contains the
     rank, alpha and the other settings. Without them, diffusers would use the rank as alpha.
 
     writes_comfyui_file  whether to write a file for ComfyUI too
+    metadata             facts about the training, for the metadata of these files
     """
     from peft import PeftConfig
 
     save_adapter(model, folder, precision)
+    metadata = dict(metadata or {}) | rank_metadata(folder)
     if writes_comfyui_file:
-        write_comfyui(folder, folder / COMFYUI_FILE, pipeline.family)
+        write_comfyui(folder, folder / COMFYUI_FILE, pipeline.family, metadata)
     if not pipeline.family.loads_lora or is_lokr(folder):
         return
     # inference_mode is off, since otherwise its tensors load in the base's dtype
@@ -79,6 +84,7 @@ def save_lora(
             f"{part}_lora_adapter_metadata": part_settings,
         }
     pipeline_class(pipeline).save_lora_weights(folder, **arguments)
+    add_metadata(folder / LORA_FILE, metadata)
 
 
 def _part_settings(settings: Mapping[str, Any], part: str, family: Family) -> dict[str, Any]:
@@ -101,6 +107,52 @@ def _part_settings(settings: Mapping[str, Any], part: str, family: Family) -> di
 def read_adapter_settings(adapter: Path, setting: str = "adapter") -> dict[str, Any]:
     """Reads the settings of a PEFT folder and checks them. Raises UsageError."""
     return read_adapter_config(adapter, setting)
+
+
+def rank_metadata(adapter: Path) -> dict[str, str]:
+    """The rank and the alpha of a PEFT folder, as kohya's scripts name them in a file's metadata.
+    Ranks that differ between modules are `Dynamic`, as in files of kohya's tools.
+    """
+    settings = read_adapter_settings(adapter)
+    quantities = {
+        "ss_network_dim": ("rank_pattern", settings.get("r")),
+        "ss_network_alpha": ("alpha_pattern", settings.get("lora_alpha", settings.get("alpha"))),
+    }
+    return {
+        key: "Dynamic" if settings.get(patterns) else f"{value:g}"
+        for key, (patterns, value) in quantities.items()
+        if value is not None
+    }
+
+
+def read_training_facts(file: Path) -> dict[str, str]:
+    """The facts about the training in a LoRA file's metadata; empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata() or {}
+    return {key: value for key, value in metadata.items() if key.startswith(_FACT_PREFIXES)}
+
+
+_FACT_PREFIXES = ("ss_", "modelspec.")
+_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
+
+
+def add_metadata(file: Path, metadata: Mapping[str, str]) -> None:
+    """Adds entries to the metadata of a safetensors file, and sorts them: the library writes them in
+    an order that differs between processes, so that two equal runs would have different files.
+    """
+    target = file.with_name(f"{file.name}.new")
+    with file.open("rb") as old, target.open("wb") as new:
+        header = json.loads(old.read(int.from_bytes(old.read(_LENGTH_BYTES), "little")))
+        entries = header.pop("__metadata__", {}) | dict(metadata)
+        header = {"__metadata__": dict(sorted(entries.items())), **header}
+        content = json.dumps(header, separators=(",", ":")).encode()
+        content += b" " * (-len(content) % _LENGTH_BYTES)
+        new.write(len(content).to_bytes(_LENGTH_BYTES, "little"))
+        new.write(content)
+        shutil.copyfileobj(old, new, 1 << 20)
+    target.replace(file)
 
 
 def is_lokr(adapter: Path) -> bool:
@@ -344,15 +396,21 @@ NO_DORA = "a DoRA, which is not written for ComfyUI: it scales by other lengths"
 _UNET = {"lora_A": "lora_down", "lora_B": "lora_up"}
 
 
-def write_comfyui(adapter: Path, out: Path, family: Family) -> int:
-    """Writes the adapter in a PEFT folder to the file `out` in ComfyUI's format. Returns the number
-    of modules that the adapter changes.
+def write_comfyui(
+    adapter: Path, out: Path, family: Family, metadata: Mapping[str, str] | None = None
+) -> int:
+    """Writes the adapter of a PEFT folder to the file `out`, and returns the number of its modules.
+
+    metadata  facts about the training; by default those of the folder's file for diffusers
 
     Raises  UsageError for a family whose adapters ComfyUI does not read
     """
     refuse_without_comfyui_support(family)
     tensors = comfyui_tensors(adapter, family)
-    save_file(tensors, out, metadata={"format": "pt", "pipeline": family.pipeline})
+    save_file(tensors, out)
+    if metadata is None:
+        metadata = read_training_facts(adapter / LORA_FILE)
+    add_metadata(out, {"format": "pt", "pipeline": family.pipeline, **metadata})
     return len({name.rpartition(".lo")[0] for name in tensors if ".lo" in name})
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...config.schema import RunConfig
 from ...data.bad_rows import BAD_ROWS_FILE, BadRowFile
 from ...distributed.world import ALONE, World
+from ...model.card import CARD_FILE
 from ...optimize import Manifest
 from ...precision.apply import inner_model
 from ...precision.parts import Part
@@ -34,6 +35,7 @@ from .batch_maker import BatchMaker
 from .batches import Batch, PictureStream, PlacedRow, Row, group_by_size
 from .data import PictureData
 from .denoiser import ForwardCost
+from .description import lora_metadata, picture_card
 from .facts import header_details, header_rows, plan_facts, plan_lines, run_records
 from .loss import evaluate
 from .model import empty_batch, load_model, measure_forward_cost, outline_model
@@ -238,14 +240,31 @@ class DiffusionTask:
 
     # the result
 
-    def save(self, model: Any, folder: Path, precision: Precision) -> None:
+    def save(self, model: Any, folder: Path, precision: Precision, *, step: int) -> None:
         if self.config.adapter.kind == "none":
             save_denoiser(model, folder, precision)
             return
         writes_comfyui_file = self.config.run.adapter_format == "comfyui"
         save_lora(
-            model, folder, precision, self.run.folder, writes_comfyui_file=writes_comfyui_file
+            model,
+            folder,
+            precision,
+            self.run.folder,
+            writes_comfyui_file=writes_comfyui_file,
+            metadata=lora_metadata(self.data, step),
         )
+
+    def write_card(
+        self,
+        model: Any,
+        folder: Path,
+        precision: Precision,
+        *,
+        step: int,
+        observed: Mapping[str, Mapping[str, int]],
+    ) -> None:
+        card = picture_card(self.data, folder, precision, step=step, observed=observed)
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
     def reload(
         self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None

@@ -23,6 +23,7 @@ from ...errors import UsageError
 from ...model.adapter import check_lora_branch, save_adapter
 from ...model.architecture import SCORE
 from ...model.build import build_model
+from ...model.card import write_card
 from ...model.load import Source, base_source, load_architecture, load_tokenizer
 from ...model.processor import build_picture_reader, copy_files, has_vision
 from ...model.targets import has_stack, is_stack
@@ -362,7 +363,7 @@ class LanguageTask:
 
     # the result
 
-    def save(self, model: Any, folder: Path, precision: Precision) -> None:
+    def save(self, model: Any, folder: Path, precision: Precision, *, step: int) -> None:
         if self.config.adapter.kind != "none":
             save_adapter(model, folder, precision)
         else:
@@ -370,6 +371,27 @@ class LanguageTask:
         self.tokenizer.save_pretrained(str(folder))
         if vision_parts(inner_model(model)) is not None:
             copy_files(self.source.name, self.source.revision, folder)
+
+    def write_card(
+        self,
+        model: Any,
+        folder: Path,
+        precision: Precision,
+        *,
+        step: int,
+        observed: Mapping[str, Mapping[str, int]],
+    ) -> None:
+        write_card(
+            folder,
+            model,
+            base=self.base_name,
+            data=self.header()[0][1],
+            step=step,
+            precision=precision,
+            observed=observed,
+            is_adapter=self.config.adapter.kind != "none",
+            has_score_head=self.config.train.objective == "reward",
+        )
 
     def reload(
         self, folder: Path, precision: Precision, device: torch.device, part: Part | None = None
