@@ -215,7 +215,7 @@ def test_text_encoders_are_trained_as_they_were(tmp_path):
     for given, carried in (
         ("5e-5", 5e-5),
         ("[5e-5, 2e-5]", [5e-5, 2e-5]),
-        ("[5e-5, 0]", 5e-5),
+        ("[5e-5, 0]", [5e-5, 0.0]),
         ("1.0", None),
     ):
         assert text_encoders_of(tmp_path, "a.toml", f"text_encoder_lr = {given}\n{KOHYA}") == (

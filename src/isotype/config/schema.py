@@ -28,6 +28,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+NotNegativeFloat = Annotated[float, Field(ge=0.0)]
 EveryKth = Annotated[str, Field(pattern=r"^every [1-9][0-9]*$", examples=["every 2"])]
 
 MemorySize = Annotated[str, Field(pattern=SIZE_PATTERN, examples=["20GiB"])]
@@ -414,9 +415,10 @@ class AdapterSection(Section):
     """Diffusion (SDXL, Stable Diffusion): attention and MLPs of the CLIP text encoders get an
     adapter too. Captions are then encoded in each step.
     """
-    text_encoder_rate: PositiveFloat | list[PositiveFloat] | None = None
+    text_encoder_rate: NotNegativeFloat | list[NotNegativeFloat] | None = None
     """Learning rate of the text encoders, or a list with one learning rate for each of them, in the
-    order of the pipeline (`[5e-5, 2e-5]`). By default `train.learning_rate`.
+    order of the pipeline (`[5e-5, 2e-5]`). By default `train.learning_rate`. An encoder with the rate 0 is
+    not trained.
     """
     vision: Literal["none", "lora", "full"] = "none"
     """Vision-language: how the vision tower is trained. With `none` it stays frozen, even with

@@ -532,14 +532,8 @@ def convert_text_encoder_rate(draft: ConfigDraft, source_key: SourceKey) -> None
             " train.learning_rate",
         )
     else:
-        if min(rates) > 0:
-            note = "with adapter.text_encoders"
-        else:
-            note = "one rate for all: a trained encoder has a rate above 0"
-        value: list[float] | float = max(rates)
-        if len(set(rates)) > 1 and min(rates) > 0:
-            value = rates
-        draft.set(source_key, "adapter.text_encoder_rate", value, note)
+        value: list[float] | float = rates if len(set(rates)) > 1 else rates[0]
+        draft.set(source_key, "adapter.text_encoder_rate", value, "with adapter.text_encoders")
 
 
 def convert_min_snr(draft: ConfigDraft, source_key: SourceKey) -> None:

@@ -23,7 +23,7 @@ from isotype.precision import PRESETS
 from isotype.tasks.choose import train
 from isotype.training.optimizer import build_optimizer
 from tests.api import draw_pictures, evaluate_pictures, export, export_comfyui, merge_denoiser
-from tests.tasks.diffusion.models import refused, with_adapter
+from tests.tasks.diffusion.models import built, refused, with_adapter
 from tests.tasks.diffusion.test_families import data_of, in_fp64, relative, squared_error
 
 ATTENTION = "attn.(to_q|to_k|to_v|to_out.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
@@ -403,6 +403,29 @@ def test_loss_and_gradients_are_those_of_diffusers_and_peft(drawn, studio, tmp_p
         )
         # where diffusers' own fp32 is further than that from fp64, twice its distance
         assert relative(found, exact) < max(1e-6, 2 * relative(right, exact)), part
+
+
+@pytest.mark.parametrize(
+    ("rate", "trained"),
+    [
+        (0.0, set()),
+        ([0.0, 0.0], set()),
+        ([1e-4, 0.0], {"text_encoder"}),
+        (1e-4, set(PARTS["sdxl"])),
+    ],
+)
+def test_an_encoder_with_the_rate_0_is_not_trained(drawn, studio, tmp_path, rate, trained):
+    loaded = drawn(
+        model=studio.sdxl,
+        images={"limit": 4},
+        adapter={**ON, "text_encoder_rate": rate},
+    )
+    _, model = built(loaded, tmp_path)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    parts = {
+        name.split("text_encoders.")[1].split(".")[0] for name in names if "text_encoders." in name
+    }
+    assert parts == trained
 
 
 def test_a_run_with_encoders_ends_in_files_that_are_read(drawn, studio, tmp_path):

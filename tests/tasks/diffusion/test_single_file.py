@@ -310,6 +310,25 @@ def test_a_file_without_some_of_its_weights_is_named(studio, tmp_path):
         PipelineFolder.open(str(file)).pipeline(torch.float32, unet=None, vae=None)
 
 
+def test_other_models_are_refused_as_what_they_are(drawn, studio, tmp_path):
+    """Also beside the settings of a family."""
+    settings_of(studio.sd3, tmp_path / "a")
+    unet = "model.diffusion_model.input_blocks.0.0.weight"
+    for name, shape, kind in (
+        (unet, (8, 9, 3, 3), "an inpainting model (9 input channels"),
+        (unet, (8, 8, 3, 3), "an InstructPix2Pix model"),
+        ("img_in.weight", (8, 384), "a Flux Fill model"),
+        ("control_model.zero_convs.0.0.weight", (8, 8), "a ControlNet"),
+        ("controlnet_cond_embedding.conv_in.weight", (8, 8), "a ControlNet"),
+        ("lora_unet_mid_block.lora_down.weight", (4, 8), "a LoRA"),
+    ):
+        for file in (tmp_path / "a.safetensors", tmp_path / "alone.safetensors"):
+            save_file({name: torch.zeros(shape)}, file)
+            message = refused(drawn(model=file))
+            assert f"{file} is {kind}" in message
+            assert name in message
+
+
 def test_a_file_that_is_none_is_refused(drawn, studio, tmp_path, subtests):
     settings_of(studio.sd3, tmp_path / "a")
     for name, tensors, said in (

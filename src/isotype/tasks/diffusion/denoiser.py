@@ -124,7 +124,8 @@ def adapter_targets(denoiser: Any, family: Family, config: RunConfig) -> list[st
         denoiser_targets = [configured] if isinstance(configured, str) else list(configured)
     else:
         denoiser_targets = list(block_layers(denoiser, family.adapted_classes(denoiser)))
-    return denoiser_targets + encoder_targets(denoiser, family)
+    encoder_layers = encoder_targets(denoiser, family, config.adapter.text_encoder_rate)
+    return denoiser_targets + encoder_layers
 
 
 def load_frozen_denoiser(folder: PipelineFolder, precision: Precision, device: torch.device) -> Any:

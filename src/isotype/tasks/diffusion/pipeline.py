@@ -36,7 +36,13 @@ from .file_markers import (
     refuse_unknown_prediction,
     scheduler_changes,
 )
-from .single_file import find_settings_repository, read_model, refuse_other_family, widest_dtype
+from .single_file import (
+    find_settings_repository,
+    read_model,
+    refuse_other_family,
+    refuse_other_models,
+    widest_dtype,
+)
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 _DOWNLOAD_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
@@ -87,6 +93,7 @@ class PipelineFolder:
         repository = None
         if path.is_file():
             file = path
+            refuse_other_models(file)
             companion = path.with_suffix("")
             if (companion / PIPELINE_FILE).is_file():
                 path = companion

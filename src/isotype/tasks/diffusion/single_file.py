@@ -95,6 +95,46 @@ def refuse_other_family(
             ) from error
 
 
+# the beginning or a part of a tensor's name -> what a file with such a tensor is
+_OTHER_MODELS = {
+    "control_model.": "a ControlNet",
+    "controlnet_": "a ControlNet",
+    "input_hint_block.": "a ControlNet",
+    "zero_convs.": "a ControlNet",
+    ".lora_down.": "a LoRA",
+    ".lora_A.": "a LoRA",
+    ".lokr_w1": "a LoKr",
+}
+# the end of the name of a denoiser's first layer -> input channels -> what such a denoiser is
+_OTHER_INPUTS = {
+    "input_blocks.0.0.weight": {
+        8: "an InstructPix2Pix model (8 input channels: noise, picture before the edit)",
+        9: "an inpainting model (9 input channels: noise, mask, masked picture)",
+    },
+    "img_in.weight": {
+        128: "a Flux control model (128 input channels: noise, depth or edges)",
+        384: "a Flux Fill model (384 input channels: noise, masked picture, mask)",
+    },
+}
+
+
+def refuse_other_models(file: Path) -> None:
+    """Raises UsageError for a file that is no denoiser drawing from a caption alone: a ControlNet,
+    a LoRA, or a denoiser that gets pictures or masks as additional channels.
+    """
+    for name, (_, shape) in _read_headers(file).items():
+        kind = next((kind for part, kind in _OTHER_MODELS.items() if part in name), None)
+        for layer, kinds in _OTHER_INPUTS.items():
+            if name.endswith(layer) and len(shape) > 1:
+                kind = kinds.get(shape[1], kind)
+        if kind is None:
+            continue
+        fix = "a checkpoint that draws from captions"
+        if "LoRA" in kind:
+            fix = "its base as model.name, and adapter.start_from: this file"
+        raise UsageError(f"model.name: {file} is {kind}, and is not trained ({name})", fix=fix)
+
+
 def find_settings_repository(file: Path) -> str:
     """Returns the repository on the hub that contains the settings for this file. It is found from
     the names of the tensors. Raises UsageError if the model family is unknown.

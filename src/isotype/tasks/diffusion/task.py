@@ -42,6 +42,7 @@ from .model import empty_batch, load_model, measure_forward_cost, outline_model
 from .resolved_run import ResolvedRun
 from .result import load_result, save_denoiser, save_lora
 from .sample import Sample, sample
+from .text_encoders import drop_untrained_encoders
 
 REHEARSED_STEPS = 2  # number of denoising steps of a shortened sample
 
@@ -61,7 +62,7 @@ class DiffusionTask:
     _batches: BatchMaker  # exists after `encode`
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config
+        self.config = drop_untrained_encoders(config)
         self._observed: dict[tuple[str, str], str] = {}
 
     @property

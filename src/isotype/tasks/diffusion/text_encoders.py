@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...config.schema import RunConfig
 from ...instance_method import InstanceMethod
 from .families import Family
 from .families.noise import tokenize_windows
@@ -109,12 +110,30 @@ def _forward(
     )
 
 
-def encoder_targets(denoiser: nn.Module, family: Family) -> list[str]:
+def drop_untrained_encoders(config: RunConfig) -> RunConfig:
+    """If every text encoder has the learning rate 0, returns the configuration in which none is
+    trained.
+    """
+    rate = config.adapter.text_encoder_rate
+    rates = rate if isinstance(rate, list) else [rate]
+    if not rates or any(rates) or rate is None:
+        return config
+    adapter = config.adapter.model_copy(update={"text_encoders": False, "text_encoder_rate": None})
+    return config.model_copy(update={"adapter": adapter})
+
+
+def encoder_targets(
+    denoiser: nn.Module, family: Family, rates: float | Sequence[float] | None = None
+) -> list[str]:
     """Returns the attention and MLP layers of the text encoders that get an adapter. The last layer
     of a text encoder is left out if the model family does not use its result.
     """
     targets = []
-    for part in family.trainable_encoders if hasattr(denoiser, PREFIX[:-1]) else ():
+    for number, part in enumerate(
+        family.trainable_encoders if hasattr(denoiser, PREFIX[:-1]) else ()
+    ):
+        if isinstance(rates, Sequence) and not rates[number]:
+            continue  # an encoder with the rate 0 is not trained
         names = [
             name
             for name, _ in denoiser.get_submodule(f"{PREFIX}{part}").named_modules()
