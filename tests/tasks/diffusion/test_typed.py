@@ -35,6 +35,7 @@ from tests.api import (
     readable_phone_formats,
 )
 from tests.tasks.diffusion.models import built, draw, encoded, refused
+from tests.tasks.diffusion.test_families import data_of
 
 
 def captioned(*captions, **images):
@@ -157,6 +158,36 @@ def test_a_sample_has_its_own_size_seed_steps_and_negative_prompt(drawn, tmp_pat
     assert [Image.open(io.BytesIO(png)).size for png in drawn_ones] == [(64, 64)] * 4 + [(32, 32)]
     assert drawn_ones[0] == drawn_ones[1], "the seed decides"
     assert drawn_ones[2] != drawn_ones[3], "the negative prompt acts"
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "flux",
+        "klein",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in (
+                "sd1", "sdxl", "sd3", "qwen", "kontext", "qwen_edit", "z_image", "flux2", "chroma", "sana", "auraflow", "hidream",
+                "pixart", "wan", "ltx",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_sample_may_have_any_shape(drawn, studio, tmp_path, family):
+    """`lumina2` needs 16 pixels a token."""
+    images, (prompt,) = data_of(family, studio)
+    if isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    entry = {**prompt, "size": "64x32", "seed": 7, "steps": 2}
+    loaded = drawn(
+        model=getattr(studio, family), images={**images, "limit": 3}, run={"samples": [entry]}
+    )
+    task, model = built(loaded, tmp_path)
+    (picture,) = task.sample(model, torch.device("cpu"))
+    assert Image.open(io.BytesIO(picture.png)).size == (64, 32)
+    assert picture.to_dict()["answer"].startswith("64 x 32 pixels, 2 steps, guidance ")
+    assert picture.to_dict()["answer"].endswith(", seed 7")
 
 
 @pytest.mark.parametrize(
@@ -298,9 +329,15 @@ REFUSED = (
     (
         "sd3",
         {"run": {"samples": [{"prompt": "a", "size": "big"}]}},
-        "size: 'big': expected a number",
+        "size: 'big': expected a side or WIDTHxHEIGHT",
     ),
     ("sd3", {"run": {"samples": [{"prompt": "a", "size": 33}]}}, "33 is not a multiple of"),
+    ("sd3", {"run": {"samples": [{"prompt": "a", "size": "32x33"}]}}, "33 is not a multiple of"),
+    (
+        "sd3",
+        {"run": {"samples": [{"prompt": "a", "size": "0x32"}]}},
+        "expected a side or WIDTHxHEIGHT",
+    ),
     ("sd3", {"run": {"adapters_keep": 2}}, "no effect without run.adapters_every"),
     (
         "sd3",

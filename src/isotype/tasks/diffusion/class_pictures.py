@@ -15,6 +15,7 @@ from ...precision.parts import loading_device
 from ...training.memory.blocks import apply_offload
 from .denoiser import install_ops_and_precision, load_frozen_base
 from .pictures import MissingPicture, write_class_pictures
+from .pixels import Size
 from .resolved_run import ResolvedRun
 from .sample import Prompt, sample
 
@@ -59,7 +60,7 @@ def draw_class_pictures(
     prompts = []
     for picture in missing:
         size = picture.size or config.images.resolution
-        overrides = {"seed": settings.seed + picture.number, "size": size}
+        overrides = {"seed": settings.seed + picture.number, "size": Size(size, size)}
         prompts.append(Prompt(picture.caption, overrides=overrides))
     samples = sample(model, run.folder, run.precision, encode_prompts(prompts), settings, device)
     write_class_pictures(missing, class_picture_facts(run), (drawn.png for drawn in samples))

@@ -13,6 +13,7 @@ import hashlib
 import io
 import math
 import random
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,8 +47,27 @@ class Size:
     def area(self) -> int:
         return self.height * self.width
 
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """The sides, without repetition."""
+        return tuple(dict.fromkeys((self.height, self.width)))
+
+    @classmethod
+    def parse(cls, value: Any) -> Size | None:
+        """Reads the side of a square (`768`), or width and height (`832x1216`), in pixels. Returns
+        None for any other value.
+        """
+        match = _SIZE.fullmatch(str(value).strip())
+        if match is None or isinstance(value, bool):
+            return None
+        width = int(match["width"])
+        return cls(int(match["height"] or width), width)
+
     def __str__(self) -> str:
         return f"{self.height} x {self.width}"
+
+
+_SIZE = re.compile(r"(?P<width>[1-9]\d{0,5})(\s*[xX*]\s*(?P<height>[1-9]\d{0,5}))?")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from .families import Conditioning, Family, SampleSettings
 from .lora_file import LoraFile, read_lora_file
 from .loss import Objective, build_objective, picture_losses
 from .pipeline import PipelineFolder
-from .pixels import RunSizes
+from .pixels import RunSizes, Size
 from .sample import Prompt
 from .setting_checks import refuse_incompatible_settings
 
@@ -137,8 +137,9 @@ class ResolvedRun:
     def sample_settings(self) -> SampleSettings:
         """The settings of a sample. A prompt may override them."""
         run = self.config.run
+        side = run.sample_size or self.config.images.resolution
         return SampleSettings(
-            run.sample_size or self.config.images.resolution,
+            Size(side, side),
             run.sample_steps,
             run.sample_guidance,
             self.config.train.seed,
@@ -158,15 +159,16 @@ class ResolvedRun:
     def _check_sizes(self) -> None:
         """Raises UsageError if the model does not support the size of a picture or of a sample."""
         sample_sizes = [
-            ("run.samples: size", int(prompt.overrides["size"]))
+            ("run.samples: size", side)
             for prompt in self.prompts
             if "size" in prompt.overrides
+            for side in prompt.overrides["size"].sides
         ]
         max_side_tokens: Any = self.folder.config(self.folder.denoiser_part).get(
             "pos_embed_max_size"
         )
         self.sizes.check_sizes(
-            [("run.sample_size", self.sample_settings.size), *sample_sizes],
+            [("run.sample_size", self.sample_settings.size.height), *sample_sizes],
             None if max_side_tokens is None else int(max_side_tokens),
         )
 

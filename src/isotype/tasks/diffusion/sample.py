@@ -19,6 +19,7 @@ from ...errors import UsageError
 from ...precision.apply import inner_model, use_generate_dtype
 from ...precision.precision import Precision
 from ...training.task import eval_mode, preserve_random_state
+from ...wording import pluralise
 from .batches import row_generator
 from .encode import Encoder, TextInput, free_memory
 from .families import Family, SampleSettings
@@ -31,12 +32,12 @@ from .pixels import BadPicture, Size, Window, encode_png, open_displayed, pixels
 class Sample:
     """A sample picture.
 
-    size  the width of the picture in pixels
-    png   the content of the picture's file
+    settings  its size, steps, guidance and seed
+    png       the content of the picture's file
     """
 
     prompt: str
-    size: int
+    settings: SampleSettings
     png: bytes
 
     @property
@@ -46,12 +47,22 @@ class Sample:
     def to_dict(self) -> dict[str, Any]:
         return {
             "prompt": self.prompt,
-            "answer": f"a picture of {self.size} x {self.size}",
+            "answer": self.description,
             "reference": None,
         }
 
     def lines(self) -> tuple[str, str]:
-        return self.prompt, f"a picture of {self.size} x {self.size}"
+        return self.prompt, self.description
+
+    @property
+    def description(self) -> str:
+        """The settings with which the picture was drawn, width before height."""
+        settings = self.settings
+        return (
+            f"{settings.size.width} x {settings.size.height} pixels,"
+            f" {pluralise(settings.steps, 'step')}, guidance {settings.guidance:g},"
+            f" seed {settings.seed}"
+        )
 
 
 @dataclass(frozen=True)
@@ -85,18 +96,24 @@ class Prompt:
                 fix="{prompt: a photo of a dog, seed: 7}",
             )
         for key, value in entry.items():
-            if (
+            if key == "size":
+                if Size.parse(value) is None:
+                    raise UsageError(
+                        f"{setting}: size: {value!r}: expected a side or WIDTHxHEIGHT in pixels",
+                        fix="size: 832x1216",
+                    )
+            elif (
                 not isinstance(value, _VALUE_TYPES[key])
                 or isinstance(value, bool)
-                or (key in ("size", "steps") and value < 1)
+                or (key == "steps" and value < 1)
             ):
                 raise UsageError(
                     f"{setting}: {key}: {value!r}: expected"
                     f" {'text' if _VALUE_TYPES[key] is str else 'a number'}"
                 )
-        overrides = {
-            key: entry[key] for key in ("size", "steps", "guidance", "seed") if key in entry
-        }
+        overrides = {key: entry[key] for key in ("steps", "guidance", "seed") if key in entry}
+        if "size" in entry:
+            overrides["size"] = Size.parse(entry["size"])
         control = Path(entry["control"]).expanduser() if "control" in entry else None
         return cls(entry["prompt"], entry.get("negative", ""), overrides, control)
 
@@ -114,7 +131,7 @@ _VALUE_TYPES: dict[str, Any] = {
     "prompt": str,
     "control": str,
     "negative": str,
-    "size": int,
+    "size": (int, str),
     "steps": int,
     "guidance": (int, float),
     "seed": int,
@@ -161,14 +178,14 @@ def sample(
             if prompt.control is not None:
                 x_1CHW = pixels(
                     prompt.control.read_bytes(),
-                    Window(Size(prompt_settings.size, prompt_settings.size)),
+                    Window(prompt_settings.size),
                 )[None].to(device, vae.dtype)
                 control = folder.family.latents.encode(vae, x_1CHW)[0].to(dtype)
             latents_1CHW = folder.family.sample(
                 pipe, prompt_text, negative_text, prompt_settings, generator, control
             )
             picture_CHW = folder.family.latents.decode(vae, latents_1CHW)[0]
-            yield Sample(prompt.label, picture_CHW.shape[-1], encode_png(picture_CHW.float()))
+            yield Sample(prompt.label, prompt_settings, encode_png(picture_CHW.float()))
         del pipe, vae
     free_memory(device)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ..pixels import Size
 from .family import Conditioning, SampleSettings, Text, full_mask
 from .flow import Flux, QwenImage, pack_latents, unpack_latents
 
@@ -22,8 +23,8 @@ class FluxKontext(Flux):
     unneeded_parts = ("image_encoder", "feature_extractor")
     edits_pictures = True
 
-    def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
-        return {"image": control, "max_area": size * size}
+    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
+        return {"image": control, "max_area": size.area}
 
 
 class QwenImageEdit(QwenImage):
@@ -84,15 +85,16 @@ class QwenImageEdit(QwenImage):
             retrieve_timesteps,
         )
 
-        side = settings.size // pipe.vae_scale_factor
+        height, width = settings.size.height, settings.size.width
+        factor = pipe.vae_scale_factor
         text_NSD = text["text"]
         scheduler = pipe.scheduler
         tokens_NTC, _ = pipe.prepare_latents(
             None,
             1,
             pipe.latent_channels,
-            settings.size,
-            settings.size,
+            height,
+            width,
             text_NSD.dtype,
             text_NSD.device,
             generator,
@@ -114,7 +116,7 @@ class QwenImageEdit(QwenImage):
             return pack_latents(
                 self.predict(
                     pipe.transformer,
-                    unpack_latents(tokens_NTC, side, side),
+                    unpack_latents(tokens_NTC, height // factor, width // factor),
                     level_N,
                     texts,
                     Conditioning(control_latents=control),
@@ -133,7 +135,7 @@ class QwenImageEdit(QwenImage):
                     / guided_prediction.norm(dim=-1, keepdim=True)
                 )
             tokens_NTC = scheduler.step(prediction, time, tokens_NTC, return_dict=False)[0]
-        return unpack_latents(tokens_NTC, side, side)
+        return unpack_latents(tokens_NTC, height // factor, width // factor)
 
 
 class QwenImageEditPlus(QwenImageEdit):

@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..pixels import Size
+
 FLOW_ONLY = ("flow_matching",)
 
 
@@ -214,11 +216,11 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """The settings of a sample. They are the side of the picture in pixels, the number of denoising
-    steps, the guidance scale and the seed.
+    """The settings of a sample. They are the size of the picture, the number of denoising steps, the
+    guidance scale and the seed.
     """
 
-    size: int
+    size: Size
     steps: int
     guidance: float
     seed: int
@@ -423,17 +425,17 @@ class Family:
             for name, text_name in self.text_arguments.items()
         }
 
-    def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
         """Returns the other arguments of the pipeline, in addition to texts, size, steps, guidance
         and generator.
 
-        size     the side of the picture in pixels
+        size     the size of the picture in pixels
         control  F[1 C H W]  the latents of the picture before the edit
         """
         return {}
 
-    def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
-        """Converts the pipeline's output for pictures of `size` pixels to latents F[N C H W]. They
+    def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
+        """Converts the pipeline's output for pictures of this size to latents F[N C H W]. They
         are scaled as for the denoiser.
         """
         return output
@@ -454,8 +456,8 @@ class Family:
         control  the latents of the picture before the edit
         """
         arguments = {
-            "height": settings.size,
-            "width": settings.size,
+            "height": settings.size.height,
+            "width": settings.size.width,
             "num_inference_steps": settings.steps,
             self.guidance_argument: settings.guidance,
             "generator": generator,

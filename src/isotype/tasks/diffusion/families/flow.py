@@ -5,6 +5,7 @@ contains and in how texts are encoded.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ....instance_method import InstanceMethod
+from ..pixels import Size
 from .family import (
     MASK_ARGUMENTS,
     POOLED_ARGUMENTS,
@@ -62,9 +64,9 @@ class PackedTokens(Family):
             return pack_latents(noisy_NCHW)
         return torch.cat([pack_latents(noisy_NCHW), pack_latents(conditioning.control_latents)], 1)
 
-    def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
-        side = size // pipe.vae_scale_factor
-        return unpack_latents(output, side, side)
+    def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
+        factor = pipe.vae_scale_factor
+        return unpack_latents(output, size.height // factor, size.width // factor)
 
 
 class Flux(PackedTokens):
@@ -204,10 +206,10 @@ class Flux2(Family):
         )[0]
         return tokens_to_latents(output_NTC, height, width)
 
-    def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
+    def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
         """Converts the pipeline's output, which consists of the denoiser's tokens."""
-        side = size // self.latents.downscale(pipe.vae.config)
-        return tokens_to_latents(output, side, side)
+        factor = self.latents.downscale(pipe.vae.config)
+        return tokens_to_latents(output, size.height // factor, size.width // factor)
 
 
 class Flux2Klein(Flux2):
@@ -218,7 +220,7 @@ class Flux2Klein(Flux2):
     pipeline = "Flux2KleinPipeline"
     takes_negative_prompt = True
 
-    def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
+    def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
         """Converts the pipeline's output, which consists of latents with the VAE's own scale."""
         return self.latents.normalise(pipe.vae, patchify(output))
 
@@ -443,7 +445,7 @@ class Sana(Family):
             return_dict=False,
         )[0]
 
-    def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
         return {"negative_prompt": None, "use_resolution_binning": False}
 
 
@@ -602,9 +604,10 @@ class HiDream(Family):
         by_layer = (texts | {"layers": texts["layers"].transpose(0, 1)} for texts in (text, empty))
         return super().text_inputs(*by_layer)
 
-    def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
-        # the pipeline scales every size to the area of this one
-        pipe.default_sample_size = size // pipe.vae_scale_factor
+    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
+        # the pipeline scales every size to the area of a square with this side, and rounds down
+        side = math.sqrt(size.area) * (1 + 1e-9)
+        pipe.default_sample_size = side / pipe.vae_scale_factor
         return {}
 
     def prepare(self, denoiser: Any) -> None:

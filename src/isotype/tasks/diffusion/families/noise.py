@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..pixels import Size
 from .family import (
     MASK_ARGUMENTS,
     POOLED_ARGUMENTS,
@@ -239,7 +240,7 @@ class PixArtAlpha(Family):
         )[0]
         return output[:, : noisy_NCHW.shape[1]]  # the rest is the variance
 
-    def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
         return {"negative_prompt": None, "use_resolution_binning": False}
 
 

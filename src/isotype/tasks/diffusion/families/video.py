@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..pixels import Size
 from .family import (
     MASK_ARGUMENTS,
     Conditioning,
@@ -32,7 +33,7 @@ class WanLatents(VideoLatents):
 class SingleFrame(Family):
     """A family for videos that is used to generate a single frame."""
 
-    def extra_arguments(self, pipe: Any, size: int, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
         return {"num_frames": 1}
 
 
@@ -77,7 +78,7 @@ class Wan(SingleFrame):
             :, :, 0
         ]
 
-    def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
+    def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
         return output[:, :, 0]
 
 
@@ -137,6 +138,6 @@ class LTX(SingleFrame):
         )[0]
         return tokens_to_latents(output_NTC, height, width)
 
-    def output_latents(self, pipe: Any, output: Tensor, size: int) -> Tensor:
-        side = size // pipe.vae_spatial_compression_ratio
-        return tokens_to_latents(output, side, side)
+    def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
+        factor = pipe.vae_spatial_compression_ratio
+        return tokens_to_latents(output, size.height // factor, size.width // factor)
