@@ -226,7 +226,7 @@ _NO_EFFECT = {
     ),
 }
 _NOT_OFFERED = {
-    "adapter.start_from goes on with a PEFT folder": "network_weights",
+    "adapter.start_from takes the file, with its ranks and alphas: remove adapter.r, adapter.alpha": "network_weights",
     "train.clip bounds the gradient": "scale_weight_norms",
     "the base is bf16; precision.preset: nf4-lora takes a quarter": "blocks_to_swap",
     pictures.ADAM_SETTINGS_NOTE: "optimizer_args",

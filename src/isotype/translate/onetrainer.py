@@ -160,7 +160,7 @@ _NO_EFFECT = {
 _NOT_OFFERED = {
     "images.masks names a folder of masks": "masked_training",
     "adapter.targets names modules": "layer_filter layer_filter_preset",
-    "adapter.start_from goes on with a PEFT folder": "lora_model_name",
+    "adapter.start_from takes the file, with its ranks and alphas: remove adapter.r, adapter.alpha": "lora_model_name",
     "diffusion.loss: l2, huber": "mae_strength log_cosh_strength vb_loss_strength huber_strength",
     "diffusion.weighting: min_snr": "loss_weight_fn loss_weight_strength",
     pictures.NO_TEXT_ENCODER_NOTE: "embedding* additional_embeddings",

@@ -445,7 +445,7 @@ _NO_EFFECT = {
 _NOT_OFFERED = {
     "pictures of every size are scaled to images.resolution": "minimum_image_size",
     "adapter.dora is for language models": "use_dora",
-    "adapter.start_from goes on with a PEFT folder, such as RUN/adapter": "init_lora",
+    "adapter.start_from takes the file, with its ranks and alphas: remove adapter.r, adapter.alpha": "init_lora",
     pictures.ADAM_SETTINGS_NOTE: "optimizer_config",
     "run.samples takes prompts": "validation_prompt_library",
     "each prompt gives one picture: name it twice in run.samples": "num_validation_images",
