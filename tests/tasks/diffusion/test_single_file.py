@@ -290,6 +290,23 @@ def test_a_denoiser_in_one_file_takes_the_other_parts_from_the_folder(studio, tm
     assert found.published_quantisation is None, "the file is not packed, whatever lies beside it"
 
 
+@pytest.mark.parametrize("prefix", ["diffusion_model.", "model.diffusion_model."])
+def test_a_denoiser_alone_may_have_either_prefix(studio, tmp_path, prefix):
+    file = tmp_path / "mine.safetensors"
+    unet = as_one_file(studio.sd1, file).unet.state_dict()
+    long_prefix = "model.diffusion_model."
+    tensors = {
+        prefix + name.removeprefix(long_prefix): tensor
+        for name, tensor in load_file(file).items()
+        if name.startswith(long_prefix)
+    }
+    save_file(tensors, file)
+    shutil.copytree(studio.sd1, tmp_path / "mine")
+    read = PipelineFolder.open(str(file)).denoiser(torch.float32).state_dict()
+    assert set(read) == set(unet)
+    assert all(torch.equal(read[name], tensor) for name, tensor in unet.items())
+
+
 def test_a_file_without_some_of_its_weights_is_named(studio, tmp_path):
     file = tmp_path / "pony.safetensors"
     as_one_file(studio.sd1, file)

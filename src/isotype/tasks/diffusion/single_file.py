@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...config.kind import PIPELINE_FILE
@@ -33,7 +33,7 @@ def read_model(file: Path, model_class: Any, settings: Path, part: str, dtype: t
     """
     try:
         model = model_class.from_single_file(
-            str(file),
+            _read_checkpoint(file),
             config=str(settings),
             subfolder=part,
             local_files_only=True,
@@ -57,6 +57,25 @@ def read_model(file: Path, model_class: Any, settings: Path, part: str, dtype: t
     return model
 
 
+UNET_PREFIX = "model.diffusion_model."
+# the prefix of files in which tools saved the denoiser alone; diffusers does not know it
+_SHORT_PREFIX = "diffusion_model."
+
+
+def _checkpoint_name(name: str) -> str:
+    """The name of a tensor as diffusers' reader expects it."""
+    if name.startswith(_SHORT_PREFIX):
+        return UNET_PREFIX + name.removeprefix(_SHORT_PREFIX)
+    return name
+
+
+def _read_checkpoint(file: Path) -> str | dict[str, Tensor]:
+    """What diffusers' reader gets: the file, or its renamed tensors if it has the short prefix."""
+    if not any(name.startswith(_SHORT_PREFIX) for name in _read_headers(file)):
+        return str(file)
+    return {_checkpoint_name(name): tensor for name, tensor in load_file(file).items()}
+
+
 def refuse_other_family(
     file: Path, kinds: Mapping[str, Any], settings: Path, pipeline: str
 ) -> None:
@@ -68,7 +87,8 @@ def refuse_other_family(
     from ...training.console import silence_library_warnings
 
     tensors = {
-        name: torch.empty(shape, device="meta") for name, (_, shape) in _read_headers(file).items()
+        _checkpoint_name(name): torch.empty(shape, device="meta")
+        for name, (_, shape) in _read_headers(file).items()
     }
     for part, kind in kinds.items():
         try:
@@ -147,7 +167,10 @@ def find_settings_repository(file: Path) -> str:
     headers = _read_headers(file)
     try:
         kind = infer_diffusers_model_type(
-            {name: torch.empty(shape, device="meta") for name, (_, shape) in headers.items()}
+            {
+                _checkpoint_name(name): torch.empty(shape, device="meta")
+                for name, (_, shape) in headers.items()
+            }
         )
     except Exception as error:  # diffusers reads tensors that this file may not have
         raise _unknown_family_error(file) from error
@@ -213,9 +236,6 @@ def widest_dtype(file: Path) -> torch.dtype:
         (dtype for dtype_name, dtype in _FLOAT_DTYPES.items() if dtype_name in dtype_names),
         torch.float32,
     )
-
-
-UNET_PREFIX = "model.diffusion_model."
 
 
 def write_with_unet(
