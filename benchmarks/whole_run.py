@@ -1,7 +1,7 @@
 """A whole run, from the start of the process to the saved adapter, with the CPU time of each part,
 beside TRL's SFTTrainer with PEFT on the same model, rows and settings.
 
-    python -m benchmarks.whole_run                          # a Llama of 44M, 40 steps of 4 rows
+    python -m benchmarks.whole_run                          # a Llama of 33M, 40 steps of 4 rows
     python -m benchmarks.whole_run --hidden 1536 --layers 20 --steps 2 --batch 2 --length 128
     python -m benchmarks.whole_run --only isotype --json out.json
 
