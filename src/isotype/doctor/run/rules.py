@@ -204,14 +204,14 @@ def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
         if parameter.dtype == torch.float16
     ]
     paths = [evidence.names.tensor_path(parameter) for parameter in half_parameters]
-    shown = ", ".join(path for path in paths[:3] if path) or "names not in the frames"
+    path_list = ", ".join(path for path in paths[:3] if path) or "names not in the frames"
     setters = [str(setting) for setting in evidence.settings if "fp16" in str(setting)]
     return _make_finding(
         "RN006",
         evidence,
         count=len(half_parameters),
         total=counts.total(),
-        shown=shown,
+        shown=path_list,
         whole=len(half_parameters) == counts.total(),
         setter=" and ".join([*setters[:2], "the loss scaler"]),
     )

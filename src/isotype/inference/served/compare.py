@@ -16,8 +16,8 @@ from .expectation import Expectations, ExpectedAnswer
 from .result import ABSENT, DIFFERS, NO_GAIN, SAME, UNKNOWN, Check, ServedResult
 from .server import Answer, Prompt, RefusedError, Server
 
-# Root mean square of the differences between log-probabilities. The 16-bit types gave 0.001 to
-# 0.01 on SmolLM2-135M and tiny models, Q8_0 0.01 to 0.03, Q4_0 0.1 to 0.5.
+# Root mean square of the differences between log-probabilities. Tiny models gave 0.001 to 0.01 for
+# the 16-bit types, 0.01 to 0.03 for Q8_0, and 0.1 to 0.5 for Q4_0. SmolLM2 was not measured.
 LIMIT = 0.05
 # of the differences between trained model and base; below it no adapter can be told from no adapter
 _SMALLEST_EFFECT = 0.02
@@ -141,10 +141,10 @@ def _compare_prompts(
     for prompt, ids, count in zip(prompts, tokens, counts):
         assert ids is not None
         expected = _count_first(prompt.ids, expectations.first_id)
-        found = _count_first(ids, expectations.first_id)
+        first_count = _count_first(ids, expectations.first_id)
         # a chat may be tokenised in another way than its rendered text
         surplus = 0 if count is None else count - len(ids)
-        firsts.add((found + surplus if abs(surplus) == 1 else found, expected))
+        firsts.add((first_count + surplus if abs(surplus) == 1 else first_count, expected))
     checks.append(_check_first_token(expectations, server, firsts))
     return checks
 
@@ -155,11 +155,11 @@ def _check_tokens(expectations: Expectations, server: Server, prompts: Sequence[
         ids = server.tokenize_text(prompt.text)
         if ids is None:
             return Check("tokens", UNKNOWN, "the server returns no tokens of a text")
-        found = _strip_first_tokens(ids, expectations.first_id)
+        served_ids = _strip_first_tokens(ids, expectations.first_id)
         expected = _strip_first_tokens(prompt.ids, expectations.first_id)
-        if found != expected:
+        if served_ids != expected:
             fix = "the tokenizer of the run, which isotype export writes"
-            return Check("tokens", DIFFERS, _token_difference(found, expected), fix)
+            return Check("tokens", DIFFERS, _token_difference(served_ids, expected), fix)
     return Check("tokens", SAME)
 
 
@@ -183,10 +183,10 @@ def _check_texts(
                 message = f"{count} tokens, the run's prompt has {len(prompt.ids)}"
                 return Check(name, DIFFERS, message, fix)
         else:
-            found = _strip_first_text(text, first_text)
+            served_text = _strip_first_text(text, first_text)
             expected = _strip_first_text(prompt.text, first_text)
-            if found != expected:
-                return Check(name, DIFFERS, _text_difference(found, expected), fix)
+            if served_text != expected:
+                return Check(name, DIFFERS, _text_difference(served_text, expected), fix)
     if any(text is None for text in texts):
         return Check(name, SAME, "by the number of tokens; the server returns no prompts")
     return Check(name, SAME)
@@ -217,11 +217,11 @@ def _check_first_token(
 ) -> Check:
     first_text = expectations.first_text
     times = {0: "never", 1: "once", 2: "twice"}
-    for found, expected in sorted(firsts):
-        if found == expected:
+    for served_count, expected in sorted(firsts):
+        if served_count == expected:
             continue
         message = (
-            f"{first_text} comes {times.get(found, f'{found} times')} at the beginning, in training"
+            f"{first_text} comes {times.get(served_count, f'{served_count} times')} at the beginning, in training"
             f" {times.get(expected, f'{expected} times')}"
         )
         return Check("first", DIFFERS, message, server.remedies.first_token)
@@ -379,12 +379,14 @@ def _margin(expected: ExpectedAnswer, index: int, found_id: int | None) -> float
 
 def _compare_texts(comparison: Comparison, expected: ExpectedAnswer, answer: Answer) -> None:
     """Compares the texts of answers whose tokens are unknown."""
-    found = answer.text.strip()
+    served_text = answer.text.strip()
     text = expected.text.strip()
-    is_same = found == text or (not expected.has_ended and found.startswith(text))
+    is_same = served_text == text or (not expected.has_ended and served_text.startswith(text))
     comparison.agreements.append((int(is_same), 1))
     if not is_same:
-        comparison.differing.append(f"{_quote(found)}, the trained model answers {_quote(text)}")
+        comparison.differing.append(
+            f"{_quote(served_text)}, the trained model answers {_quote(text)}"
+        )
 
 
 def _compare_end(comparison: Comparison, expected: ExpectedAnswer, chat: Answer) -> None:
@@ -392,12 +394,12 @@ def _compare_end(comparison: Comparison, expected: ExpectedAnswer, chat: Answer)
     if not expected.has_ended:
         return
     text = expected.text.strip()
-    found = chat.text.strip()
-    if not found.startswith(text):
+    served_text = chat.text.strip()
+    if not served_text.startswith(text):
         return  # another answer, which has another end
     comparison.endings += 1
-    if found != text:
-        comparison.late.append(f"it goes on with {_quote(found.removeprefix(text))}")
+    if served_text != text:
+        comparison.late.append(f"it goes on with {_quote(served_text.removeprefix(text))}")
     elif not chat.has_ended:
         comparison.late.append("it goes on after the end token")
 
@@ -553,31 +555,31 @@ def _mean_losses(expectations: Expectations, scored: Sequence[Sequence[LogProbs]
     return Losses(base, trained, served if is_scored else None, noise)
 
 
-def _token_difference(found: Sequence[int], expected: Sequence[int]) -> str:
+def _token_difference(served_ids: Sequence[int], expected: Sequence[int]) -> str:
     position = next(
-        (i for i, pair in enumerate(zip(found, expected)) if pair[0] != pair[1]),
-        min(len(found), len(expected)),
+        (i for i, pair in enumerate(zip(served_ids, expected)) if pair[0] != pair[1]),
+        min(len(served_ids), len(expected)),
     )
     return (
-        f"at token {position}: {list(found[position : position + 4])}, in training"
+        f"at token {position}: {list(served_ids[position : position + 4])}, in training"
         f" {list(expected[position : position + 4])}"
     )
 
 
-def _text_difference(found: str, expected: str) -> str:
+def _text_difference(served_text: str, expected: str) -> str:
     position = next(
-        (i for i, pair in enumerate(zip(found, expected)) if pair[0] != pair[1]),
-        min(len(found), len(expected)),
+        (i for i, pair in enumerate(zip(served_text, expected)) if pair[0] != pair[1]),
+        min(len(served_text), len(expected)),
     )
-    found_part = _quote(found[position:])
+    found_part = _quote(served_text[position:])
     return f"at character {position}: {found_part}, in training {_quote(expected[position:])}"
 
 
 def _answer_difference(expected: ExpectedAnswer, answer: Answer, index: int) -> str:
     texts = answer.texts[index : index + 8]
-    found = "".join(texts) if texts else answer.text
+    served_text = "".join(texts) if texts else answer.text
     trained = "".join(expected.texts[index : index + 8])
-    return f"at token {index} {_quote(found)}, the trained model {_quote(trained)}"
+    return f"at token {index} {_quote(served_text)}, the trained model {_quote(trained)}"
 
 
 def _percent(share: float) -> str:

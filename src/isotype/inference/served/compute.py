@@ -168,8 +168,10 @@ def _next_logprobs(
     """Returns the log-probabilities of the next token at each position: [positions V]."""
     input_ids = torch.tensor([list(ids)], device=reference.device)
     logits = reference.model(input_ids).logits[0]
-    before = torch.tensor([position - 1 for position in positions], device=logits.device)
-    logprobs: Tensor = logits[before].double().log_softmax(-1)
+    previous_positions = torch.tensor(
+        [position - 1 for position in positions], device=logits.device
+    )
+    logprobs: Tensor = logits[previous_positions].double().log_softmax(-1)
     return logprobs.cpu()
 
 

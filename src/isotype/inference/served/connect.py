@@ -60,15 +60,15 @@ def _choose_model(connection: Connection, entries: Mapping[str, Any], requested:
         raise connection.error("the server has no model loaded")
     if requested is None and len(names) == 1:
         return names[0]
-    shown = ", ".join(names[:8])
+    name_list = ", ".join(names[:8])
     if requested is None:
-        raise connection.error(f"the server has several models: {shown}", "--model NAME")
+        raise connection.error(f"the server has several models: {name_list}", "--model NAME")
     # Ollama names a model with its tag
     for candidate in (requested, f"{requested}:latest"):
         if candidate in entries:
             return candidate
     near = difflib.get_close_matches(requested, names, n=1)
-    advice = f"--model {near[0]}" if near else f"--model with one of {shown}"
+    advice = f"--model {near[0]}" if near else f"--model with one of {name_list}"
     raise connection.error(f"no model {requested} there", advice)
 
 

@@ -66,8 +66,8 @@ def parse_address(url: str) -> Address:
     prefix = parts.path.rstrip("/").removesuffix("/v1")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     shown_port = "" if port is None else f":{port}"
-    shown = f"{parts.scheme}://{host}{shown_port}{prefix}"
-    return Address(shown, is_encrypted, parts.hostname, port or default_port, prefix)
+    address = f"{parts.scheme}://{host}{shown_port}{prefix}"
+    return Address(address, is_encrypted, parts.hostname, port or default_port, prefix)
 
 
 class Connection:

@@ -267,11 +267,11 @@ def _convert_by_diffusers(
 def _refuse_unknown(
     path: Path, names: list[str], pipeline: str, error: Exception | None = None
 ) -> None:
-    shown = ", ".join(sorted(names)[:_NAMES_SHOWN])
+    name_list = ", ".join(sorted(names)[:_NAMES_SHOWN])
     if len(names) > _NAMES_SHOWN:
-        shown += f", ... ({len(names)} such)"
+        name_list += f", ... ({len(names)} such)"
     raise UsageError(
-        f"{SETTING}: {path}: these tensors match nothing in this {pipeline}: {shown}",
+        f"{SETTING}: {path}: these tensors match nothing in this {pipeline}: {name_list}",
         fix="the model that the LoRA was trained on, or a LoRA of this model",
     ) from error
 

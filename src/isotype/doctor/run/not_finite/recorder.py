@@ -257,10 +257,10 @@ class Recorder(TorchFunctionMode):
             raise NotFiniteError(f"step {self.number}: the update is not finite", finding)
         self.number += 1
 
-    def _stop(self, step: Step, what: str) -> None:
+    def _stop(self, step: Step, quantity: str) -> None:
         with self._stopped():
             finding = explain_step(step)
-        raise NotFiniteError(f"step {step.number}: {what}", finding)
+        raise NotFiniteError(f"step {step.number}: {quantity}", finding)
 
     @contextmanager
     def _stopped(self) -> Iterator[None]:

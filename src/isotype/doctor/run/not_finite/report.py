@@ -103,7 +103,7 @@ def _find_bad_weight(step: Step) -> Finding | None:
         for model in _models(step)
         for n, p in model.named_parameters()
     )
-    others = f", and so are {len(bad) - 1} other tensors" if len(bad) > 1 else ""
+    other_tensors = f", and so are {len(bad) - 1} other tensors" if len(bad) > 1 else ""
     return _format_finding(
         "RN032",
         Place(symbol=name),
@@ -112,7 +112,7 @@ def _find_bad_weight(step: Step) -> Finding | None:
         has=format_dtype(value.dtype),
         count=int((~value.isfinite()).sum()),
         total=value.numel(),
-        others=others,
+        others=other_tensors,
         first=step.number == 1 or not is_trained,
         number=step.number,
     )
@@ -181,9 +181,11 @@ def _is_bad_data(tensor: Tensor) -> bool:
 
 
 def _named_arguments(entry: Entry) -> list[tuple[str, Tensor]]:
-    named: list[tuple[str, Any]] = [(f"argument {i}", value) for i, value in enumerate(entry.args)]
-    named += list(entry.kwargs.items())
-    return [(name, tensor) for name, value in named for tensor in collect_tensors(value)]
+    named_values: list[tuple[str, Any]] = [
+        (f"argument {i}", value) for i, value in enumerate(entry.args)
+    ]
+    named_values += list(entry.kwargs.items())
+    return [(name, tensor) for name, value in named_values for tensor in collect_tensors(value)]
 
 
 def _explain_data(entry: Entry, name: str, tensor: Tensor) -> Finding:
@@ -192,9 +194,9 @@ def _explain_data(entry: Entry, name: str, tensor: Tensor) -> Finding:
         bad.flatten(1).any(1).nonzero().flatten() if tensor.dim() > 1 else bad.nonzero().flatten()
     )
     label = _argument_text(entry, name)
-    shown = ", ".join(str(int(row)) for row in rows[:8])
+    row_list = ", ".join(str(int(row)) for row in rows[:8])
     if len(rows) > 8:
-        shown += f" and {len(rows) - 8} more"
+        row_list += f" and {len(rows) - 8} more"
     return _format_finding(
         "RN031",
         _place(entry.site, ""),
@@ -203,7 +205,7 @@ def _explain_data(entry: Entry, name: str, tensor: Tensor) -> Finding:
         has=f"{format_dtype(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]",
         count=int(bad.sum()),
         total=tensor.numel(),
-        rows=shown,
+        rows=row_list,
         at=f"{entry.name} at {_location(entry.site)}",
         what="NaN" if bool(tensor.isnan().any()) else "inf",
     )
@@ -329,13 +331,17 @@ def _classify_division(event: Event) -> str:
 
 def _classify_large(step: Step) -> tuple[str, dict[str, str]]:
     """Tells whether very large weights are the reason for very large values."""
-    named: list[tuple[str, Tensor]] = []
+    named_tensors: list[tuple[str, Tensor]] = []
     for model in _models(step):
-        named += model.named_parameters()
-    if not named:
+        named_tensors += model.named_parameters()
+    if not named_tensors:
         leaves = [t for entry in step.entries for _, t in _named_arguments(entry) if t.is_leaf]
-        named = [(f"a tensor of shape {tuple(t.shape)}", t) for t in leaves if t.requires_grad]
-    largest = [(float(p.detach().float().abs().max()), name) for name, p in named if p.numel()]
+        named_tensors = [
+            (f"a tensor of shape {tuple(t.shape)}", t) for t in leaves if t.requires_grad
+        ]
+    largest = [
+        (float(p.detach().float().abs().max()), name) for name, p in named_tensors if p.numel()
+    ]
     magnitude, name = max(largest, default=(0.0, ""))
     if magnitude < _HUGE_WEIGHT:
         return "large", {}
@@ -386,8 +392,12 @@ def _place(site: Any, symbol: str) -> Place:
 
 
 def _unknown(step: Step, reason: str) -> Finding:
-    what = "the loss" if not all(bool(t.isfinite().all()) for t in step.losses) else "a gradient"
-    return _format_finding("RN036", Place(), (), what=what, name="", reason=reason, between=False)
+    quantity = (
+        "the loss" if not all(bool(t.isfinite().all()) for t in step.losses) else "a gradient"
+    )
+    return _format_finding(
+        "RN036", Place(), (), what=quantity, name="", reason=reason, between=False
+    )
 
 
 def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module]) -> Finding:
