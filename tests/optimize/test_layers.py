@@ -29,8 +29,8 @@ LEFT = {
     "phi": "it has 0 norms",
     "cohere": "it has 1 norm ",
     "doge": "it has parameters of its own",
-    "minimax": "its output is not x + attention(x)",
-    "jetmoe": "its output is not x + attention(x)",
+    "minimax": "for random inputs, its output differs from x + attention(x)",
+    "jetmoe": "for random inputs, its output differs from x + attention(x)",
 }
 
 

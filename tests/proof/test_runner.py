@@ -57,10 +57,10 @@ def test_a_part_that_fails_hangs_or_misses_a_package_stops_no_other(tmp_path, mo
 
 
 def limited(run_part):
-    """A process needs more than 0.05 s to start."""
+    """No process starts in a thousandth of a second."""
 
     def run(name, part, scale, max_seconds):
-        return run_part(name, part, scale, 0.05 if name == "hang" else max_seconds)
+        return run_part(name, part, scale, 0.001 if name == "hang" else max_seconds)
 
     return run
 

@@ -92,8 +92,8 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, ca
 def test_one_row_shows_a_wrong_scale_in_the_saved_adapter(configured, monkeypatch):
     save = LanguageTask.save
 
-    def save_with_other_scale(self, model, folder, precision):
-        save(self, model, folder, precision)
+    def save_with_other_scale(self, model, folder, precision, **options):
+        save(self, model, folder, precision, **options)
         file = folder / "adapter_config.json"
         settings = json.loads(file.read_text())
         file.write_text(json.dumps(settings | {"lora_alpha": 2 * settings["lora_alpha"]}))

@@ -311,7 +311,7 @@ def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family)
             atol=0,
         )
     (picture,) = task.sample(model, torch.device("cpu"))
-    assert picture.size == 32
+    assert (picture.settings.size.height, picture.settings.size.width) == (32, 32)
     planned = plan_run(loaded)
     assert planned.memory.not_simulated is None
     assert planned.memory.activations > 0
