@@ -105,7 +105,17 @@ def test_two_comment_lines_and_a_model_that_people_use(name):
     assert config.run.folder == f"runs/{name}"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# the others are trained by `make test-full`
+EVERY_DAY = ("lora", "dpo", "flux")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.full)
+        for name in FAMILIES
+    ],
+)
 def test_it_is_planned_and_trained(name, place, stand_in, monkeypatch, capsys):
     stand_in(name)
     monkeypatch.chdir(place)

@@ -190,6 +190,7 @@ def test_processes_of_srun_and_mpirun_are_one_run(environ, expected):
     ],
 )
 def test_a_refusal_is_printed_once_a_machine(environ, count, monkeypatch, capsys):
+    monkeypatch.setattr("isotype.cli.train.time.sleep", lambda seconds: None)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["isotype", "train", "no_such_file.yaml"])

@@ -84,7 +84,7 @@ PACKED = {
 @pytest.mark.parametrize(
     ("family", "kind", "killed"),
     [
-        ("gpt_oss", "shard", False),
+        pytest.param("gpt_oss", "shard", False, marks=pytest.mark.full),
         *(
             pytest.param(*case, True, marks=pytest.mark.full)
             for case in (("gpt_oss", "shard"), ("gpt_oss", "replicate"), ("deepseek_v3", "shard"))

@@ -113,15 +113,15 @@ def test_of_four_processes_the_killed_one_alone_is_named(configured, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_the_others_end_when_the_first_process_is_frozen(count, configured, tmp_path):
-    configured("run", parallel={"timeout": 15})
+    configured("run", parallel={"timeout": 10})
     begin = time.monotonic()
     process = start(count, "-m", "tests.distributed.worker",
                     json.dumps({"config": str(tmp_path / "run.yaml"), "fault": [0, 4, "stop"]}),
-                    farewell=10.0)  # fmt: skip
+                    farewell=5.0)  # fmt: skip
     status, said = ended(process)
     assert status == 1, said
     assert time.monotonic() - begin < 300
     assert "MP002 step 4: rank 0 on " in said
-    assert "where all processes meet, does not answer; waited 15 s (parallel.timeout)" in said
+    assert "where all processes meet, does not answer; waited 10 s (parallel.timeout)" in said

@@ -118,9 +118,7 @@ def test_bf16_weights_of_two_shards_are_those_of_one_process(configured, tmp_pat
         pytest.param(
             case,
             kind,
-            marks=[]
-            if (case, kind) in (("fp32 full", "shard"), ("fp8 recomputed", "shard"))
-            else pytest.mark.full,
+            marks=[] if (case, kind) == ("fp32 full", "shard") else pytest.mark.full,
         )
         for kind in ("shard", "replicate")
         for case in CASES

@@ -130,6 +130,7 @@ def test_q8_0_is_off_by_its_rounding_only(tmp_path: Path, tokenizer) -> None:
     torch.testing.assert_close(logits(read), logits(rounded))
 
 
+@pytest.mark.full
 def test_a_gguf_file_of_another_family_is_refused_as_a_base_with_the_way(
     tmp_path: Path, tokenizer, monkeypatch
 ) -> None:

@@ -12,9 +12,11 @@ from tests.tasks.diffusion.every_family import PIPELINES, train_pipeline
 
 # the others are trained by `make test-full`
 EVERY_DAY = {
-    "ZImagePipeline", "Flux2Pipeline", "QwenImageEditPlusPipeline", "Lumina2Pipeline", "HiDreamImagePipeline", "PixArtSigmaPipeline",
-    "StableDiffusionPipeline", "WanPipeline",
-}  # fmt: skip
+    "ZImagePipeline",
+    "Flux2Pipeline",
+    "QwenImageEditPlusPipeline",
+    "StableDiffusionPipeline",
+}
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,7 @@ def test_a_v_prediction_file_is_trained_as_v(drawn, studio, tmp_path, marker):
     assert names[0] in line
 
 
+@pytest.mark.full
 def test_a_file_with_zero_terminal_snr_trains_and_draws_and_is_merged_so(
     drawn, studio, tmp_path, capsys
 ):

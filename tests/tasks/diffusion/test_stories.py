@@ -70,6 +70,7 @@ def adapter(place, run):
     return load_file(place / run / "adapter/adapter_model.safetensors")
 
 
+@pytest.mark.full
 def test_an_edit_lora_from_pairs(place):
     for command in commands("train model.name=kontext", "sample runs/red", "export runs/red"):
         told(command)
@@ -111,6 +112,7 @@ def test_a_killed_run_goes_on_and_another_begins_with_its_adapter(place):
     ask("merge", "runs/dog2", "--out", "merged")  # what it began with is not needed any more
 
 
+@pytest.mark.full
 def test_a_person_with_class_pictures(place):
     (train,) = commands("train model.name=flux 'images.train=[{name: anna")
     told([argument.replace("draw: 100", "draw: 20") for argument in train])
@@ -167,7 +169,12 @@ DIFFUSERS = """accelerate launch train_dreambooth_lora_flux.py --pretrained_mode
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("config.toml", KOHYA), ("dog.yaml", AI_TOOLKIT), ("train.sh", DIFFUSERS)]
+    ("name", "text"),
+    [
+        ("config.toml", KOHYA),
+        pytest.param("dog.yaml", AI_TOOLKIT, marks=pytest.mark.full),
+        pytest.param("train.sh", DIFFUSERS, marks=pytest.mark.full),
+    ],
 )
 def test_another_trainers_file_is_imported_and_trained(place, name, text):
     (place / name).write_text(text)
@@ -178,6 +185,7 @@ def test_another_trainers_file_is_imported_and_trained(place, name, text):
         assert len(list((place / "women").glob("*.png"))) == 6
 
 
+@pytest.mark.full
 def test_a_checkpoint_in_one_file(place, studio):
     (place / "pony").symlink_to(studio.sdxl)
     (place / "pony.safetensors").write_bytes(

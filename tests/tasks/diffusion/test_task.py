@@ -20,7 +20,10 @@ from tests.tasks.diffusion.models import built
 from tests.training.interrupted import cut_back
 
 
-@pytest.mark.parametrize(("family", "base"), [("flux", "bf16"), ("sdxl", "nf4"), ("sdxl", "fp8")])
+@pytest.mark.parametrize(
+    ("family", "base"),
+    [("flux", "bf16"), ("sdxl", "nf4"), pytest.param("sdxl", "fp8", marks=pytest.mark.full)],
+)
 def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, base):
     run = {"samples": ["a red circle on white"], "sample_every": 4} if base == "bf16" else {}
     loaded = drawn(
@@ -144,6 +147,7 @@ def test_an_interrupted_run_resumes_bit_for_bit_and_samples_change_nothing(drawn
     assert made["made"] == 0, "latents and embeddings come from the cache the second time"
 
 
+@pytest.mark.full
 def test_an_average_is_saved_beside_the_result_and_resumes(drawn, tmp_path):
     train_section = {"steps": 4, "ema": 0.5, "eval_every": 4}
     sampled = {"samples": ["a red circle on white"], "sample_every": 4, "save_every": 2}
