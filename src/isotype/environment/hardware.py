@@ -1,7 +1,7 @@
-"""The number formats, speed and memory of a device. torch is imported only when a device is
-detected.
+"""Describes the number formats, the speed and the memory of a device. torch is imported only when a
+device is detected.
 
-There are two tables, `GENERATIONS` and `DEVICES`, and two functions that read them:
+There are two tables, `GENERATIONS` and `DEVICES`, and two functions that read them.
 `lookup_hardware("t4")` finds a device by its name, and `detect()` finds the device of this machine.
 
 bf16  native    matrix products run in hardware
@@ -12,7 +12,7 @@ bf16  native    matrix products run in hardware
 Peaks are TFLOP/s of dense matrix products with fp32 accumulation (datasheets print twice these
 values, which need 2:4 sparsity). Bandwidth is in GB/s.
 
-The figures are taken from the documents below. Not every figure was checked a second time.
+The figures are taken from the documents below. Some of the figures were not checked a second time.
 
 Source  NVIDIA: CUDA C++ Programming Guide (tensor core input types by compute capability);
         datasheets of P100, V100, T4, A100, A10, A40, L4, L40S, H100, H200, HGX B200; Ampere GA102,
@@ -44,8 +44,8 @@ GiB = 1 << 30
 
 
 class Generation(NamedTuple):
-    """How torch supports each number format on one hardware generation: `native`, `emulated` or
-    `none`.
+    """Says how well torch supports each number format on one hardware generation. The values are
+    `native`, `emulated` and `none`.
     """
 
     kind: str
@@ -214,8 +214,8 @@ def lookup_hardware(name: str) -> Hardware:
 
 
 def detect(device: str = "auto") -> Hardware:
-    """Returns the device of this machine. `auto` takes a CUDA or ROCm GPU if the machine has one,
-    and otherwise the CPU. `cuda` needs a GPU. Other names are refused.
+    """Returns the device of this machine. For `auto`, this is a CUDA or ROCm GPU if the machine has
+    one, and otherwise the CPU. `cuda` needs a GPU. Other names are refused.
 
     Raises  UsageError with the reason.
     """
@@ -367,9 +367,10 @@ def wait_passively(
     """Makes OpenMP's threads sleep while they wait, if other programs use the cores and the user
     has not set how threads wait. Returns whether the function changed the setting.
 
-    OpenMP reads the variable when torch is loaded. By default a thread that has finished its part
-    of a loop spins for about a millisecond. On shared cores it then occupies the core on which the
-    last thread has to run. The number of threads does not change, so the results are bit-identical.
+    OpenMP reads the environment variable `OMP_WAIT_POLICY` when torch is loaded. By default a
+    thread that has finished its part of a loop spins for about a millisecond. On shared cores it
+    then occupies the core on which the last thread has to run. The number of threads does not
+    change, so the results are bit-identical.
 
     is_forced  also changes the setting if the cores are idle
     load     the number of processes that are ready to run; by default the first number of

@@ -1,4 +1,5 @@
-"""The command that installs an extra of this package from the same source as the installed copy.
+"""Builds the command that installs an extra of this package from the same source as the installed
+copy.
 
 The installed copy may come from a Git checkout or a wheel, and a package index may not have a
 package `isotype`. The source of this copy is read from the location of the package and from

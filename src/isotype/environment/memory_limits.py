@@ -1,5 +1,5 @@
-"""The memory that this process may use: the machine's memory, or a limit that is smaller. Imports
-no torch.
+"""Determines how much memory this process may use. This is the machine's memory, or a limit that is
+smaller. Imports no torch.
 
 Source  cgroups(7), getrlimit(2), proc_pid_status(5)
 """
@@ -18,8 +18,8 @@ _LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")
 
 def usable_memory() -> int:
     """Returns the memory of the machine in bytes, or the smallest limit if a limit is smaller. The
-    limits are those of the control group and of all groups around it, `ulimit -v` and `ulimit -d`.
-    The result is 0 if the machine's memory is unknown.
+    limits come from the process's control group, from all groups around this group, and from
+    `ulimit -v` and `ulimit -d`. The result is 0 if the machine's memory is unknown.
     """
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -30,8 +30,8 @@ def usable_memory() -> int:
 
 def _group_limits() -> Iterator[int]:
     """Yields the limits of the control group of this process and of all groups around it. In a
-    container, the container's own group may be mounted as the root of all groups. The path of the
-    group then does not exist.
+    container, the container's own group may be mounted as the root of all groups. In this case, the
+    path of the process's group does not exist.
     """
     for folder in _group_folders():
         for name in _LIMIT_FILES:
@@ -63,7 +63,7 @@ def _group_folders() -> set[Path]:
 def _process_limits() -> Iterator[int]:
     """Yields the limits that `ulimit -v` and `ulimit -d` set, converted to limits of memory. Both
     limit the address space of the process, which is larger than its memory. The current difference
-    between address space and memory is therefore subtracted.
+    between address space and memory is therefore subtracted from each limit.
     """
     try:
         import resource

@@ -1,9 +1,9 @@
-"""Runs code without data for a device that this machine does not have: tensors on the meta device
+"""Runs code without data for a device that this machine does not have. Tensors on the meta device
 represent tensors of that device.
 
 PyTorch's fake tensors of a CUDA device need CUDA. Without CUDA, autograd looks for the CUDA device
 guard, and the Python interpreter crashes. Meta tensors need no device, but torch.autocast does not
-apply to them. Inside `plan_device` this module therefore stores the autocast dtype: Isotype's ops
+apply to them. Inside `plan_device` this module therefore stores the autocast dtype. Isotype's ops
 read the stored dtype, and the operands of other matrix products are cast to this dtype.
 """
 
@@ -41,8 +41,8 @@ def is_planned(device: torch.device) -> bool:
 
 
 def planned_device_type(device: torch.device) -> str:
-    """Returns the type of device that decides which code tensors on `device` use: for meta tensors
-    this is the planned type, and for other tensors the device's own type.
+    """Returns the type of device that decides which code tensors on `device` use. For meta tensors
+    this is the planned type, and for other tensors it is the device's own type.
     """
     if device.type == "meta":
         return _PlanState.device_type or device.type
@@ -62,8 +62,9 @@ def plan_device(device_type: str) -> Iterator[None]:
 
 
 def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """torch.autocast in `dtype`; None switches it off. Inside `plan_device` this function has the
-    same effect on meta tensors. Outside `plan_device` it does nothing for meta tensors.
+    """Runs torch.autocast in `dtype`; None switches autocast off. Inside `plan_device` this
+    function has the same effect on meta tensors. Outside `plan_device` it does nothing for meta
+    tensors.
     """
     if _PlanState.device_type is None:
         if device_type == "meta":

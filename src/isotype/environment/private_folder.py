@@ -1,4 +1,5 @@
-"""Folders that only this user can change, so that compiled code in them may be executed.
+"""Handles folders that only this user can change. Compiled code in such a folder may therefore be
+executed.
 
 A folder is private when nobody else can replace it, a folder above it, or a link on the way to it.
 The root user and the owner of `/` count as this user, because they can change every file anyway.
@@ -18,11 +19,15 @@ MAX_LINKS = 40  # the same limit as Linux has
 
 
 class NotPrivateError(Exception):
-    """Another user can change a folder or a file. The message names that user in one line."""
+    """Is raised if another user can change a folder or a file. The message names that user in one
+    line.
+    """
 
 
 def temporary_folder() -> Path:
-    """Returns the folder for this user's temporary files: `/tmp/isotype-1000`. It may not exist."""
+    """Returns the folder for this user's temporary files, for example `/tmp/isotype-1000`. It may
+    not exist.
+    """
     return Path(tempfile.gettempdir()) / f"isotype-{_user_name()}"
 
 
@@ -134,8 +139,8 @@ def _refuse_owner(path: Path, status: os.stat_result) -> None:
 
 def _others_can_write(status: os.stat_result) -> bool:
     """Returns True if the file's permissions let another user write to it. Write permission for a
-    group that only this user belongs to does not count: many systems create such a group for each
-    user.
+    group that only this user belongs to does not count, because many systems create such a group
+    for each user.
     """
     writable = status.st_mode & OTHERS_WRITE_BITS
     if writable == stat.S_IWGRP:

@@ -1,5 +1,5 @@
-"""The environment of this process: versions, devices, and the environment variables that change the
-precision.
+"""Describes the environment of this process, which consists of versions, devices, and the
+environment variables that change the precision.
 
 A run writes the result of `environment()` to `env.json`. torch is imported only to detect devices.
 """
@@ -53,8 +53,8 @@ def environment() -> dict[str, Any]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns every installed distribution: a mapping of its normalised name to its version. If a
-    distribution is installed twice, the first one on the path counts, as for imports.
+    """Returns every installed distribution, as a mapping of its normalised name to its version. If
+    a distribution is installed twice, the first one on the path counts, as for imports.
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():

@@ -31,7 +31,8 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The change of one linear layer by an adapter: `scale * b @ a` is added to its weight.
+    """The change that an adapter makes to one linear layer. The product `scale * b @ a` is added to
+    the layer's weight.
 
     module  the layer's name in the base model
     a       F[r in]

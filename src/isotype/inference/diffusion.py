@@ -1,5 +1,5 @@
-"""Uses a diffusion run after training: merges its adapter into the pipeline, draws pictures, or
-evaluates the run on other pictures.
+"""Uses a diffusion run after training. This module merges the run's adapter into the pipeline,
+draws pictures, or evaluates the run on other pictures.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> MergeRe
 
 def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
     """Returns a batch of random latents and noise at evenly spaced noise levels. Text embeddings
-    are random too, unless the run trained the text encoders, which then encode captions.
+    are random too. If the run trained the text encoders, captions are encoded instead.
     """
     empty_inputs = empty_batch(task.run, COMPARED_ROWS, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -252,8 +252,8 @@ def evaluate_pictures(
     folder: Path, pictures: str, *, batch_size: int | None = None
 ) -> tuple[str, Evaluation]:
     """Evaluates a run on the pictures that `pictures` names. Returns the name of the evaluated
-    weights, and their loss at fixed noise levels: the mean, and the loss in parts of the range of
-    noise levels.
+    weights, and their loss at fixed noise levels. The loss is given as a mean, and also for parts
+    of the range of noise levels.
 
     Raises  UsageError for pictures that a run could not use as data, and for a run that has neither
             a result nor a checkpoint

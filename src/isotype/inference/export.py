@@ -1,7 +1,7 @@
-"""Exports the result of a language run: its adapter or the whole model, which is merged first if
-necessary.
+"""Exports the result of a language run. This is its adapter, or the whole model, which is merged
+first if necessary.
 
-Unsupported models are refused before the merge, which may take minutes.
+A merge may take minutes, so unsupported models are refused before the merge.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def _conversion_command(run: Path, result: Path, kind: str) -> str:
 
 
 def _lossless_type(folder: Path) -> str:
-    """Returns the GGUF type that keeps the values of a model: BF16 for bf16 weights, else F16."""
+    """Returns the GGUF type that keeps the values of a model. This is BF16 for bf16 weights, and
+    F16 for other weights.
+    """
     dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
     return "BF16" if dtype == "bfloat16" else "F16"
 

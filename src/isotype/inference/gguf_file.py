@@ -90,9 +90,10 @@ def llama_cpp(model: Path | str, kind: str) -> str:
 def export_adapter(adapter: Path, out: Path) -> int:
     """Writes a LoRA adapter, and returns the number of its layers. Matrices stay fp32.
 
-    llama.cpp scales with `alpha / rank of the layer`, so alpha is written as scale times rank,
-    which is alpha * sqrt(r) for rsLoRA. The file has only one alpha. If scale times rank of a layer
-    differs from it, the layer's B is multiplied by the quotient.
+    llama.cpp multiplies the product of a layer's matrices by `alpha / rank of the layer`. So the
+    alpha that a layer needs is its scale times its rank, for example alpha * sqrt(r) for rsLoRA.
+    The file has only one alpha. If a layer needs another alpha, its B is multiplied by the alpha
+    that it needs and divided by the alpha of the file.
 
     Raises  UsageError for a family or layer whose name in llama.cpp is not known, and for an
             adapter that contains more than pairs of LoRA matrices
@@ -240,7 +241,9 @@ def refuse_model(config: PreTrainedConfig, command: str) -> None:
 
 
 def header_keys(config: PreTrainedConfig) -> list[tuple[str, Any]]:
-    """Sizes and settings of a model, as pairs: the name of a method of gguf's writer, and its argument."""
+    """Returns the sizes and settings of a model as pairs. The first value of a pair is the name of
+    a method of gguf's writer, and the second value is the argument for this method.
+    """
     model_config: Any = config
     head_size = (
         getattr(model_config, "head_dim", None)
@@ -288,8 +291,9 @@ def header_keys(config: PreTrainedConfig) -> list[tuple[str, Any]]:
 
 
 def rope_factors(config: PreTrainedConfig) -> Tensor | None:
-    """Returns the factors by which llama.cpp divides the rotary frequencies for Llama 3's scaling:
-    transformers' frequencies without scaling divided by those with it.
+    """Returns the factors by which llama.cpp divides the rotary frequencies for Llama 3's scaling.
+    A factor is transformers' frequency without this scaling, divided by its frequency with this
+    scaling.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -306,8 +310,9 @@ def rope_factors(config: PreTrainedConfig) -> Tensor | None:
 def _reorder_rows(
     tensor: Tensor, module: str, config: Any, family: Family, norm_offset: float = 0.0
 ) -> Tensor:
-    """Reorders the rows of q and k from halves to neighbouring pairs if the family needs it. Biases
-    and LoRA's B are reordered like weights.
+    """Reorders the rows of q and k if the family needs it. Two rows that form a pair are then
+    neighbours; before, one is in the first half of a head's rows and the other in the second half.
+    Biases and LoRA's B are reordered like weights.
 
     norm_offset  is added to the tensor if it is the weight of a norm
     """
@@ -414,8 +419,9 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 
 def tokenizer_keys(folder: Path | str, vocabulary: int, command: str) -> list[tuple[str, Any]]:
-    """Returns tokens, merges or scores, special tokens and chat template of a tokenizer, as pairs:
-    a method of gguf's writer, and its argument.
+    """Returns tokens, merges or scores, special tokens and chat template of a tokenizer as pairs.
+    The first value of a pair is the name of a method of gguf's writer, and the second value is the
+    argument for this method.
 
     vocabulary  number of rows of the model's embedding; ids without a token get an unused token
     command     the llama.cpp command that the error message suggests, because llama.cpp supports

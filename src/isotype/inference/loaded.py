@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A loaded model with tokenizer and precision. `weights_name` is the source of its weights: `adapter`,
-    `model` or `checkpoint step_N`.
+    """A loaded model with tokenizer and precision. `weights_name` says where its weights come from,
+    and is `adapter`, `model` or `checkpoint step_N`.
     """
 
     folder: Path
@@ -136,8 +136,8 @@ def load_run(folder: Path) -> LoadedRun:
 
 
 def find_result(run: Path, intermediate: Path | None) -> Path | None:
-    """Returns the folder of an intermediate adapter, or of the run's result; None without a result.
-    Raises UsageError for a damaged intermediate adapter.
+    """Returns the folder of an intermediate adapter or of the run's result. Returns None if there
+    is no result. Raises UsageError for a damaged intermediate adapter.
 
     intermediate  the folder of an intermediate adapter; None means the result
     """
@@ -160,7 +160,7 @@ def find_result(run: Path, intermediate: Path | None) -> Path | None:
 
 
 def result_name(run: Path, result: Path) -> str:
-    """Returns the name of a result in its run: `adapter`, `model` or `adapters/step_N`."""
+    """Returns the name of a result in its run, which is `adapter`, `model` or `adapters/step_N`."""
     return result.relative_to(run.absolute()).as_posix()
 
 
@@ -192,9 +192,9 @@ def refuse_scores(folder: Path) -> NoReturn:
 
 
 def _load_folder(folder: Path, kind: str) -> LoadedRun:
-    """Loads a folder that belongs to no run: a model (merged, base, or fully fine-tuned), or an
-    adapter on the base that its file names. The precision comes from precision.json in the folder,
-    or otherwise from the dtype in the base's config.
+    """Loads a folder that belongs to no run. The folder contains a model (merged, base, or fully
+    fine-tuned), or an adapter whose file names its base model. The precision comes from
+    precision.json in the folder, or otherwise from the dtype in the base's config.
     """
     name = str(folder)
     revision = None
@@ -233,7 +233,7 @@ def _run_device(config: RunConfig) -> torch.device:
 
 def check_base_path(name: str, setting: str, file: Path) -> str:
     """Returns the name of the base model. Raises UsageError if the name is a path that does not
-    exist. The error message names the file and the setting that contain the name.
+    exist. The error message says which setting of which file contains the name.
     """
     if is_folder_name(name) and not Path(name).expanduser().exists():
         fix = f"write the folder where the base is now as {setting} in that file"

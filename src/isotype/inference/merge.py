@@ -1,5 +1,5 @@
-"""Merges an adapter into its base model: dequantises the base, adds the adapter in fp32, casts
-once, measures the rounding error of the cast, and checks the result.
+"""Merges an adapter into its base model. This module dequantises the base, adds the adapter in
+fp32, casts the sum once, measures the rounding error of the cast, and checks the result.
 """
 
 from __future__ import annotations
@@ -329,8 +329,8 @@ def strip_adapter_name(name: str) -> str | None:
 
 
 def _load_rows(run: LoadedRun) -> tuple[list, Pictures | None]:
-    """Returns rows for the comparison of losses, and their pictures: evaluation or training rows of
-    the run, or random tokens for an adapter without data.
+    """Returns the rows on which the losses are compared, and their pictures. These are evaluation
+    or training rows of the run, or random tokens for an adapter without data.
     """
     data = run.config.data
     model = cast(Any, run.model)

@@ -1,5 +1,5 @@
-"""Writes a folder from which `ollama create` makes a model: weights, and a Modelfile with the run's
-template and stop tokens.
+"""Writes a folder from which `ollama create` makes a model. The folder contains the weights, and a
+Modelfile with the run's template and stop tokens.
 
 Ollama's templates are Go templates. The text that the chat template writes around each message is
 found by rendering conversations with known contents. The resulting Go template is compared with the
@@ -165,8 +165,8 @@ def adds_bos(tokenizer: Any) -> bool:
     """Returns True if llama.cpp and Ollama must add the BOS token before a text. This is the case
     if the tokenizer adds the token, unless the chat template writes conversations without BOS.
 
-    If only the template writes BOS, the BOS stays in the template. SmolLM2 is an example: with the
-    flag set, llama.cpp added a second BOS.
+    If only the template writes BOS, the BOS stays in the template. SmolLM2 is an example. If
+    llama.cpp was told to add the token, it added a second BOS to the BOS of the template.
     """
     if tokenizer.bos_token is None or tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id]:
         return False
@@ -212,7 +212,8 @@ def modelfile(folder: Path | str, weights: str) -> str:
 def write_for_converter(folder: Path) -> None:
     """Adds the entries of config.json and tokenizer_config.json that Ollama's converter reads and transformers 5 does not write.
 
-    Without `rope_theta` next to `rope_parameters` the converter uses 10,000, or 0, as the base of the rotary embedding.
+    If the configuration contains `rope_parameters` but no `rope_theta` next to it, the converter
+    uses 10,000 or 0 as the base of the rotary embedding.
     """
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,5 @@
-"""Isotype in trainers of other libraries: `attach(trainer, precision=...)` and `detach(trainer)`.
+"""Adds Isotype to trainers of other libraries with `attach(trainer, precision=...)`, and removes it
+with `detach(trainer)`.
 
 installer   the two functions; `attach` undoes everything when one of its parts fails
 attachment  records what was changed in a trainer

@@ -84,7 +84,8 @@ class Attachment:
 
     def restore_optimizers(self) -> None:
         """Restores the trainer's optimizer and scheduler after a call of `train` that raised an
-        error. The next `train` creates new ones from the trainer's arguments.
+        error. The next call of `train` creates a new optimizer and scheduler from the trainer's
+        arguments.
         """
         self.trainer.optimizer, self.trainer.lr_scheduler = self.optimizers
         self.trainer.accelerator._optimizers.clear()
@@ -138,8 +139,8 @@ def running_trainers() -> list[Any]:
 
 
 def is_running(trainer: Any) -> bool:
-    """Returns True while the trainer's `train` runs. `is_in_train` is not enough: it stays true
-    after a call of `train` that raised an error.
+    """Returns True while the trainer's `train` runs. `is_in_train` is not enough, because it stays
+    true after a call of `train` that raised an error.
     """
     return bool(trainer.is_in_train) and any(running is trainer for running in running_trainers())
 
@@ -161,8 +162,8 @@ def remove_accelerate_wrappers(trainer: Any) -> None:
 
 
 def unwrap_forward(model: nn.Module) -> dict[str, Any]:
-    """Restores the forward that a model had before accelerate's autocast. Returns the removed
-    attributes; `vars(model).update` with them restores the wrapper.
+    """Restores the forward that a model had before accelerate wrapped it in autocast. Returns the
+    attributes that were removed. To restore the wrapper, pass them to `vars(model).update`.
     """
     if "_original_forward" not in model.__dict__ or "forward" not in model.__dict__:
         return {}
@@ -173,7 +174,7 @@ def unwrap_forward(model: nn.Module) -> dict[str, Any]:
 
 
 def collect_models(trainer: Any) -> dict[str, nn.Module]:
-    """Returns models by name: the trained model, and the models that the trainer only reads."""
+    """Returns the trained model and the models that the trainer only reads, by their names."""
     candidates = {
         "model": trainer.model,
         **{name: getattr(trainer, name, None) for name in READ_ONLY},
@@ -182,8 +183,8 @@ def collect_models(trainer: Any) -> dict[str, nn.Module]:
 
 
 def trained_names(trainer: Any, name: str) -> set[str]:
-    """Names of the trained parameters in a model of `collect_models`. A reference model has the
-    same names as the trained model; a teacher has no trained parameters.
+    """Returns the names of the trained parameters in a model that `collect_models` returned. A
+    reference model has the same names as the trained model; a teacher has no trained parameters.
     """
     if name == "teacher_model":
         return set()

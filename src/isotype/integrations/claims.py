@@ -1,5 +1,5 @@
-"""Lists the settings that decide the precision of a trainer: in its arguments, the environment,
-accelerate, the checkpoint, PEFT and TRL.
+"""Lists the settings that decide the precision of a trainer. They are in its arguments, the
+environment, accelerate, the checkpoint, PEFT and TRL.
 
 `check_trainer` runs before anything is changed. It raises an error with a fix for trainers that
 `attach` cannot handle. `resolve_trainer_precision` converts the caller's request to one
@@ -42,7 +42,7 @@ def is_adapter(parameter_name: str) -> bool:
 
 def count_dtypes(parameters: Iterable[nn.Parameter]) -> str:
     """Returns the dtypes of the floating parameters that are not quantised, and how many parameters
-    have each dtype: `bf16 x 12, fp32 x 3`.
+    have each dtype, for example `bf16 x 12, fp32 x 3`.
     """
     counts = Counter(
         format_dtype(p.dtype) for p in parameters if p.is_floating_point() and not is_quantised(p)
@@ -63,8 +63,8 @@ def _choose_precision(
     trainer: Any, adapter: str, *, quantised: Quantisation | None
 ) -> tuple[str, dict[str, str], str]:
     """Chooses the precision for `auto` from the arguments and the model. Returns the preset, the
-    roles whose dtype differs from the preset, and the reason. If neither the arguments nor the
-    model decide, the preset is `auto`, and the device decides.
+    kinds of tensors (roles) whose dtype differs from the preset, and the reason for the choice. If
+    neither the arguments nor the model decide, the preset is `auto`, and the device decides.
     """
     requested = requested_dtype(trainer)
     # TRL's default of `bf16` is None, which means bf16, so that False was written by the user. In
@@ -251,8 +251,8 @@ def _autocast_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
 
 
 def _trained_model_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
-    """Yields the settings of the trained model: those of its frozen weights, its trained weights
-    and its adapters.
+    """Yields the settings that decide the dtypes of the frozen weights, the trained weights and the
+    adapters of the trained model.
     """
     model = trainer.model
     frozen = []

@@ -46,8 +46,9 @@ def attach(
     reversible: bool = True,
     quiet: bool = False,
 ) -> Attachment:
-    """Adds to a Hugging Face trainer: Isotype's precision, its ops and fused LoRA, generation in
-    the declared dtype, and checks in each step. Call it before `trainer.train()`.
+    """Attaches Isotype to a Hugging Face trainer. The trainer then has Isotype's precision, its ops
+    and fused LoRA, generation in the declared dtype, and checks in each step. Call it before
+    `trainer.train()`.
 
     trainer     a complete transformers.Trainer or an instance of a subclass, such as TRL's
     precision   a preset's name, its short text form, a Precision, or auto: the dtype that the
@@ -95,8 +96,8 @@ def attach(
 
 
 def detach(trainer: Any) -> list[str]:
-    """Undoes `attach`: the results of the next step are then bit-identical to a training without
-    `attach`. Returns a line for each thing that could not be restored.
+    """Undoes `attach`. The results of the next step are then bit-identical to those of a training
+    without `attach`. Returns a line for each thing that could not be restored.
 
     Raises  UsageError for a trainer that is not attached, or is training
     """

@@ -111,7 +111,8 @@ def read_reduce_dtypes(model: nn.Module) -> tuple[list[torch.dtype], str]:
 class StepMonitor:
     """Counts the calls of fused code in the first step of a training. Observes dtypes in the first
     step, in the steps that `isotype train` would observe, and in the step after a change of the
-    model. In other steps it only compares hooks, dtypes and samples (`observe.continuity`).
+    model. In all other steps, it only compares the hooks, the dtypes and some stored values of the
+    tensors (`observe.continuity`).
     """
 
     def __init__(self, attachment: Attachment, write: Callable[[dict[str, Any]], None]) -> None:
@@ -280,7 +281,9 @@ class StepMonitor:
         self._add_observation(observation)
 
     def add_rehearsals(self, observations: Mapping[str, Observation]) -> None:
-        """Adds the observations from the test runs of the preflight, which are given by name."""
+        """Adds the observations from the test runs of the preflight. The keys of `observations` are
+        the names of the test runs.
+        """
         for observation in observations.values():
             self._add_observation(observation)
         self.record["watched"] = list(observations)
@@ -310,7 +313,9 @@ class StepMonitor:
         self._update_hooks.clear()
 
     def begin(self, step: int) -> None:
-        """Begins step `step`, and observes it if it is scheduled or the model has changed."""
+        """Begins step `step`. The step is observed if its number is one of the numbers to observe,
+        or if the model has changed.
+        """
         trainer = self.attachment.trainer
         self.steps += 1
         is_first = self.steps == 1
@@ -413,8 +418,8 @@ class StepMonitor:
         }
 
     def _unobserved_reasons(self) -> dict[str, str]:
-        """Returns the reasons why the dtypes of a role or of a further model are not counted, by
-        the name of the role or model.
+        """Some roles (kinds of tensors) and some additional models have no counted dtypes. Returns
+        a mapping from the name of each such role or model to the reason.
         """
         reasons = dict(_TRAINER_ROLES)
         if not self.record:

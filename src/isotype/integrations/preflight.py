@@ -1,11 +1,12 @@
-"""The preflight of an attached trainer: Isotype's checks on the trainer's model, arguments and
-rows, before step 1.
+"""Runs Isotype's checks on the model, the arguments and the rows of an attached trainer, before
+step 1. This is the preflight of the trainer.
 
-The checks were written for `isotype train`. The classes of this module give them access to the
-trainer: `TrainerTask` to its rows, `TrainerStepper` to its step, and `TrainerRun` to its model and
-precision. `ARGUMENT_NAMES` has the names of its settings. A check that needs a run file is skipped,
-and the reason is recorded. The same applies to a test run of a step that this trainer does not
-allow. The preflight restores the random state, the weights and the logs, so a training with the
+The checks were written for `isotype train`. The classes of this module give the checks access to
+the trainer. `TrainerTask` gives access to the trainer's rows, `TrainerStepper` to its step, and
+`TrainerRun` to its model and precision. `ARGUMENT_NAMES` contains the trainer's names for the
+settings that the checks mention. A check that needs a run file is skipped, and the reason is
+recorded. If this trainer does not allow a test run of a step, the test run is skipped in the same
+way. The preflight restores the random state, the weights and the logs, so a training with the
 preflight is bit-identical to a training without it.
 """
 
@@ -122,9 +123,9 @@ def _token_rows(rows: list[Any]) -> list[Row]:
 
 
 def _token_row(row: dict[str, Any]) -> Row | None:
-    """Converts a row. The labels are the column `labels`. If this column is missing, they are the
-    ids that `completion_mask` selects, and without this mask all ids. Tokens outside
-    `attention_mask` are padding, and are dropped.
+    """Converts a row. The labels come from the column `labels`. If this column is missing, all
+    token ids are labels, or only the ids that `completion_mask` selects if the row has this mask.
+    Tokens outside `attention_mask` are padding, and are dropped.
     """
     ids = _to_ids(row.get("input_ids"))
     if ids is None:
@@ -355,7 +356,9 @@ class TrainerTask:
 
 
 def find_tokenizer(trainer: Any) -> Any | None:
-    """Finds the trainer's tokenizer, also inside a processor; None if it has none."""
+    """Finds the trainer's tokenizer, which may be inside a processor. Returns None if the trainer
+    has no tokenizer.
+    """
     processing_class = getattr(trainer, "processing_class", None)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     return tokenizer if hasattr(tokenizer, "added_tokens_decoder") else None
@@ -442,8 +445,8 @@ def _run(attachment: Attachment, subject: PreflightSubject, skip: Mapping[str, s
 
 
 def _select_checks(task: TrainerTask) -> tuple[dict[str, tuple[Check, ...]], dict[str, str]]:
-    """Returns the checks of each phase that can run on this trainer, and for the codes of the other
-    checks the reason why they cannot run.
+    """Returns the checks of each phase that can run on this trainer. For all other checks, returns
+    a mapping from the check's code to the reason why it cannot run.
     """
     trainer = task.trainer
     inner = inner_model(trainer.model)
@@ -500,9 +503,10 @@ def _rehearsal_blocker(task: TrainerTask) -> str:
 
 @contextmanager
 def _preserve_trainer(trainer: Any) -> Iterator[None]:
-    """When the block ends, restores the random state, and the plain attributes and random
-    generators of a trainer, of its state and control, and of its collator. Examples are TRL's
-    metrics, and the generator of a collator with a seed. Nothing is logged within this block.
+    """Restores the state of a trainer when the block ends. This includes the random state, and the
+    plain attributes and random generators of the trainer, of its state and control, and of its
+    collator. Examples are TRL's metrics, and the generator of a collator with a seed. Nothing is
+    logged within this block.
     """
     undo: list[Callable[[], object]] = []
     for owner in (trainer, trainer.state, trainer.control, trainer.data_collator):

@@ -1,4 +1,4 @@
-"""`output_dir/isotype/`: the files that an attached run writes. These files have the same format as
+"""Writes the files of an attached run to `output_dir/isotype/`. These files have the same format as
 the files of a run of `isotype train`, so that the same report can show them.
 
 manifest.json   the settings that decide the precision, ops, messages, and the calls of the first
@@ -13,7 +13,7 @@ report.html     all of this on one page
 In the first step of a training, the record counts how often fused code runs, and how often other
 code runs in its place and why. Dtypes are observed in the first step, in the steps in which
 `isotype train` would observe them, and in the step after a change of the model. Counting and
-observing do not change results: the hooks are marked as pure observers, so that fused code runs in
+observing do not change results. The hooks are marked as pure observers, so that fused code runs in
 these steps too.
 """
 

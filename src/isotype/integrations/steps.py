@@ -1,9 +1,10 @@
 """Wraps the steps, losses and evaluations of an attached trainer.
 
-A non-finite loss or gradient stops the run before any weight changes. Trainer's own filter, which
-logs a loss of 0.0 instead, is switched off. The computation of the logits is delayed in every
-`compute_loss`, whether or not the forward gets labels. This includes the `compute_loss` of ORPO, of
-CPO and of a user. `linear_divergence` computes the loss of TRL's distillation.
+A non-finite loss or gradient stops the run before any weight changes. Trainer itself would log a
+loss of 0.0 in place of such a loss; this filter is switched off. The computation of the logits is
+delayed in every `compute_loss`, whether or not the forward gets labels. This includes the
+`compute_loss` of ORPO, of CPO and of a user. `linear_divergence` computes the loss of TRL's
+distillation.
 
 With the arguments for a full evaluation in bf16 or fp16, Trainer would cast the weights. In an
 attached trainer the weights keep their dtype, and the evaluation computes in `precision.compute`.
@@ -105,9 +106,10 @@ class Guards(TrainerCallback):
         self._last_inputs = args, kwargs
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Delays the computation of the logits, because a gather, a logsumexp and a cross-entropy
-        do not need all logits at once. Any other operation computes all logits. Each such case is
-        counted, together with the line of code that needed the logits.
+        """Delays the computation of the logits. If the loss only needs a gather, a logsumexp or a
+        cross-entropy of the logits, the logits are never all needed at once. Any other operation
+        computes all logits. Each such case is counted, together with the line of code that needed
+        the logits.
         """
         with deferring(with_gradients=True):
             return original(*args, **kwargs)
@@ -136,8 +138,8 @@ class Guards(TrainerCallback):
 
     @property
     def _has_loss_scaling(self) -> bool:
-        """True if the loss is scaled. An occasional overflow is then normal, and the scaler skips
-        that update.
+        """Returns True if the trainer scales the loss. An occasional overflow is then normal, and
+        the scaler skips that update.
         """
         return getattr(self.trainer.accelerator, "scaler", None) is not None
 
@@ -256,7 +258,7 @@ def divergence_from_hidden_states(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces TRL's loss function: it takes the same arguments, and computes the same results with
+    """Replaces TRL's loss function. It takes the same arguments, and computes the same results with
     `linear_divergence`. Returns (loss, summed entropies of the student, tokens).
     """
     op_counts[OP] += 1
@@ -301,7 +303,7 @@ def divergence_from_logits(
     reduction: str = "batchmean",
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
-    """Replaces GKD's loss function: it takes the same arguments, and computes the same loss with
+    """Replaces GKD's loss function. It takes the same arguments, and computes the same loss with
     `linear_divergence`.
     """
     logits = student_logits, teacher_logits
@@ -344,7 +346,9 @@ def divergence_from_logits(
 
 
 def _reduce_divergence(divergence: Tensor, tokens: Tensor, items: Tensor | int | None) -> Tensor:
-    """Reduces as TRL does: the sum divided by the step's items, or the mean over these tokens."""
+    """Reduces the divergence to one number in the same way as TRL. This is the sum divided by the
+    step's number of items, or the mean over these tokens if this number is not known.
+    """
     if items is None:
         items = tokens.clamp(min=1)
     elif isinstance(items, Tensor):

@@ -2,9 +2,9 @@
 Both changes can be undone.
 
 `bf16-pure` trains bf16 weights. A trainer would sum their gradients in bf16, in `.grad`. Isotype
-instead uses a hook that adds each gradient to an fp32 buffer. Clipping reads the buffers, and so
-does an AdamW that rounds stochastically. The trainer gets this AdamW through its attribute
-`optimizer_cls_and_kwargs`.
+instead uses a hook that adds each gradient to an fp32 buffer. Gradient clipping reads these
+buffers. Isotype's AdamW, which rounds stochastically, reads them too. The trainer gets this AdamW
+through its attribute `optimizer_cls_and_kwargs`.
 
 accelerate wraps the forward of one object in autocast, and `generate` does not call this wrapper.
 The attribute `native_amp` of the trainer's accelerator decides whether accelerate adds the wrapper.
@@ -117,10 +117,10 @@ class CastWeights:
 
 @dataclass(frozen=True)
 class RoundingLoss:
-    """The information that an fp32 tensor loses when it is rounded to bf16: the difference of their
-    bits, from -2^15 to 2^15. This information and the bf16 tensor together need as much memory as
-    the fp32 tensor. The bf16 tensor and the whole fp32 tensor together would need 1.5 times as
-    much.
+    """The information that an fp32 tensor loses when it is rounded to bf16. For each number, this
+    is the difference between the bits of the fp32 value and of the bf16 value, from -2^15 to 2^15.
+    This information and the bf16 tensor together need as much memory as the fp32 tensor. The bf16
+    tensor and the whole fp32 tensor together would need 1.5 times as much.
 
     differences  int16[...]: the difference, with 2^15 written as -2^15
     largest_positions  int64[N]: the positions of 2^15 in the flattened tensor
@@ -133,7 +133,9 @@ class RoundingLoss:
 
     @classmethod
     def from_cast(cls, wide: Tensor, narrow: Tensor) -> RoundingLoss | None:
-        """Computes the lost bits. None for other dtypes, and if a NaN has different bits in bf16."""
+        """Computes the bits that a cast from fp32 to bf16 loses. Returns None for other dtypes, and
+        if a NaN has different bits in bf16.
+        """
         if (
             wide.dtype != torch.float32
             or narrow.dtype != torch.bfloat16
@@ -167,7 +169,7 @@ _SUM_CHUNK = 1 << 22  # number of elements per chunk; a sum in another dtype cop
 
 
 def _widen_bits(narrow: Tensor) -> Tensor:
-    """Returns int32[...]: the bits of each number in fp32."""
+    """Returns the bits that each number has in fp32, as int32[...]."""
     return narrow.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
 
 
@@ -268,8 +270,8 @@ class LowPrecisionWeights(TrainerCallback):
         return original(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raises UsageError if the trainer has another optimizer, which would find no gradient and
-        train nothing.
+        """Raises UsageError if the trainer does not use Isotype's optimizer. Another optimizer
+        would find no gradient, so it would train nothing.
         """
         # accelerate wraps the optimizer
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
@@ -309,8 +311,8 @@ class LowPrecisionWeights(TrainerCallback):
 
 
 def widen_logits(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of the inner model: returns logits in fp32, as accelerate's wrapper does. For
-    logits that are not computed yet, it only records that they will be returned in fp32.
+    """A forward hook of the inner model. It returns logits in fp32, as accelerate's wrapper does.
+    For logits that are not computed yet, it only records that they will be returned in fp32.
     """
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor) and logits.dtype in (torch.bfloat16, torch.float16):
@@ -323,8 +325,8 @@ def disable_accelerate_autocast(
 ) -> None:
     """Switches accelerate's autocast off, and appends to `undo` the functions that restore it.
 
-    The trainer wrapped its reference models when the trainer was created, so the forward of these
-    models is unwrapped.
+    The trainer already wrapped the forward of its reference models when the trainer was created.
+    This function removes these wrappers.
     """
     undo.append(partial(setattr, accelerator, "native_amp", accelerator.native_amp))
     if precision.loss_scaling == "none":

@@ -169,8 +169,8 @@ def _refuse_tokens_trained_in_full(
 def _choose_full_modules(
     model: PreTrainedModel, section: AdapterSection, *, new_tokens: bool
 ) -> tuple[list[str], bool]:
-    """Returns the names of the modules that are trained in full, and whether the embedding and the
-    head are trained for new tokens and share their weights.
+    """Returns the names of the modules that are trained in full. The second result is True if the
+    embedding and the head are trained for new tokens and share their weights.
     """
     full_modules = list(section.modules_to_save)
     is_tied = False
@@ -214,8 +214,8 @@ def _exclude_layers(
     *,
     has_pictures: bool,
 ) -> None:
-    """Excludes layers from `all-linear` on which an adapter would fail, have no effect, or not be
-    found in its saved file.
+    """Excludes some layers from `all-linear`. These are layers on which an adapter would fail or
+    have no effect, and layers whose adapter could not be loaded from its saved file.
     """
     excluded = find_other_products(model) + lost_layers
     parts = vision_parts(model)
@@ -316,8 +316,8 @@ def refuse_unmatched_patterns(adapted: nn.Module, section: AdapterSection) -> No
 
 def _compute_dora_magnitudes(adapted: nn.Module) -> None:
     """Computes DoRA's magnitudes in fp32. PEFT stores them in the base's dtype. Rounding to bf16
-    would give each magnitude a relative error of up to 2^-9. The changes that training makes are
-    about as small.
+    would give each magnitude a relative error of up to 2^-9. Such an error is about as large as the
+    changes that training makes to the magnitudes.
     """
     for _, layer in lora_layers(adapted):
         weight = layer.base_layer.weight
@@ -336,8 +336,8 @@ def _compute_dora_magnitudes(adapted: nn.Module) -> None:
 
 
 def _attach_outline(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """Wraps a model on the meta device in an adapter with the settings of a saved adapter. Raises
-    UsageError for settings that PEFT does not accept.
+    """Adds an adapter to a model on the meta device. The adapter's settings are those of the saved
+    adapter in `folder`. Raises UsageError for settings that PEFT does not accept.
     """
     from peft import PeftConfig, get_peft_model
 
@@ -356,9 +356,9 @@ def _attach_outline(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def freeze_vision(model: Any, section: AdapterSection, precision: Precision) -> list[str]:
-    """Freezes the towers and projectors that the configuration does not select, in a run that
-    trains every other weight, and casts them to the dtype of frozen weights. Returns a line for the
-    run's header.
+    """Freezes the vision towers and projectors that the configuration does not select, and casts
+    them to the dtype of frozen weights. This is for a run that trains every other weight. Returns a
+    line for the run's header.
     """
     parts = vision_parts(model)
     if parts is None:
@@ -422,8 +422,8 @@ def check_lora_branch(config: RunConfig, precision: Precision) -> None:
 
 
 def refuse_packed_experts_without_ops(model: nn.Module) -> None:
-    """Raises UsageError for adapters on packed experts in a run with `model.optimize: false`,
-    because PEFT's code cannot compute them.
+    """Raises UsageError for adapters on packed experts if `model.optimize` is false, because PEFT's
+    code cannot compute such adapters.
     """
     for name, layer in lora_layers(model):
         if hasattr(layer, "parameter_name") and is_quantised(layer.get_param()):
@@ -525,8 +525,9 @@ def _restore_wider_values(model: PeftModel, weights: Path) -> None:
     """Loads the fully trained modules a second time, in the dtype of the saved file, if this dtype
     is wider than the base's dtype.
 
-    PEFT copies these modules in the base's dtype and rounds the file's values to it: fp32 weights
-    trained on a bf16 base would come back as bf16. Tied weights stay tied.
+    PEFT copies these modules in the base's dtype and rounds the file's values to this dtype.
+    Without the second loading, fp32 weights that were trained on a bf16 base would be loaded as
+    bf16. Tied weights stay tied.
     """
     from safetensors import safe_open
 
@@ -576,7 +577,9 @@ def trainable_share(model: nn.Module) -> tuple[int, int]:
 
 
 def modules_trained_in_full(section: AdapterSection) -> list[str]:
-    """Names of the modules that the run's adapter trains in full, in the form of `modules_to_save`."""
+    """Returns the names of the modules that the run's adapter trains in full, in the form of
+    `modules_to_save`.
+    """
     if section.kind == "none":
         return []
     if section.start_from is None:
@@ -608,9 +611,10 @@ def find_modules(model: nn.Module, names: Collection[str]) -> dict[str, nn.Modul
 
 
 def unquantised_patterns(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Patterns of the layers that are not quantised, in the form of `llm_int8_skip_modules`. The
-    vision tower and the projector are among these layers: they are only a small part of a large
-    model, and 4-bit weights change their results more than those of other layers.
+    """Returns patterns for the layers that are not quantised, in the form of
+    `llm_int8_skip_modules`. The vision tower and the projector are among these layers. They are
+    only a small part of a large model, and 4-bit weights change their results more than the results
+    of other layers.
 
     model  the model before it is quantised, for example on the meta device
     names  `modules_trained_in_full`
@@ -629,7 +633,9 @@ def layers_to_quantise(model: PreTrainedModel, skip_modules: Sequence[str]) -> s
 
 
 def skip_modules_from_config(config: Any) -> list[str] | None:
-    """Returns `llm_int8_skip_modules` of a base that was saved quantised; None if it has none."""
+    """Returns the list `llm_int8_skip_modules` of a base that was saved quantised, or None if the
+    base has no such list.
+    """
     quantisation = config.quantization_config
     if isinstance(quantisation, dict):
         skip_modules = quantisation.get("llm_int8_skip_modules")

@@ -1,5 +1,6 @@
-"""Checks the settings of a saved adapter before PEFT reads them: numbers against their ranges, types,
-the rank against the file of weights, and patterns against a time limit.
+"""Checks the settings of a saved adapter before PEFT reads them. Numbers must be within their
+ranges, values must have the right types, the rank must fit the file of weights, and patterns must
+be matched within a time limit.
 
 PEFT matches some settings as regular expressions. An expression such as `(a+)+$` can take years for
 a name of forty characters. The expressions of a file are therefore first matched in a separate
@@ -188,9 +189,9 @@ def check_patterns(
 
 
 def _expressions(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """Returns for each key the expressions that PEFT builds from the key's values. Each is a pair:
-    the name of the method of `re.Pattern` that PEFT calls, and the expression. Plain names are left
-    out.
+    """Returns for each key the expressions that PEFT builds from the key's values. Each expression
+    is returned as a pair. The first value is the name of the method of `re.Pattern` that PEFT
+    calls, and the second value is the expression itself. Plain names are left out.
     """
     expressions: dict[str, list[tuple[str, str]]] = {}
     for key, (method, template) in _TEMPLATES.items():

@@ -1,5 +1,5 @@
-"""Reads a model's configuration: its class, whether it predicts the next token, its attention
-implementation, and the settings of each layer.
+"""Reads facts from a model's configuration. These are the model's class, whether it predicts the
+next token, its attention implementation, and the settings of each layer.
 
 The setting `model.rope_parameters` changes the configuration before the model is loaded. Its names
 and rules are those of transformers.
@@ -56,22 +56,24 @@ def attention_options(attention: str, device: torch.device) -> dict[str, Any]:
 
 def has_attention(model: Any) -> bool:
     """Returns True if the model's configuration contains the name of its attention implementation.
-    Configurations of transformers name it, those of diffusers do not.
+    Configurations of transformers contain this name, but configurations of diffusers do not.
     """
     return hasattr(getattr(model, "config", None), "_attn_implementation")
 
 
 def attention_setting(model: Any) -> str:
-    """Returns the value of `model.attention` for the implementation that `model` uses;
-    transformers' name if there is no such value.
+    """Returns the value of the setting `model.attention` that selects the implementation which
+    `model` uses. If there is no such value, returns the name that transformers uses for the
+    implementation.
     """
     name = getattr(model.config, "_attn_implementation", None) or "eager"
     return _SETTINGS_BY_NAME.get(name) or str(name)
 
 
 def describe_attention(model: Any, requested: str) -> str:
-    """Describes the attention implementation for the run's header, with the reason if it is not the
-    requested one; "" for a model that is not from transformers.
+    """Describes the attention implementation for the run's header. If it is not the requested
+    implementation, the text contains the reason. The text is empty for a model that is not from
+    transformers.
     """
     if not has_attention(model):
         return ""
@@ -114,8 +116,8 @@ def auto_class(config: Any, *, text_only: bool = False, has_score_head: bool = F
     """Returns the auto class of transformers for this configuration. This auto class uses the model
     class with which the model was released.
 
-    A vision-language model is loaded with its released class also for training on text, so that an
-    adapter has the names that servers of the released model expect.
+    A vision-language model is loaded with its released class, even if it is trained only on text.
+    The adapter then has the names that servers of the released model expect.
 
     config          the model's configuration from transformers
     text_only       return the family's text-only class if it has one
@@ -168,8 +170,9 @@ _NO_NEXT_TOKEN = {
 
 
 def refuse_other_objectives(config: Any, name: str, *, has_score_head: bool = False) -> None:
-    """Raises UsageError for a model that cannot be trained to predict the next token: its positions
-    attend to later ones, it needs an encoder's input, or its head predicts classes.
+    """Raises UsageError for a model that cannot be trained to predict the next token. This is a
+    model whose positions attend to later positions, a model that needs an encoder's input, or a
+    model whose head predicts classes.
 
     config          the model's configuration from transformers
     name            the model's name, for the error
@@ -253,8 +256,8 @@ ROPE = "model.rope_parameters"
 
 
 def apply_rope_parameters(config: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes the rotary parameters of a configuration. Returns the settings that changed: all
-    rotary parameters, and `max_position_embeddings` if a factor extends it.
+    """Changes the rotary parameters of a configuration. Returns the settings that changed. These
+    are all rotary parameters, and `max_position_embeddings` if a factor extends it.
 
     Raises  UsageError for a name or a type that transformers does not have, and for a model with no
             or several sets of rotary parameters

@@ -8,8 +8,8 @@ is no error message.
 
 With dynamic rotary embeddings, transformers recomputes the table for a batch that has more
 positions than all batches before. It keeps this table for later batches that are longer than the
-original number of positions. The loss of a row then depends on earlier rows, also on those of an
-evaluation. A resumed or reloaded model starts with the original table, so its loss is different.
+original number of positions. The loss of a row then depends on earlier rows, including the rows of
+an evaluation. A resumed or reloaded model starts with the original table, so its loss is different.
 """
 
 from __future__ import annotations

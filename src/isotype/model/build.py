@@ -1,5 +1,5 @@
-"""Builds the model for training: loads it, attaches its adapter, inserts Isotype's ops, and applies
-its precision.
+"""Builds the model for training. This module loads the model, attaches its adapter, inserts
+Isotype's ops, and applies the precision.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def attach_trained_parts(
 
 
 def add_embedding_noise(model: Any, alpha: float) -> None:
-    """Implements NEFTune (Jain et al. 2023): in training it adds uniform noise from -m to m to the
-    input embeddings, with m = alpha / sqrt(number of tokens in a row x embedding width).
+    """Implements NEFTune (Jain et al. 2023). In training, uniform noise from -m to m is added to
+    the input embeddings, with m = alpha / sqrt(number of tokens in a row x embedding width).
     """
 
     def add_noise(module: nn.Module, args: Any, embedded: Tensor) -> Tensor | None:
@@ -214,7 +214,9 @@ def _read_settings(section: ModelSection, parts: Sequence[str]) -> dict[str, Any
 
 
 def _published_quantisation(settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns (dtype name, description) of a base that was published quantised, else None."""
+    """If the base was published quantised, returns the name of its dtype and a description.
+    Otherwise returns None.
+    """
     quantisation_settings = settings.get("quantization_config") or (
         settings.get("text_config") or {}
     ).get("quantization_config")

@@ -1,5 +1,5 @@
-"""Writes the `README.md` of a saved result: its base, data and precision, and how plain transformers
-loads it.
+"""Writes the `README.md` of a saved result. It describes the base, the data and the precision, and
+how to load the result with plain transformers.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def card_header(
     extra: Mapping[str, Any] | None = None,
     label: str | None = None,
 ) -> list[str]:
-    """Returns the lines that every card has: the hub's metadata, then base, data and dtypes.
+    """Returns the lines that every card has. They contain the hub's metadata, followed by base,
+    data and dtypes.
 
     declared  the dtype of each role
     extra     more entries of the hub's metadata
@@ -140,7 +141,7 @@ def card_header(
 
 
 def merged_card(card: str, dtype: str, noise: float) -> str:
-    """Converts the card of an adapter to that of the merged model.
+    """Converts the card of an adapter to the card of the merged model.
 
     noise  the rounding error of the cast to `dtype`, relative to the adapter's effect on the
            weights
@@ -169,7 +170,8 @@ VERIFIED_HEADING = "## Verified files and servers"
 
 
 def replace_verified_section(card: str, results: Mapping[str, Any]) -> str:
-    """Returns the card with a section of what was compared with the run, in place of an earlier one.
+    """Returns the card with a section that shows how the result compares with the run. If the card
+    already has such a section, it is replaced.
 
     results  the content of the run's verify.json: name of a file or address of a server -> result.
              The card may be published, so it does not contain the addresses
@@ -207,7 +209,8 @@ def _card_number(value: Any, style: str) -> str:
 def plain_card(
     *, base: str, data: Mapping[str, Any], precision: Mapping[str, Any], step: int | None
 ) -> str:
-    """Returns the card of a result that was saved without one, such as that of a diffusion run.
+    """Returns the card of a result that was saved without a card, such as the result of a diffusion
+    run.
 
     data, precision  the content of the run's data.json and precision.json
     """

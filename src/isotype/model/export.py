@@ -1,5 +1,5 @@
-"""Ensures that the saved model equals the trained one: compares weights bit for bit in their saved
-dtype, and corrects config.json.
+"""Ensures that the saved model equals the trained model. For this, the module compares the weights
+bit for bit in their saved dtype, and corrects config.json.
 
 The entry `tie_word_embeddings` matters because programs that obey it use the embedding as the head,
 and ignore a head in the file.
@@ -55,7 +55,9 @@ def unshare_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def embedding_and_head(model: Any) -> tuple[str, str] | None:
-    """Names of the embedding's and the head's weight; None if the model lacks one of them."""
+    """Returns the names of the embedding's weight and of the head's weight. Returns None if the
+    model has no embedding or no head.
+    """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
@@ -85,8 +87,9 @@ def write_config(folder: Path, dtype: torch.dtype, *, tied: bool | None) -> None
 
 
 def refuse_wrong_tying(folder: Path, embedding: str, head: str) -> None:
-    """Raises RunError SV001 if `tie_word_embeddings` in config.json contradicts the saved tensors:
-    a head was saved although the entry is true, or no head was saved although the entry is false.
+    """Raises RunError SV001 if `tie_word_embeddings` in config.json contradicts the saved tensors.
+    This is the case if a head was saved although the entry is true, or if no head was saved
+    although the entry is false.
 
     Some families save the head under another name (`embed_out` of GPT-NeoX). Their files are not
     checked.

@@ -1,10 +1,11 @@
-"""Reads GGUF files of llama.cpp as base models: it converts their settings and names to those of
-transformers, and keeps the quantised blocks unchanged.
+"""Reads GGUF files of llama.cpp as base models. This module converts their settings and names to
+those of transformers, and keeps the quantised blocks unchanged.
 
-The Llama and Qwen families and Gemma 3 are supported. In a Llama file, two rows of q or k that a
-rotary embedding combines are neighbours; in transformers one is in the first half of the rows, and
-the other in the second half. So these rows are reordered, which does not change the blocks inside a
-row. The embedding is not a linear layer. It is dequantised when it is read.
+The Llama and Qwen families and Gemma 3 are supported. A rotary embedding combines the rows of q and
+k in pairs. In a Llama file, the two rows of a pair are neighbours. In transformers, one row is in
+the first half of the rows, and the other row is in the second half. So these rows are reordered,
+which does not change the blocks inside a row. The embedding is not a linear layer. It is
+dequantised when it is read.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 
 @dataclass(frozen=True)
 class Family:
-    """How a model family of llama.cpp is converted.
+    """Describes how a model family of llama.cpp is converted to transformers.
 
     model_type      the family's name in transformers
     permutes_rows   whether rows of q and k are stored in neighbouring pairs
@@ -434,8 +435,8 @@ def load_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def restore_rows(value: Tensor, heads: int) -> Tensor:
-    """Reorders the rows of a query or key weight for transformers: the first rows of all
-    neighbouring pairs form the first half of each head, and the second rows form the second half.
+    """Reorders the rows of a query or key weight for transformers. In each head, the first rows of
+    all neighbouring pairs become the first half, and the second rows become the second half.
 
     value  [heads*D ...]
     """
@@ -497,9 +498,9 @@ def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
-    """Builds the tokenizer of a file with transformers. The file names a rule for splitting text in
-    `tokenizer.ggml.pre`, and the tokenizer splits text by llama.cpp's rule of this name. Raises
-    UsageError for an unknown name.
+    """Builds the tokenizer of a file with transformers. The file contains the name of a rule for
+    splitting text, in the field `tokenizer.ggml.pre`. The tokenizer splits text by llama.cpp's rule
+    of this name. Raises UsageError for an unknown name.
 
     `AutoTokenizer` would read the whole file once more to find the model's family. That takes 22.8 s
     for Gemma's 262,144 tokens; `PreTrainedTokenizerFast` takes 2.7 s.

@@ -1,4 +1,5 @@
-"""Reads the header of a GGUF file: its settings, and the kind, shape and position of its tensors.
+"""Reads the header of a GGUF file. The header contains settings, and the kind, shape and position
+of each tensor.
 
 The package gguf creates an object per token of the vocabulary, which took 11 s and 0.7 GB for
 Gemma's 262,144 tokens. Here long lists and lists of text are skipped unless the caller asks for

@@ -8,7 +8,7 @@ the unchanged base. Its update is s (B A - B0 A0), with the matrices [A; A0] and
 the rank. PEFT instead saves the name of the initialisation, and repeats the factorisation when an
 adapter is loaded.
 
-K in features, O out features, R rank.
+In shapes, K is the number of input features, O is the number of output features, and R is the rank.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ _FIX = "adapter.start: default"
 
 
 def _draw_orthogonal(rank: int, features: int, out: int) -> tuple[Tensor, Tensor]:
-    """Draws A and B with B A = 0: A combines every second row of one orthogonal matrix, and B
-    combines the other rows. The factors are standard normal random numbers divided by 10, as in
-    PEFT.
+    """Draws A and B in such a way that B A = 0. For this, A combines every second row of one
+    orthogonal matrix, and B combines the other rows. The factors are standard normal random numbers
+    divided by 10, as in PEFT.
     """
     rows = torch.linalg.qr(torch.randn(rank, rank)).Q
     a = rows[0::2].t() @ torch.randn(rank // 2, features) / 10
@@ -96,9 +96,11 @@ def _draw_orthogonal(rank: int, features: int, out: int) -> tuple[Tensor, Tensor
 
 @torch.no_grad()
 def _factorise_base(weight: Tensor, rank: int, scale: float, start: str) -> tuple[Tensor, Tensor]:
-    """Factorises a base weight into A [R K] and B [O R] in fp32. For PiSSA (Meng et al. 2024) s B A
-    is the nearest matrix of that rank; for OLoRA (Büyükakyüz 2024) B and A are the first columns
-    and rows of a QR decomposition.
+    """Factorises a base weight into A [R K] and B [O R] in fp32. For PiSSA, s B A is the matrix of
+    rank R that is nearest to the base weight. For OLoRA, B and A are the first columns and rows of
+    a QR decomposition.
+
+    Source  PiSSA: Meng et al. 2024; OLoRA: Büyükakyüz 2024
     """
     wide = weight.float()
     if start == "olora":
@@ -129,8 +131,8 @@ def to_ordinary_adapter(model: nn.Module, tensors: dict[str, Tensor]) -> dict[st
 
 
 def describe_ordinary_adapter(model: nn.Module, folder: Path) -> None:
-    """Changes a saved adapter_config.json so that it describes the ordinary adapter, which has
-    twice the rank, and an alpha that gives the same scale.
+    """Changes a saved adapter_config.json so that it describes the ordinary adapter. This adapter
+    has twice the rank, and its alpha is changed so that the scale stays the same.
     """
     if next(_layers_with_start(model), None) is None:
         return

@@ -1,5 +1,5 @@
 """Loads or builds a language model or vision-language model in the declared dtypes, and loads its
-tokenizer. Each failure becomes a short error with a fix.
+tokenizer. If loading fails, a short error with a fix is raised.
 
 The processes of a sharded run load the model in the dtype of its files. transformers then maps the
 files into memory, a weight is read only when it is used, and each process casts only the rows that
@@ -97,11 +97,11 @@ class Source:
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of `model.tokenizer`, else that of the model, and adds the tokens of
-    `model.add_tokens`.
+    """Loads the tokenizer and adds the tokens of `model.add_tokens`. The tokenizer is the one that
+    `model.tokenizer` names, or the model's own tokenizer if that setting is missing.
 
-    If the padding token is missing, the end token is used, or any other token. This is harmless,
-    because padding has no weight in attention and no label.
+    If the tokenizer has no padding token, its end token is used for padding, or any other token if
+    it has no end token. This is harmless, because padding has no weight in attention and no label.
     """
     name = section.tokenizer or section.name
     if name is None:
@@ -143,8 +143,8 @@ def base_source(
 ) -> Source:
     """Returns the source of the base model.
 
-    With `init: random` or `add_tokens` the base is created once and saved as an ordinary model
-    folder, so that it can be loaded again.
+    If the base is initialised at random or gets new tokens (`add_tokens`), it is created once and
+    saved as an ordinary model folder, so that it can be loaded again.
     """
     if section.init == "pretrained":
         if section.name is None:
@@ -429,9 +429,9 @@ def pack_outline(
     precision: Precision,
     full_modules: Sequence[str],
 ) -> None:
-    """Packs the layers of a model on the meta device in the same way as loading the model:
-    according to the file headers of a packed checkpoint, or as the precision quantises the layers.
-    Raises UsageError.
+    """Packs the layers of a model on the meta device in the same way as loading the model would
+    pack them. For a packed checkpoint, the headers of its files say which layers are packed. For
+    any other model, the precision decides which layers are quantised. Raises UsageError.
     """
     quantisation = quantisation_from_config(architecture)
     if quantisation is None:

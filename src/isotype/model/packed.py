@@ -3,9 +3,10 @@ if the file has packed tensors for it.
 
 transformers loads the file, but uses Isotype's quantiser instead of its own. transformers still
 renames the keys, finds the shards and chooses the devices; each tensor is copied from the file to
-the device unchanged, and no layer is ever dequantised. transformers' own quantisers read some files
-wrongly (FP8 blocks, if the size of the matrix is not a multiple of the block size), need kernel
-packages, or dequantise the model at its first forward: `docs/lora.md` has the table.
+the device unchanged, and no layer is ever dequantised. transformers' own quantisers need kernel
+packages, dequantise the model at its first forward, or read some files wrongly. For example, they
+read FP8 blocks wrongly if the size of the matrix is not a multiple of the block size. A table in
+`docs/lora.md` lists these cases.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ _DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}  # safetensors'
 
 
 def packed_load_options(config: Any, name: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns arguments with which `from_pretrained` loads this checkpoint packed. If they contain
-    a `state_dict`, call `from_pretrained` with None in place of the name.
+    """Returns the arguments with which `from_pretrained` loads this checkpoint and keeps its
+    weights packed. If these arguments contain a `state_dict`, call `from_pretrained` with None in
+    place of the name.
 
     config  the configuration of a packed model
     dtype   the dtype of the weights that the file does not pack
@@ -369,7 +371,9 @@ def load_packed(
 
 
 def from_pretrained(model_class: Any, name: str, **options: Any) -> Any:
-    """Calls transformers' `from_pretrained`, also with the options of `packed_load_options`."""
+    """Calls transformers' `from_pretrained`. The options may include those that
+    `packed_load_options` returns.
+    """
     if "state_dict" not in options:
         return model_class.from_pretrained(name, **options)
     options["config"].name_or_path = name
@@ -597,8 +601,8 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
 def _expert_pieces(
     module: Any, path: str, stack: str
 ) -> Iterator[list[tuple[str, dict[str, Tensor]]]]:
-    """Yields for every expert a list of (name, tensors): the packed matrices that are stacked by
-    rows in the expert's matrix.
+    """Yields for every expert a list of (name, tensors). The list contains the packed matrices that
+    are stacked by rows in the expert's matrix.
     """
     blocks, scales = (
         module._parameters.get(f"{stack}_{suffix}") for suffix in ("blocks", "scales")

@@ -1,17 +1,17 @@
-"""The rules by which llama.cpp splits text before it merges pairs of bytes. A GGUF file names its
-rule in `tokenizer.ggml.pre`.
+"""Defines the rules by which llama.cpp splits text before it merges pairs of bytes. A GGUF file
+names its rule in `tokenizer.ggml.pre`.
 
 For each name llama.cpp applies regular expressions one after another; each expression splits the
-pieces that the earlier expressions produced. When Isotype reads a file, it builds the same steps
-with the package tokenizers. When it writes a file, it compares each rule with the tokenizer on
-sample texts, and writes the name of the rule that splits them in the same way.
+pieces that the earlier expressions produced. When Isotype reads a file, it builds the same
+splitting steps with the package `tokenizers`. When it writes a file, it compares each rule with the
+tokenizer on sample texts, and writes the name of the rule that splits them in the same way.
 
 The rules were compared with llama.cpp (its build in `@fugood/node-llama-linux-x64` 1.7.15) on
 53,224 texts of one to seven pieces. All rules whose names Isotype writes gave the same pieces, with
 two exceptions:
 
-* An apostrophe before U+017F (a long s). `(?i:'s)` matches this letter as an s.
-* `tekken`. llama.cpp treats letters beyond ASCII as both upper case and lower case.
+* An apostrophe before U+017F (a long s), because `(?i:'s)` matches this letter as an s.
+* The rule `tekken`, because llama.cpp treats letters beyond ASCII as both upper case and lower case.
 
 Isotype does not write three kinds of names, because their rules gave different pieces:
 

@@ -1,9 +1,10 @@
 """Loads the processor of a vision-language model, which converts pictures to pixel tensors and
 inserts their tokens, and copies its files.
 
-The processor is loaded with the PIL image processor and without its video part, because the
-alternatives need torchvision. A pixel resized by PIL and by torchvision can differ by one level;
-with a fixed choice the pixels are the same on every machine.
+The processor is loaded with the image processor that uses PIL, and without its video part. The
+other image processors and the video part need torchvision. If a picture is resized by PIL and by
+torchvision, a pixel can differ by one level. Because Isotype always uses PIL, the pixels are the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _TEMPLATE = "chat_template.json"
 
 
 def _find_file(name: str, file_name: str, revision: str | None) -> str | None:
-    """Returns the path of a file of a model, which is downloaded if `name` is a hub id; None if
-    there is no such file.
+    """Returns the path of a file of a model. If `name` is a hub id, the file is downloaded. Returns
+    None if there is no such file.
     """
     from transformers.utils import cached_file
 
@@ -59,7 +60,9 @@ def copy_files(name: str, revision: str | None, folder: Path) -> None:
 def build_picture_reader(
     section: ModelSection, data: DataSection, tokenizer: Any
 ) -> Pictures | None:
-    """Builds the reader of the pictures in a run's rows; None for a model without a vision tower."""
+    """Builds the object that reads the pictures in a run's rows. Returns None for a model without a
+    vision tower.
+    """
     architecture = _architecture(section) if has_vision(section) else None
     if architecture is None:
         return None
@@ -98,8 +101,8 @@ def has_vision(section: ModelSection) -> bool:
 
 
 def _architecture(section: ModelSection) -> Any:
-    """Reads the configuration of the model that a run loads; None if the run builds the model from
-    `model.config`.
+    """Reads the configuration of the model that a run loads. Returns None if the run builds the
+    model from `model.config`.
     """
     if section.name is None or section.config is not None:
         return None
@@ -172,6 +175,8 @@ def _read_json_file(name: str, file: str, revision: str | None) -> dict[str, Any
 
 
 def load_processor_template(name: str, revision: str | None) -> str | None:
-    """Reads the chat template of an older repository's processor; None if it has none."""
+    """Reads the chat template that older repositories store with their processor. Returns None if
+    there is no such template.
+    """
     template = _read_json_file(name, _TEMPLATE, revision).get("chat_template")
     return template if isinstance(template, str) else None

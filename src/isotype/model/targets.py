@@ -1,5 +1,5 @@
-"""Chooses the layers of a model that get an adapter, in the form of PEFT's settings: names and
-patterns of modules, and parameters.
+"""Chooses the layers of a model that get an adapter. The result has the form of PEFT's settings,
+which are names and patterns of modules, and names of parameters.
 
 `all-linear` means the linear layers and stacked experts of the language part, without head and
 routers, in every family.
@@ -78,7 +78,7 @@ def adapted_parts(section: AdapterSection, mode: str = "lora") -> set[str]:
 
 
 def vision_modules(model: nn.Module, section: AdapterSection, mode: str) -> list[str]:
-    """Paths of the towers and projectors among `adapted_parts`."""
+    """Returns the paths of the vision towers and projectors that are among `adapted_parts`."""
     parts = vision_parts(model)
     part_kinds = adapted_parts(section, mode)
     if parts is None:
@@ -112,8 +112,8 @@ def refuse_other_parts(adapted: PeftModel, parts: VisionParts, section: AdapterS
 
 
 def picture_layers(model: Any, parts: VisionParts) -> list[str]:
-    """Returns linear layers of the language part that do not run for rows without pictures: the
-    cross-attention layers of Llama 3.2 Vision.
+    """Returns linear layers of the language part that do not run for rows without pictures. These
+    are the cross-attention layers of Llama 3.2 Vision.
     """
     indices = getattr(model.config.get_text_config(), "cross_attention_layers", None) or ()
     prefixes = tuple(f"{parts.language}.layers.{i}." for i in indices)
@@ -127,8 +127,8 @@ def picture_layers(model: Any, parts: VisionParts) -> list[str]:
 
 
 def target_notes(model: PeftModel, section: AdapterSection) -> list[str]:
-    """Returns messages about routers that have an adapter, and about linear layers that got no
-    adapter from `all-linear`.
+    """Returns messages about routers that have an adapter, and about linear layers to which
+    `all-linear` gave no adapter.
     """
     adapted = [name for name, m in _find_routers(model.get_base_model()) if hasattr(m, "lora_A")]
     if adapted:
@@ -190,8 +190,8 @@ def _never_called(model: PreTrainedModel) -> frozenset[str]:
 
 def find_other_products(model: nn.Module) -> list[str]:
     """Returns the last parts of the names of linear layers that do not compute exactly one matrix
-    product: the routers of Llama 4 and Phi-MoE return several tensors, and DeepSeek V4's grouped
-    output projection has one matrix per group.
+    product. For example, the routers of Llama 4 and Phi-MoE return several tensors, and DeepSeek
+    V4's grouped output projection has one matrix per group.
 
     PEFT fails on such a layer, because it adds the adapter's output to the layer's output.
     """
@@ -324,7 +324,7 @@ def last_two_names(name: str) -> str:
 
 
 def find_stacks(model: nn.Module) -> list[str]:
-    """Names of the parameters that stack one matrix per expert of a mixture."""
+    """Returns the names of the parameters that stack one matrix per expert of a mixture."""
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -335,8 +335,8 @@ def find_stacks(model: nn.Module) -> list[str]:
 
 
 def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the routers of mixtures: modules next to the experts that have one row of weights per
-    expert.
+    """Yields the routers of mixtures of experts. A router is a module next to the experts, and has
+    one row of weights per expert.
     """
     for path, block in model.named_modules():
         experts = [m for m in map(_base_module, block.children()) if has_stack(m)]
@@ -382,8 +382,8 @@ def _names_renamed_by_peft(model: nn.Module, layers: Iterable[str]) -> set[str]:
 
 
 def _parameters_of_module(model: nn.Module, name: str) -> list[str]:
-    """Returns the parameters for a name of `adapter.targets` that PEFT cannot adapt as a module: a
-    router's weight, or stacks of experts.
+    """Returns the parameters for a name of `adapter.targets` that PEFT cannot adapt as a module.
+    Such a parameter is a router's weight, or a stack of experts.
     """
     modules = [m for path, m in model.named_modules() if path == name or path.endswith(f".{name}")]
     family_modules = [

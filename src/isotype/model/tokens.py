@@ -1,9 +1,10 @@
-"""Handles the tokens of a model: the end, start and padding tokens in its configuration, and new
-tokens of `model.add_tokens`.
+"""Handles the tokens of a model. These are the end, start and padding tokens in its configuration,
+and the new tokens of `model.add_tokens`.
 
-A base with new embedding rows is saved once in the run folder, as an ordinary model. Later loads of
-the base (the check at the end of a run, `chat`, `merge`, PEFT) then have the rows on which the
-adapter was trained. All weights of the embedding and the head are trained.
+A base with new embedding rows is saved once in the run folder, as an ordinary model. When the base
+is loaded later, it has the rows on which the adapter was trained. It is loaded by the check at the
+end of a run, by `chat`, by `merge` and by PEFT. All weights of the embedding and the head are
+trained.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     """Gives the model's configurations the end, start and padding token of the tokenizer, as
     transformers' Trainer does.
 
-    A setting such as `data.chat_template: chatml` gives the tokenizer a different end token. With
-    the model's old end token, `generate` of the saved model would not stop. Other end tokens of the
-    model are kept.
+    Some settings give the tokenizer a different end token, for example the value `chatml` of
+    `data.chat_template`. If the saved model kept its old end token, its `generate` would not stop.
+    Other end tokens of the model are kept.
     """
     generation = getattr(model, "generation_config", None)
     for config, allows_list in ((model.config.get_text_config(), False), (generation, True)):
@@ -125,8 +126,8 @@ def grow_embeddings(model: Any, tokenizer: PreTrainedTokenizerBase, added: int) 
 
 
 def token_modules(model: Any) -> tuple[list[str], bool]:
-    """Returns the name of the embedding and, if it has separate weights, of the head, and whether
-    the head shares the embedding's weights.
+    """Returns the name of the embedding, and also the name of the head if the head has separate
+    weights. The second result is True if the head shares the embedding's weights.
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()

@@ -2,7 +2,7 @@
 checked before a model is built, so that a damaged or hostile file is refused with an error message
 of one line.
 
-The ranges are wide: they only exclude values that no real model has, such as a hidden size of a
+The ranges are wide. They only exclude values that no real model has, such as a hidden size of a
 billion. Building a model with such a value would use all memory or never finish.
 """
 
@@ -23,7 +23,7 @@ _FETCH_AGAIN = "get the file again from where it came"
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a key may have.
+    """The range of numbers that a key may have.
 
     is_integer    whether the value must be an integer
     accepts_list  whether the value may be a list of such numbers, one per layer or per side
@@ -191,8 +191,8 @@ def _config_sections(
 
 
 def check_value(label: str, value: Any, value_range: Range | Texts | None) -> None:
-    """Raises UsageError for a value outside its range. Without a range only NaN is refused. None
-    means that the file does not contain the value.
+    """Raises UsageError for a value outside its range. If the key has no range, only NaN is
+    refused. None means that the file does not contain the value.
     """
     if value is None:
         return
@@ -207,7 +207,9 @@ def check_value(label: str, value: Any, value_range: Range | Texts | None) -> No
 
 
 def describe_value(value: Any) -> str:
-    """Returns the value as a message shows it: on one line and at most 60 characters long."""
+    """Returns the value in the form in which messages show it. This is one line of at most 60
+    characters.
+    """
     if isinstance(value, dict):
         return f"a mapping of {len(value)} keys"
     if isinstance(value, list) and len(value) > 4:

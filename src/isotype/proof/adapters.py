@@ -1,7 +1,9 @@
-"""Checks the gradients of LoRA on a decoder layer of an 8B model, beside fp64 and PEFT.
+"""Checks the gradients of LoRA on a decoder layer of an 8B model. They are compared with gradients
+in fp64 and with PEFT's gradients.
 
-Three models have the same weights and adapters: Isotype's (its ops and LoRA layers), PEFT's under
-autocast, and PEFT's in fp64, which is the truth. A base in NF4 is dequantised for the truth.
+Three models have the same weights and adapters. The first model uses Isotype's ops and LoRA layers,
+the second is PEFT's model under autocast, and the third is PEFT's model in fp64. The gradients of
+the third model count as exact. If the base is in NF4, it is dequantised for the third model.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def check_nf4_base(scale: Scale) -> Iterator[Row]:
 def build_llama(
     sizes: dict[str, Any], device: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> Any:
-    """A Llama model of these sizes with random, frozen weights on the device."""
+    """Builds a Llama model of these sizes with random, frozen weights on the device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -90,8 +92,8 @@ def quantise_to_nf4(model: Any) -> None:
 
 
 def add_adapters(model: Any) -> Any:
-    """The model with PEFT's LoRA on all linear layers, in fp32. B is not zero, so that A has a
-    gradient.
+    """Returns the model with PEFT's LoRA in fp32 on all linear layers. B is not zero, so that A has
+    a gradient.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -165,7 +167,9 @@ def _gradients(
 
 
 def _widen(model: Any) -> Any:
-    """A copy of the model in fp64, with 4-bit layers as plain ones."""
+    """Returns a copy of the model in fp64, in which 4-bit layers are replaced by plain linear
+    layers.
+    """
     wide = copy.deepcopy(model)
     for name, module in list(wide.named_modules()):
         quant_state = getattr(getattr(module, "weight", None), "quant_state", None)

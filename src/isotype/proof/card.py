@@ -15,8 +15,8 @@ _PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth
 
 
 def describe_card(device: str) -> dict[str, Any]:
-    """Returns what a reader has to know to compare results. Raises UsageError if there is no such
-    device.
+    """Returns the facts about the card and the versions that a reader needs to compare results.
+    Raises UsageError if there is no such device.
     """
     hardware = detect(device)
     versions = installed_versions()
@@ -34,7 +34,9 @@ def describe_card(device: str) -> dict[str, Any]:
 
 
 def supported_dtypes(hardware: Hardware) -> list[str]:
-    """The dtypes in which kernels are checked: those in which a run may compute on this card."""
+    """Returns the dtypes in which kernels are checked. These are the dtypes in which a run may
+    compute on this card.
+    """
     dtypes = ["fp32"]
     if hardware.fp16 != "none":
         dtypes.append("fp16")

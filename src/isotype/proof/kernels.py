@@ -1,9 +1,9 @@
 """Checks every op on the card, forward and backward, in every dtype that the card supports.
 
 An op and its plain PyTorch reference compute the same inputs. Their errors are the differences from
-the reference in fp64. The op passes if its error is at most twice the plain one's. The sizes are
-those of real models: rows of 4,096 values, vocabularies of 128,256 tokens and an odd one, 16,384
-rows.
+the reference in fp64. The op passes if its error is at most twice the error of the plain reference.
+The sizes are those of real models. There are rows of 4,096 values, vocabularies of 128,256 tokens
+and of an odd number of tokens, and 16,384 rows.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class OpCase:
 
 
 def _rotate(function: Callable[..., Any], q: Tensor, k: Tensor) -> Any:
-    """Applies `rope` or its reference with tables in fp32, as transformers makes them."""
+    """Applies `rope` or its reference to q and k. The tables of cosines and sines are computed in
+    fp32, as in transformers.
+    """
     pairs = q.shape[-1] // 2
     positions = torch.arange(q.shape[2], device=q.device, dtype=torch.float64)
     rates = 10000.0 ** (-torch.arange(pairs, device=q.device, dtype=torch.float64) / pairs)
@@ -105,7 +107,9 @@ def _log_probs_reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> tupl
 
 
 def _labels(shapes: Shapes, device: str) -> Tensor:
-    """A label for each row, some of them ignored. The last shape is the logits' or the head's."""
+    """Returns a label for each row; the loss ignores some of the labels. The last shape in `shapes`
+    is the shape of the logits or of the head.
+    """
     rows = shapes[0][0]
     classes = shapes[-1][0] if len(shapes) > 1 else shapes[0][1]
     labels = torch.arange(rows, device=device) * 7919 % classes
@@ -236,7 +240,7 @@ CASES = {
 
 
 def check_ops(scale: Scale) -> Iterator[Row]:
-    """Yields a row for each op and dtype."""
+    """Yields a row with the result for each op and each dtype."""
     dtype_names = supported_dtypes(detect(scale.device))
     for name, case in CASES.items():
         for dtype_name in dtype_names:
@@ -291,7 +295,9 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def _run(function: Callable[..., Any], case: OpCase, inputs: list[Tensor]) -> dict[str, Tensor]:
-    """Returns outputs and gradients by name. The upstream gradient of an output is a ramp."""
+    """Returns outputs and gradients by name. The upstream gradient of an output consists of evenly
+    spaced values.
+    """
     arguments = [tensor.detach().clone() for tensor in inputs]
     differentiable = {}
     for name, tensor in zip(case.contract.inputs, arguments):

@@ -1,4 +1,4 @@
-"""The parts of `isotype proof`, in the order of their worth."""
+"""Lists the parts of `isotype proof`, with the most useful part first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scale:
-    """Where and how large the parts run.
+    """Says on which device the parts run, and at which sizes.
 
     device   a device of torch: `cuda` or `cpu`
     is_tiny  sizes of a test; the measured times then mean nothing

@@ -142,7 +142,9 @@ def _run_part(name: str, part: Part, scale: Scale, max_seconds: float) -> dict[s
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a part, which imports the same copy of Isotype as this process."""
+    """Returns the environment variables for the process of a part. With them, that process imports
+    the same copy of Isotype as this process.
+    """
     source = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
@@ -161,7 +163,7 @@ def _read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _last_line(text: str) -> str:
-    """The last line of an error output, without names of folders."""
+    """Returns the last line of an error output, without the names of folders."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     if not lines:
         return "no output"

@@ -1,10 +1,11 @@
-"""Measures training steps on the card: time and memory beside PEFT and Unsloth, and the memory that
-`isotype plan` expects.
+"""Measures training steps on the card. It compares their time and memory with those of PEFT and
+Unsloth, and their memory with the memory that `isotype plan` expects.
 
-All contenders do the same work: LoRA of rank 16 on every linear layer of the decoder, fp32 adapters,
-bf16 compute, AdamW, one row of tokens, no recomputation. PEFT runs under autocast. Weights are
-random. A time is the median of several steps, each waited for. A model that does not fit into the
-card's memory gets as many layers as fit.
+All libraries do the same work. They train LoRA of rank 16 on every linear layer of the decoder,
+with fp32 adapters, bf16 compute, AdamW, one row of tokens and no recomputation. PEFT runs under
+autocast. Weights are random. A time is the median of several steps, and each step is measured until
+the card has finished it. A model that does not fit into the card's memory gets as many layers as
+fit.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _compare(
 
 
 def fitting_sizes(sizes: dict[str, Any], device: str, preset: str) -> dict[str, Any]:
-    """The sizes with as many layers as fit into the card's memory."""
+    """Returns these sizes with as many layers as fit into the card's memory."""
     hidden, intermediate = sizes["hidden_size"], sizes["intermediate_size"]
     head_size = hidden // sizes["num_attention_heads"]
     layer_weights = hidden * (
@@ -159,8 +160,8 @@ def _wait(is_gpu: bool) -> None:
 
 
 def _gpu_milliseconds(step: Step) -> float:
-    """The time in which the GPU computes during one step. If the step takes longer, the GPU waits
-    for the host.
+    """Returns the time in which the GPU computes during one step. If the step takes longer than
+    this time, the GPU waits for the host.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -197,7 +198,8 @@ def _isotype_step(model: Any, ids: torch.Tensor, preset: str, device_name: str) 
 
 
 def _autocast_step(model: Any, ids: torch.Tensor) -> Step:
-    """The usual step: PEFT under autocast with the loss of transformers."""
+    """Returns the usual training step, which uses PEFT under autocast and the loss of transformers.
+    """
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=LEARNING_RATE,
@@ -240,7 +242,7 @@ def _unsloth_step(sizes: dict[str, Any], ids: torch.Tensor) -> Step:
 
 
 def measure_memory(scale: Scale) -> Iterator[Row]:
-    """A run of a few steps beside the plan of the same configuration."""
+    """Runs a few steps, and compares their memory with the plan of the same configuration."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sizes = {} if scale.is_tiny else {**SIZES_HALF_BILLION, "vocab_size": 32768}

@@ -25,7 +25,7 @@ COLUMNS = (
 
 @dataclass
 class Proof:
-    """What was checked and measured on a card.
+    """Contains everything that was checked and measured on a card.
 
     parts  name of the part -> its status, seconds, rows and error
     left   parts for which no time was left
@@ -69,7 +69,7 @@ def card_line(card: dict[str, Any]) -> str:
 
 
 def part_line(name: str, part: dict[str, Any]) -> str:
-    """One line about a part: its status, and what it found."""
+    """Returns one line about a part, with its status and with what it found."""
     checks = [row for row in part["rows"] if "passed" in row]
     passed = sum(1 for row in checks if row["passed"])
     details = []
@@ -95,7 +95,9 @@ def _failure(row: dict[str, Any]) -> str:
 
 
 def compare_steps(rows: list[dict[str, Any]]) -> str:
-    """The time and memory of our step beside PEFT's; "" for other rows."""
+    """Compares the time and memory of Isotype's step with those of PEFT's step. Returns "" if the
+    rows do not contain both steps.
+    """
     by_name = {row["name"]: row for row in rows if "ms" in row}
     ours = by_name.get("isotype")
     theirs = by_name.get("peft")
@@ -113,7 +115,7 @@ def _memory_ratio(rows: list[dict[str, Any]]) -> float | None:
 
 
 def markdown_table(proof: Proof) -> str:
-    """The row for docs/cards.md, under its header."""
+    """Returns the row for the table in docs/cards.md, together with the table's header."""
     card = proof.card
     versions = ", ".join(
         f"{name} {card['packages'][name]}"

@@ -10,8 +10,8 @@ MAX_RATIO = 2.0
 
 
 def relative_error(result: Tensor, truth: Tensor) -> float:
-    """The norm of the difference over the norm of the truth; infinite if the result has a value
-    that is not finite.
+    """Returns the norm of the difference, divided by the norm of the exact result. The error is
+    infinite if the result has a value that is not finite.
     """
     if not torch.isfinite(result).all():
         return float("inf")

@@ -1,5 +1,5 @@
-"""Compares the answers of a server with the answers that the run expects. The comparison depends on
-nothing else.
+"""Compares the answers of a server with the answers that the run expects. The comparison uses no
+other data.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def _check_texts(
     counts: Sequence[int | None],
     fix: str,
 ) -> Check:
-    """Compares the rendered prompts. If the server cannot render prompts, it compares their numbers
-    of tokens.
+    """Compares the rendered prompts. If the server cannot render prompts, this function compares
+    the numbers of tokens of the prompts.
     """
     first_text = expectations.first_text
     for prompt, text, count in zip(prompts, texts, counts):
@@ -198,7 +198,9 @@ def _check_counts(
     prompts: Sequence[Prompt],
     counts: Sequence[int | None],
 ) -> list[Check]:
-    """Finds out from the numbers of tokens whether the first token occurs twice or is missing."""
+    """Compares the numbers of tokens to find out whether the first token occurs twice or is
+    missing.
+    """
     tokens = Check("tokens", UNKNOWN, "the server returns no tokens of prompts")
     if any(count is None for count in counts):
         return [tokens, Check("first", UNKNOWN, "the server returns no lengths of prompts")]
@@ -251,8 +253,8 @@ def _strip_first_text(text: str, first_text: str) -> str:
 def _compare_probes(
     expectations: Expectations, server: Server, *, has_template: bool
 ) -> list[Check]:
-    """Compares conversations with a system message, with tools, and with each value of the switch
-    for thinking.
+    """Compares how the server renders conversations with a system message, with tools, and with
+    each value of the switch for thinking.
 
     has_template  whether the server has the run's template, as found with the prompts of the run
     """
@@ -337,8 +339,9 @@ def _compare_tokens(
 
 
 def _logprob_pairs(expected: ExpectedAnswer, answer: Answer, index: int) -> list[LogProbs]:
-    """Returns (server, trained, base) log-probabilities of the most probable tokens at a position,
-    or only of the token itself if the server returns no other tokens.
+    """Returns the log-probabilities of the most probable tokens at a position, or only of the token
+    itself if the server returns no other tokens. For each token there is a tuple with the values of
+    the server, the trained model and the base model.
     """
     if answer.logprobs is None:
         return []
@@ -368,8 +371,9 @@ def _is_end(expectations: Expectations, answer: Answer, index: int) -> bool:
 
 
 def _margin(expected: ExpectedAnswer, index: int, found_id: int | None) -> float | None:
-    """Returns the log-probability of the trained model's own token minus that of the server's
-    token; None if the server's token is not among the most probable tokens.
+    """Returns the difference between two log-probabilities of the trained model, which are the
+    log-probability of its own token and that of the server's token. Returns None if the server's
+    token is not among the most probable tokens.
     """
     alternatives = expected.alternatives[index]
     if found_id is None or found_id not in alternatives:
@@ -390,7 +394,9 @@ def _compare_texts(comparison: Comparison, expected: ExpectedAnswer, answer: Ans
 
 
 def _compare_end(comparison: Comparison, expected: ExpectedAnswer, chat: Answer) -> None:
-    """Compares the end of an answer that was requested in the same way as a user requests it."""
+    """Compares where the server's answer ends with where the expected answer ends. The server's
+    answer was requested in the same way as a user requests it.
+    """
     if not expected.has_ended:
         return
     text = expected.text.strip()
@@ -422,8 +428,8 @@ def _check_stop(server: Server, comparison: Comparison, *, has_weights: bool) ->
 def _compare_weights(
     expectations: Expectations, comparison: Comparison, losses: Losses, min_kept: float
 ) -> list[Check]:
-    """Compares greedy tokens, log-probabilities, and the share of the run's improvement that the
-    server shows.
+    """Compares greedy tokens and log-probabilities, and checks which share of the run's improvement
+    in loss the server shows.
     """
     checks = [_check_answers(comparison)]
     if not comparison.pairs:
@@ -508,8 +514,9 @@ def _single_token_error(expectations: Expectations, server: Server) -> float | N
 
 @dataclass(frozen=True)
 class Losses:
-    """The mean losses of the same tokens. `noise` is the standard error of the difference between
-    base and trained model, estimated from the rows.
+    """The mean losses of the base model, the trained model and the server on the same tokens.
+    `noise` is the standard error of the difference between the losses of the base model and of the
+    trained model, estimated from the rows.
     """
 
     base: float

@@ -52,7 +52,7 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 def compute_expectations(run: LoadedRun, row_count: int) -> Expectations:
-    """Returns the answers that a server of this run should give.
+    """Returns the answers that a server should give if it serves the result of this run.
 
     row_count  the number of held-out rows, or of training rows if none are held out
     Raises     UsageError for missing rows, and for a run on pictures
@@ -125,7 +125,9 @@ def compute_expectations(run: LoadedRun, row_count: int) -> Expectations:
 
 
 class _Scored:
-    """Tokens whose log-probabilities are computed twice: by the trained model, then by the base."""
+    """Tokens whose log-probabilities are computed twice, first by the trained model and then by the
+    base model.
+    """
 
     def __init__(
         self,
@@ -165,7 +167,9 @@ def _most_probable(logprobs: Tensor, count: int) -> Mapping[int, float]:
 def _next_logprobs(
     reference: ReferenceModel, ids: Sequence[int], positions: Sequence[int]
 ) -> Tensor:
-    """Returns the log-probabilities of the next token at each position: [positions V]."""
+    """Returns the log-probabilities of the next token at each position, with the shape [positions
+    V].
+    """
     input_ids = torch.tensor([list(ids)], device=reference.device)
     logits = reference.model(input_ids).logits[0]
     previous_positions = torch.tensor(
@@ -260,8 +264,8 @@ def _probe_thinking(tokenizer: Any, template: ChatTemplate | None) -> list[Promp
 def _find_endings(
     reference: ReferenceModel, rows: Sequence[Row], end_ids: frozenset[int]
 ) -> list[tuple[int, ...]]:
-    """Returns the beginnings of rows that stop at an end token, if the trained model predicts this
-    end token.
+    """Finds rows in which the trained model predicts an end token at the correct position. Returns
+    the tokens of these rows that come before the end token.
     """
     endings: list[tuple[int, ...]] = []
     for row in rows:

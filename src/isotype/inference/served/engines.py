@@ -1,5 +1,5 @@
-"""Servers that offer more functions than the OpenAI interface: templates, tokens, and
-log-probabilities of given tokens.
+"""Defines servers that offer more functions than the OpenAI interface. These servers can also
+render templates, return tokens, and return the log-probabilities of given tokens.
 """
 
 from __future__ import annotations

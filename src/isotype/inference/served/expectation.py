@@ -1,5 +1,5 @@
-"""The answers that a server of the trained model should give: prompts of the run, with the answers
-and log-probabilities of the trained model and of the base.
+"""Defines the answers that a server of the trained model should give. They belong to prompts of the
+run, and contain the answers and log-probabilities of the trained model and of the base model.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SingleToken:
 
 @dataclass(frozen=True)
 class Expectations:
-    """All expected values with which a server is compared.
+    """Contains all expected values with which a server is compared.
 
     answers      greedy answers
     rows         rows for whose labelled tokens log-probabilities are compared

@@ -108,8 +108,8 @@ class Connection:
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Converts exceptions to UsageError. They occur in code that reads an answer which does not
-        have the expected form.
+        """Converts exceptions to UsageError. The code within this block reads an answer, which may
+        not have the expected form.
         """
         try:
             yield

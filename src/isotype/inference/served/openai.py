@@ -1,4 +1,6 @@
-"""The OpenAI interface, which every server has: chat, and completion of a text."""
+"""Implements the OpenAI interface, which every server has. It offers chat, and the completion of a
+text.
+"""
 
 from __future__ import annotations
 

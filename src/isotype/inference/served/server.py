@@ -82,8 +82,8 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class Remedies:
-    """For each check, the server setting that removes the difference. RUN is a placeholder for the
-    run's folder.
+    """Contains for each check the setting of the server that removes the difference which the check
+    found. RUN is a placeholder for the run's folder.
     """
 
     template: str

@@ -1,3 +1,3 @@
-"""Compares a written file with the run that it was written from: its tensors, its settings, and the
-loss of the model in the file.
+"""Compares a written file with the run that it was written from. The comparison covers the tensors,
+the settings, and the loss of the model in the file.
 """

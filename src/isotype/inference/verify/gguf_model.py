@@ -111,8 +111,8 @@ def open_gguf(
 
 
 def _stacked_names(name: str, name_map: Any, header: Header) -> tuple[str, ...]:
-    """Returns the names of the tensors that hold a stacked weight of experts. llama.cpp keeps gate
-    and up projection apart, or together in newer files.
+    """Returns the names of the tensors that hold a stacked weight of experts. llama.cpp stores the
+    gate projection and the up projection in two tensors; in newer files they may be in one tensor.
     """
     prefix, _, part = name.rpartition(_EXPERTS)
     if part != "gate_up_proj":
@@ -127,7 +127,9 @@ def _stacked_names(name: str, name_map: Any, header: Header) -> tuple[str, ...]:
 def _stacked_tensor(
     content: np.ndarray[Any, Any], names: Sequence[str], entries: Sequence[TensorEntry]
 ) -> WrittenTensor:
-    """Returns the tensor of a stacked weight: [experts, rows of all parts, columns]."""
+    """Returns the tensor of a stacked weight with the dimensions [experts, rows of all parts,
+    columns].
+    """
     first = entries[0].shape
     outer_shapes = {(entry.shape[:1], entry.shape[2:]) for entry in entries}
     shape = first

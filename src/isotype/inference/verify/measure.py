@@ -200,8 +200,8 @@ def _tensor_causes(
     trained: Scores,
     scores: Scores,
 ) -> dict[str, float]:
-    """Returns how much the rounding of the merge changes the loss, and for each group of tensors
-    how much the values in the file change the loss.
+    """Returns how much the rounding of the merge changes the loss. Also returns, for each group of
+    tensors, how much the values in the file change the loss.
     """
     if written.adapter_only:
         return {"the adapter's file": scores.loss - trained.loss}
@@ -230,8 +230,8 @@ def _tensor_causes(
 def _compare_settings(
     run: LoadedRun, reference: ReferenceModel, written: WrittenModel, path: Path
 ) -> tuple[list[Difference], list[str]]:
-    """Compares the settings of the file. Returns the differences, and messages about settings that
-    could not be compared.
+    """Compares the settings in the file with those of the run. Returns the differences, and
+    messages about settings that could not be compared.
     """
     if written.folder is not None:
         return compare_folder_settings(run, reference.config, written.folder, written.config)

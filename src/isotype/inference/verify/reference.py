@@ -1,5 +1,6 @@
-"""The model in the reference arithmetic: fp32 weights and fp32 matrix products. Only the weights of
-one block are read at a time, so that one model can be used for every state that is compared.
+"""Computes the model in the reference arithmetic, which uses fp32 weights and fp32 matrix products.
+Only the weights of one block are read at a time. So the same model object can compute the results
+of all sets of weights that are compared.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Scores:
 
     def noise(self, reference: Scores) -> float:
         """Returns the standard error of the difference between the two losses, estimated from the
-        differences between rows. It is 0 for a single row, which allows no estimate.
+        differences between rows. For a single row it is 0, because one row allows no estimate.
         """
         count = len(self.row_losses)
         if count < 2:
@@ -136,7 +137,9 @@ class ReferenceModel:
 
     @contextmanager
     def holding_weights(self) -> Iterator[None]:
-        """Keeps the weights between calls of the model. Generation calls it for each token."""
+        """Keeps the weights between calls of the model. Generation calls the model once for each
+        token.
+        """
         self.is_held = True
         try:
             yield
@@ -145,7 +148,9 @@ class ReferenceModel:
             self._release([tensor for _, tensor in _stored_tensors(self.model)])
 
     def fill(self, read: Reader, names: Iterable[str] | None = None) -> None:
-        """Sets where the values of the weights come from: of all, or of those in `names`."""
+        """Sets where the values of the weights are read from. If `names` is given, only the weights
+        in `names` are set.
+        """
         for name in self.names if names is None else names:
             self.readers[name] = read
 
@@ -178,8 +183,8 @@ class ReferenceModel:
         return Scores(torch.cat(losses), torch.cat(counts), torch.cat(predictions))
 
     def batches(self, rows: Sequence[Row], pictures: Pictures | None) -> list[Batch]:
-        """Returns the rows in batches, sorted by length. A batch is limited by the size of its
-        logits.
+        """Returns the rows in batches, sorted by length. The number of rows in a batch is limited
+        by the size of its logits.
         """
         ordered = sorted(rows, key=lambda row: len(row.input_ids))
         groups: list[list[Row]] = [[]]
@@ -208,8 +213,9 @@ def _stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _find_units(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Yields the modules whose weights are read together, and whether this includes the modules
-    below: the blocks, and each module outside blocks.
+    """Yields the modules whose weights are read together. These are the blocks, and each module
+    outside the blocks. Each module comes with a bool, which is True if the weights of its
+    submodules are read too.
     """
     blocks = _find_blocks(model)
     inner = {id(module) for block in blocks for module in block.modules()}

@@ -60,8 +60,9 @@ class Verification:
 
     @property
     def is_worse(self) -> bool:
-        """Returns True if the file is worse than the trained model: it keeps less than `--keep`,
-        or, if the run's improvement cannot be measured, its loss is higher.
+        """Returns True if the file is worse than the trained model. This is the case if the file
+        keeps less of the run's improvement than `--keep`. If the improvement cannot be measured, it
+        is the case if the file's loss is higher.
         """
         if self.file_loss is None:
             return True
@@ -173,7 +174,7 @@ class Verification:
 def store_result(run: LoadedRun, name: str, result: Mapping[str, Any]) -> None:
     """Writes a result into verify.json of the run folder, where it replaces an earlier result of
     the same name. Writes the run's report and the card of the run's result again, if there are any.
-    Does nothing for a folder that is no run.
+    Does nothing if the folder is not a run folder.
 
     name  the name of the file, or the address of the server
     """

@@ -1,4 +1,4 @@
-"""The weights of a run in fp32: before and after training.
+"""Computes the weights of a run in fp32, both before and after training.
 
 The weights are computed one tensor at a time, so that a caller needs memory for one tensor besides
 the loaded model.
@@ -60,8 +60,8 @@ class RunWeights:
 
     @torch.no_grad()
     def trained(self, name: str) -> Tensor:
-        """Returns a weight after training in fp32: the base's weight with the exact change by the
-        adapters.
+        """Returns the fp32 value of a weight after training. It is the base's weight plus the exact
+        change by the adapters.
         """
         value = dequantise(self.parameters[name])
         layer = self.adapters.get(name)

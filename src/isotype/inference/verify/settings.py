@@ -1,5 +1,5 @@
-"""Compares the settings of a written model with those of the run: rotary embedding, norms,
-tokenizer, special tokens, chat template.
+"""Compares the settings of a written model with those of the run. These are the settings of the
+rotary embedding, the norms, the tokenizer, the special tokens and the chat template.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ def _id_set(ids: Any) -> set[int]:
 
 
 def apply_gguf_settings(config: Any, written: WrittenModel) -> Any | None:
-    """Returns the configuration with the rotary base and the epsilon of a GGUF file; None if they
-    are the same in the file.
+    """Returns the run's configuration with the rotary base and the epsilon from a GGUF file.
+    Returns None if the file has the same two values as the run.
     """
     architecture = str(written.fields.get("general.architecture"))
     changed = copy.deepcopy(config)
@@ -246,8 +246,8 @@ def apply_gguf_settings(config: Any, written: WrittenModel) -> Any | None:
 
 
 def apply_folder_settings(config: Any, file_config: Any) -> Any | None:
-    """Returns the configuration with those settings of a folder's config.json that change the
-    model's output; None if these settings are the same.
+    """Returns the run's configuration with the values of a folder's config.json for all settings
+    that change the model's output. Returns None if these values are the same as in the run.
     """
     values = {
         key: value
@@ -264,7 +264,7 @@ def apply_folder_settings(config: Any, file_config: Any) -> Any | None:
 
 
 def compare_rope_factors(config: Any, stored: torch.Tensor | None) -> list[Difference]:
-    """Compares the tensor of Llama 3's rotary scaling."""
+    """Compares the tensor that contains the factors of Llama 3's rotary scaling."""
     expected = rope_factors(config)
     if expected is None and stored is None:
         return []

@@ -1,5 +1,5 @@
-"""Compares the tensors of a written model with those of the run. If the values of a tensor deviate
-by more than the rounding of its type, this is a difference.
+"""Compares the tensors of a written model with those of the run. A tensor counts as different if
+its values deviate by more than the rounding of its type.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def _read_merged(weights: RunWeights, written: WrittenModel, name: str) -> Tenso
 def fill_and_compare(
     reference: ReferenceModel, weights: RunWeights, written: WrittenModel
 ) -> TensorComparison:
-    """Fills the reference model with the file's values, and compares each with the run's.
+    """Fills the reference model with the file's values, and compares each value with the run's
+    value.
 
     A tensor that the file lacks, or that has another shape, gets the run's value. A weight that an
     adapter file does not change gets the base's value.
@@ -233,8 +234,9 @@ def _compare_values(
 def _deviation(
     kind: str, written: WrittenModel, value: Tensor, expected: Tensor, base: Tensor
 ) -> str:
-    """Describes how far a tensor is from its expected values; "" if the distance is within the
-    rounding of its type."""
+    """Returns a text that says how far a tensor is from its expected values. The text is empty if
+    the distance is within the rounding of the tensor's type.
+    """
     error = (value - expected).abs()
     if written.adapter_only:
         change = (expected - base).abs().amax()
@@ -258,8 +260,8 @@ def _deviation(
 
 
 def _rounding_limits(kind: str, merge_dtype: str, expected: Tensor) -> Tensor:
-    """Returns the largest error that is allowed for each value. The limits come from the cast to
-    the merged dtype, the file's type, and fp32 sums.
+    """Returns the largest error that is allowed for each value. A limit is the sum of the possible
+    errors of the cast to the merged dtype, of the file's type, and of sums in fp32.
     """
     magnitude = expected.abs()
     largest = magnitude.amax() if magnitude.numel() else magnitude.sum()

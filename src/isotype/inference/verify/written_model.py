@@ -1,5 +1,5 @@
-"""A written model: its tensors under the names of the run's weights, each with a function that
-reads the tensor.
+"""Represents a written model by its tensors. Each tensor has the name of the run's weight, and a
+function that reads its values.
 
 A folder of safetensors is read here; `gguf_model` reads GGUF files.
 """
@@ -176,7 +176,9 @@ def adapter_model(
     unexpected: list[str] | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> WrittenModel:
-    """Returns an adapter as a model: its changes are added to the weights of the run's base."""
+    """Returns an adapter as a model, which has the weights of the run's base plus the changes by
+    the adapter.
+    """
     tensors = {}
     for name, pair in pairs.items():
         shape = (pair.b.shape[0], pair.a.shape[1])

@@ -3,8 +3,8 @@ denoiser receives.
 
 All random numbers of a row depend only on the seed and on the row's position in the stream. So 4
 micro-batches of 2 rows have the same random numbers as 1 micro-batch of 8 rows. A resumed run has
-the same random numbers as a run without an interruption. What happens between steps does not change
-them.
+the same random numbers as a run without an interruption. Nothing that happens between steps changes
+the random numbers.
 """
 
 from __future__ import annotations

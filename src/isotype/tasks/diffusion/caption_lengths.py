@@ -51,7 +51,7 @@ class CutCaptions:
 def count_cut_captions(
     captions: Iterable[str], folder: PipelineFolder, max_text_length: int
 ) -> CutCaptions:
-    """Counts the captions that no tokenizer reads to their end.
+    """Counts the captions that are longer than the limit of every tokenizer.
 
     max_text_length  the run's limit for tokenizers other than CLIP's; 0 means that each tokenizer
                  has its own limit

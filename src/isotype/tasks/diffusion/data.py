@@ -1,5 +1,5 @@
-"""Contains the data of a diffusion run. These are its pictures and captions, which are encoded
-once, and the rows for training and evaluation.
+"""Contains the data of a diffusion run. The data are pictures and captions, which are encoded once,
+and the rows for training and evaluation.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ class PictureData:
 
     @property
     def row_count(self) -> int:
-        """The number of training rows in an epoch. Before the pictures are encoded, this may
-        include pictures that cannot be used, because some errors are found only when a picture is
-        encoded.
+        """Returns the number of training rows in an epoch. Before the pictures are encoded, this
+        may include pictures that cannot be used, because some errors are found only when a picture
+        is encoded.
         """
         if self.train_rows is not None:
             return len(self.train_rows)

@@ -1,14 +1,14 @@
-"""Builds the denoiser for training. This adds nf4 layers, the adapter, exact noise levels,
-Isotype's ops and the precision. The denoiser is built either with its weights, or without them on
-the meta device.
+"""Builds the denoiser for training. This module adds nf4 layers, the adapter, exact noise levels,
+Isotype's ops and the precision to the denoiser. The denoiser is built either with its weights, or
+without them on the meta device.
 
 diffusers can quantise only on a GPU. Therefore this module makes bitsandbytes' layers from the
 loaded weights itself, one layer at a time, on the device of the run.
 
 Flux computes `timestep.to(hidden_states.dtype) * 1000`. In bf16, 1000 different noise levels are
-rounded to 498 different ones, and a level between 0 and 1000 has an error of up to 3.5. So the
-forward of the denoiser object stores the exact level, and the sinusoidal embedding uses this stored
-level. No class is changed.
+rounded to only 498 different values, and a level between 0 and 1000 has an error of up to 3.5. So
+the forward of the denoiser object stores the exact level, and the sinusoidal embedding uses this
+stored level. No class is changed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def build_denoiser(
     device_type: str,
     part: Part | None = None,
 ) -> tuple[nn.Module, Manifest]:
-    """Builds the model to train, and the manifest of what Isotype replaced in it. If several
-    processes share the model, `part` is the part of the weights that this process will keep.
+    """Builds the model to train, and the manifest of what Isotype replaced in it. If the model is
+    sharded over several processes, `part` is the part of the weights that this process will keep.
     """
     denoiser.requires_grad_(config.adapter.kind == "none")
     if config.adapter.kind == "none":
@@ -155,15 +155,15 @@ def load_frozen_base(
 
 
 def outline_base(folder: PipelineFolder, config: RunConfig) -> Any:
-    """Builds the model of `load_frozen_base` on the meta device, without weights. It is not
-    quantised.
+    """Builds the same model as `load_frozen_base`, but on the meta device and without weights. It
+    is not quantised.
     """
     return _with_encoder_outlines(folder.denoiser_outline(), folder, config)
 
 
 def outline_frozen_base(folder: PipelineFolder, config: RunConfig, precision: Precision) -> Any:
-    """Builds the model of `load_frozen_base` on the meta device, without weights. It is quantised
-    in the same way. Raises UsageError.
+    """Builds the same model as `load_frozen_base` on the meta device, without weights. It is
+    quantised in the same way. Raises UsageError.
     """
     if (quantisation := folder.published_quantisation) is not None:
         return _with_encoder_outlines(

@@ -1,5 +1,5 @@
-"""Describes a trained LoRA for those who use it: the metadata of its file, as A1111, Forge and Civitai
-show them, and the model card.
+"""Describes a trained LoRA for its users. The description is in the metadata of the LoRA's file,
+which A1111, Forge and Civitai show, and in the model card.
 
 Sources  Stability's ModelSpec 1.0; the `ss_...` keys of kohya's sd-scripts. The time and the author
          are left out, so that equal runs write equal files.
@@ -36,7 +36,9 @@ _MAX_TRIGGER = 200  # characters of a trigger word or caption
 
 
 def trigger_words(run: ResolvedRun) -> list[str]:
-    """The words that call what was trained: `images.trigger`, or the captions of whole sources."""
+    """Returns the words with which a prompt asks for what was trained. These are the value of
+    `images.trigger`, or the captions that are set for a whole source of pictures.
+    """
     images = run.config.images
     if images.trigger:
         return [images.trigger[:_MAX_TRIGGER]]
@@ -45,14 +47,16 @@ def trigger_words(run: ResolvedRun) -> list[str]:
 
 
 def base_label(name: str) -> str:
-    """The name of the base without the folders in which it is."""
+    """Returns the name of the base model without the path of its folder."""
     if is_folder_name(name) or Path(name).exists():
         return Path(name).name
     return name
 
 
 def lora_metadata(data: PictureData, step: int) -> dict[str, str]:
-    """The facts about the training in a LoRA's file, without ranks and alphas."""
+    """Returns the facts about the training for the metadata of a LoRA's file, without ranks and
+    alphas.
+    """
     run = data.run
     config = run.config
     architecture, version = _architecture(run.family, run)

@@ -39,8 +39,9 @@ def plan_facts(data: PictureData) -> dict[str, Any]:
 
 
 def plan_lines(data: PictureData) -> list[str]:
-    """Returns the lines about the data in the output of `isotype plan`. They describe the pictures
-    and the noise levels; notes follow.
+    """Returns the lines about the data in the output of `isotype plan`. The first lines describe
+    the pictures and the noise levels; further lines are notes, for example about captions that are
+    too long.
     """
     run = data.run
     pictures = data.pictures

@@ -200,8 +200,10 @@ def refuse_unknown_prediction(file: Path, settings_repository: str | None) -> No
 
 
 def _zero_snr_settings(scheduler: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scheduler settings for zero terminal SNR (Lin et al. 2023). If the scheduler's
-    class does not support this, the settings contain another class.
+    """Returns the scheduler settings for zero terminal SNR. If the scheduler's class does not
+    support this, the settings contain another class.
+
+    Source  Lin et al. 2023
     """
     import diffusers
 
@@ -216,8 +218,8 @@ def _zero_snr_settings(scheduler: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_other_shift(
     markers: FileMarkers, scheduler: Mapping[str, Any], file: Path, *, shift: Any
 ) -> None:
-    """Raises UsageError if the shift in a marker differs from the shift of the scheduler, unless
-    the run's configuration sets the shift.
+    """Raises UsageError if a marker in the file gives another shift than the scheduler. Does
+    nothing if the run's configuration sets the shift.
     """
     if shift != "auto":
         return

@@ -1,9 +1,10 @@
-"""Reads a LoRA from one file (`adapter.start_from: dog.safetensors`) and writes it as a PEFT folder,
-from which training starts.
+"""Reads a LoRA from the file that `adapter.start_from` names, and writes it as a PEFT folder, from
+which training starts.
 
-A module of the model has several names in such files: those of diffusers, of PEFT, of kohya's
-scripts and of ComfyUI (`comfyui_name`, which also writes files). Names of the original models, as
-kohya's scripts use them for SDXL and Flux, are converted by the pipeline's own `lora_state_dict`.
+A module of the model has different names in the files of diffusers, of PEFT, of kohya's scripts and
+of ComfyUI. `comfyui_name` returns ComfyUI's name, and is also used to write files. Names of the
+original models, as kohya's scripts use them for SDXL and Flux, are converted by the pipeline's own
+`lora_state_dict`.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ class LoraFile:
         )
 
     def write_peft_folder(self, folder: Path) -> None:
-        """Writes the adapter as a PEFT folder. The most frequent rank and alpha are the defaults,
-        and other modules have an entry in the patterns.
+        """Writes the adapter as a PEFT folder. The most frequent rank and the most frequent alpha
+        are the defaults. Modules with another rank or alpha have an entry in `rank_pattern` or
+        `alpha_pattern`.
         """
         from peft import LoraConfig
 
@@ -152,7 +154,7 @@ def _describe_range(numbers: set[int] | set[float]) -> str:
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file. Raises UsageError."""
+    """Returns the tensors and the metadata of a file. Raises UsageError."""
     if path.suffix != ".safetensors":
         raise UsageError(
             f"{SETTING}: {path}: expected a .safetensors file or a PEFT folder",
@@ -184,7 +186,7 @@ def _adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _file_names(module: str, family: Family) -> Iterator[str]:
-    """The names that a module of the model has in the files of several programs."""
+    """Yields the names that a module of the model has in the files of several programs."""
     yield f"{PEFT_PREFIX}{module}"
     yield comfyui_name(module, family)
     if module.startswith(PREFIX):
@@ -230,9 +232,9 @@ def _match(
 def _convert_by_diffusers(
     path: Path, tensors: Mapping[str, Tensor], pipeline: PipelineFolder
 ) -> dict[str, Tensor]:
-    """Converts names of the original models to those of diffusers. Returns the tensors unchanged if
-    the pipeline reads no LoRA. The matrices are in fp32, because some converters multiply them by
-    alpha / rank.
+    """Converts the names of the original models to the names that diffusers uses. Returns the
+    tensors unchanged if the pipeline reads no LoRA. The matrices are in fp32, because some
+    converters multiply them by alpha / rank.
     """
     from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
@@ -277,8 +279,8 @@ def _refuse_unknown(
 
 
 def _read_adapter_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The settings of PEFT that diffusers writes into a file, with the part of the pipeline before
-    each key (`transformer.lora_alpha`). Raises UsageError.
+    """Returns the settings of PEFT that diffusers writes into a file. Each key begins with the part
+    of the pipeline, as in `transformer.lora_alpha`. Raises UsageError.
     """
     text = metadata.get("lora_adapter_metadata")
     if text is None:
@@ -295,7 +297,9 @@ def _read_adapter_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str,
 def _alpha_from_metadata(
     settings: Mapping[str, Any], module: str, rank: int, family: Family
 ) -> float:
-    """The alpha of a module by the file's metadata; the rank if the metadata has none."""
+    """Returns the alpha that the file's metadata contains for a module, or the rank if the metadata
+    contains no alpha.
+    """
     part, inner_name = split_part(module, family)
     prefix = f"{part}."
     part_settings = {
@@ -312,8 +316,8 @@ def _alpha_from_metadata(
 def _shaped_module(
     path: Path, name: str, layer: nn.Module, a: Tensor, b: Tensor, alpha: float
 ) -> LoraModule:
-    """A module's matrices in the shapes that PEFT gives them. Raises UsageError for sizes that do
-    not fit the layer.
+    """Returns the matrices of a module in the shapes that they have in PEFT. Raises UsageError for
+    sizes that do not fit the layer.
     """
     weight = layer.weight
     assert isinstance(weight, Tensor)
@@ -330,7 +334,9 @@ def _shaped_module(
 
 
 def _detect_format(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """The program whose format a file has, by its metadata and the names of its tensors."""
+    """Returns the name of the program whose format the file has. The format is recognised by the
+    file's metadata and by the names of its tensors.
+    """
     software = " ".join(value for key, value in metadata.items() if "software" in key).lower()
     first = next(iter(tensors), "")
     if "ai-toolkit" in software:

@@ -50,7 +50,7 @@ class NoiseLevels:
 
     def draw(self, generator: torch.Generator, shift: float) -> float:
         """Draws one noise level in (0, 1) from the training distribution, and shifts it. Each call
-        uses one number of the generator.
+        takes one random number from the generator.
         """
         if self.distribution == "logit_normal":
             logit = self.mean + self.deviation * torch.randn(
@@ -98,8 +98,8 @@ _OBJECTIVE_BY_PREDICTION = {
 
 
 class Objective(ABC):
-    """What a denoiser is trained to predict. A noise level is between 0 and 1. At level 0, the
-    noisy latent is the latent itself.
+    """Defines what a denoiser is trained to predict. A noise level is between 0 and 1. At level 0,
+    the noisy latent is the latent itself.
 
     In shapes, N is the number of pictures, C is the number of latent channels, and H x W is the
     size of the latents.
@@ -112,8 +112,8 @@ class Objective(ABC):
     levels: NoiseLevels
 
     def draw(self, generator: torch.Generator, tokens: int | None = None) -> float:
-        """Draws one noise level from the training distribution. Each call uses one number of the
-        generator.
+        """Draws one noise level from the training distribution. Each call takes one random number
+        from the generator.
 
         tokens  number of latent tokens of the picture; by default the number for the run's largest
                 picture
@@ -240,7 +240,8 @@ class Ddpm(Objective):
 
 def min_snr(snr_T: Tensor, gamma: float, *, kind: str) -> Tensor:
     """Returns the min-SNR factor of a loss. It is min(SNR, gamma) / SNR for epsilon, and min(SNR,
-    gamma) / (SNR + 1) for v. With both, the error of the predicted latent has the same weight.
+    gamma) / (SNR + 1) for v. With these two factors, an error of the predicted latent has the same
+    weight for epsilon as for v.
 
     Source  Hang et al. 2023
     """

@@ -368,8 +368,8 @@ def _match_columns(
 def _row_picture(
     record: Record, names: Mapping[str, str], file: Path, position: tuple[int, int]
 ) -> tuple[Any, Picture]:
-    """Returns the picture of a row. The first value identifies the row's picture and control, so
-    that rows with the same picture can be found. Raises BadPicture.
+    """Returns a key and the picture of a row. The key identifies the row's picture and the picture
+    before the edit, so that rows with the same picture can be found. Raises BadPicture.
     """
     row = record.value
     key = names["text"]

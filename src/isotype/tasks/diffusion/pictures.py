@@ -173,8 +173,9 @@ def collect_pictures(
 
 
 def _held_out_count(share: float | None, pictures: int) -> int:
-    """How many training pictures are held out for evaluation. `share` None is the default: every
-    picture of a small set is needed for training, and one picture says little about a model.
+    """Returns how many training pictures are held out for evaluation. If `share` is None, the
+    default share is used, and no picture of a small set is held out. Every picture of a small set
+    is needed for training, and an evaluation on one picture says little about a model.
     """
     if share is None:
         if pictures < FEWEST_TO_HOLD_OUT:
@@ -290,9 +291,9 @@ def _read_with_metadata(
     files: list[Path], file: Path, source: PictureSource, result: RunPictures
 ) -> Iterable[Picture]:
     """Yields the pictures of a folder that are listed in its metadata file. A picture that is not
-    listed cannot be used, because it has no caption. If pictures have controls, the controls are in
-    the same folder, so not every file belongs to a row of its own. Therefore every row of the
-    metadata file is yielded in this case.
+    listed cannot be used, because it has no caption. If each picture has a picture before the edit
+    (its control), both can be in the same folder. Then not every file belongs to its own row, so
+    all rows of the metadata file are yielded.
     """
     rows = list(
         read_table_pictures(
@@ -336,7 +337,7 @@ def _read_words(caption_file: Path) -> list[str]:
 
 
 def _report_disagreeing(pictures: Iterable[Picture], result: RunPictures) -> None:
-    """Reports a picture as bad if another source has other captions for the same picture."""
+    """Reports a picture as bad if another source has different captions for the same picture."""
     for picture in pictures:
         if not isinstance(picture.content, FileContent):
             continue
@@ -382,9 +383,9 @@ def _attach_masks(
 def _attach_controls(
     pictures: Sequence[Picture], source: PictureSource, report_bad: ReportBad
 ) -> list[Picture]:
-    """Adds to each edited picture its picture before the edit. This is the picture that the row
-    names, or the picture with the same name in the source's `controls`. An edited picture without a
-    picture before the edit is left out and reported.
+    """Finds the picture before the edit for each edited picture, and adds it. This is the picture
+    that the row names, or the picture with the same name in the source's `controls`. An edited
+    picture without a picture before the edit is left out and reported.
     """
     root = Path(source.name).expanduser()
     controls = dict[str, Path]()
@@ -482,8 +483,9 @@ SEPARATOR = ","
 def apply_caption_settings(
     pictures: Sequence[Picture], images: ImagesSection, *, seed: int
 ) -> list[Picture]:
-    """Replaces the captions of pictures by the forms of these captions that are used in training.
-    Raises UsageError if a setting for tags is set but no caption contains a comma.
+    """Replaces the captions of pictures by the captions that are used in training, for example with
+    the trigger or with shuffled tags. Raises UsageError if a setting for tags is set but no caption
+    contains a comma.
     """
     wants_tags = images.tag_orders is not None
     if not wants_tags:
@@ -606,7 +608,7 @@ def read_class_pictures(
 def balance_repeats(
     train: Sequence[Picture], regularisation: Sequence[Picture]
 ) -> tuple[list[Picture], list[Picture]]:
-    """Repeats the pictures of the smaller of the two lists, one after the other, so that both lists
+    """Repeats the pictures of the list that has fewer rows, one after the other, until both lists
     have the same number of rows in an epoch.
     """
     rows_per_epoch = max(
@@ -629,7 +631,8 @@ def refuse_other_class_pictures(
     sources: Sequence[PictureSource], missing: Sequence[MissingPicture], facts: dict[str, Any]
 ) -> None:
     """Raises UsageError if the class pictures in a folder were generated with another caption or
-    model. If some pictures of the folder must still be generated, all `facts` must be equal.
+    model. If some pictures of the folder must still be generated, the error is also raised if any
+    other setting in `facts` differs.
 
     facts  the settings with which pictures are generated, by their keys in the folder's record
     """

@@ -165,9 +165,9 @@ class PipelineFolder:
         return part_files
 
     def with_markers(self, *, objective: str, shift: Any) -> PipelineFolder:
-        """If the pipeline comes from a single file, returns it with the schedule that was used to
-        train the file. Otherwise returns it unchanged. Raises UsageError if the file's markers
-        contradict each other.
+        """If the pipeline comes from a single file, returns it with the noise schedule with which
+        the model in this file was trained. Otherwise returns it unchanged. Raises UsageError if the
+        file's markers contradict each other.
 
         objective, shift  the settings of `diffusion`
         """
@@ -267,7 +267,8 @@ class PipelineFolder:
 
     @property
     def published_quantisation(self) -> Quantisation | None:
-        """How the denoiser's files are quantised. It is None if they are not quantised."""
+        """Returns how the denoiser's files are quantised. Returns None if they are not quantised.
+        """
         is_plain = self.denoiser_settings is not None or self.file is not None
         if is_plain:
             settings = None
@@ -483,8 +484,8 @@ class PipelineFolder:
     def pipeline_for_sampling(
         self, denoiser: Any, vae: Any, encoders: Mapping[str, Any] = MappingProxyType({})
     ) -> Any:
-        """Builds the pipeline for a denoiser that is already loaded. Of the text encoders, the
-        pipeline has only those that are in `encoders`.
+        """Builds the pipeline for a denoiser that is already loaded. The pipeline contains only the
+        text encoders that are in `encoders`.
         """
         parts = {**dict.fromkeys(self.family.encoder_parts), **encoders}
         return self.pipeline(torch.float32, **parts, vae=vae, **{self.denoiser_part: denoiser})

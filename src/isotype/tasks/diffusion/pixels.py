@@ -1,9 +1,9 @@
 """Computes the sizes of a run's pictures, and converts a picture file to a tensor for a VAE.
 
 Each picture is assigned to a bucket of pictures with a similar aspect ratio, and cropped to
-windows. Its pixels are the same as in an image viewer. The EXIF rotation and the colour profile are
-applied, and transparent parts are white. Pictures in CMYK and pictures with 16 bits per channel are
-converted too.
+windows. The pixels of the picture have the same values as in an image viewer. The EXIF rotation and
+the colour profile are applied, and transparent parts are white. Pictures in CMYK and pictures with
+16 bits per channel are converted too.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class RunSizes:
 
     @property
     def largest_side(self) -> int:
-        """The side of a square picture of the largest resolution, in pixels."""
+        """Returns the side of a square picture of the largest resolution, in pixels."""
         return self.resolutions[-1][1]
 
     @property
@@ -139,8 +139,8 @@ class RunSizes:
 
     @cached_property
     def buckets(self) -> dict[int, list[Size]]:
-        """The sizes of the buckets for each resolution. The square is the first, and has the most
-        tokens.
+        """Returns the sizes of the buckets for each resolution. The square comes first, and has the
+        most tokens.
         """
         return {
             side: bucket_sizes(side, max_aspect=self.images.max_aspect, multiple=self.multiple)
@@ -346,7 +346,7 @@ def encode_png(picture_CHW: Tensor) -> bytes:
 
 def thumbnail_url(content: bytes) -> str:
     """Scales a picture down so that its longer side has THUMBNAIL_SIDE pixels, and returns it as a
-    data: URL. Raises BadPicture.
+    data URL. Raises BadPicture.
     """
     image = open_displayed(content)
     image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))

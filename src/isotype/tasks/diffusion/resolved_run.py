@@ -96,9 +96,9 @@ class ResolvedRun:
         return run
 
     def with_drawn_denoiser(self, folder: Path) -> ResolvedRun:
-        """With `model.init: random`, returns a copy of this run whose denoiser has random weights.
-        The weights are in `folder`. If they do not exist there, they are generated first. Otherwise
-        returns the run itself.
+        """If `model.init` is `random`, returns a copy of this run whose denoiser has random
+        weights. The weights are in `folder`. If they do not exist there, they are generated first.
+        Otherwise returns the run itself.
         """
         if self.config.model.init != "random":
             return self
@@ -116,7 +116,9 @@ class ResolvedRun:
 
     @property
     def max_text_length(self) -> int:
-        """The largest number of tokens of a caption; 0 if the tokenizer's own limit is used."""
+        """Returns the largest number of tokens of a caption, or 0 if the tokenizer's own limit is
+        used.
+        """
         return self.config.diffusion.max_text_length or self.family.max_text_length or 0
 
     @cached_property

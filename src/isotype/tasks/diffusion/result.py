@@ -88,8 +88,9 @@ def save_lora(
 
 
 def _part_settings(settings: Mapping[str, Any], part: str, family: Family) -> dict[str, Any]:
-    """The settings of an adapter for one part of the pipeline. A pattern of ranks or alphas that is
-    the full name of a module (`^NAME`) stays only in the module's part, with its name there.
+    """Returns the settings of an adapter for one part of the pipeline. A pattern for ranks or
+    alphas may be the full name of a module (`^NAME`). Such a pattern is kept only for the part that
+    contains the module, with the name that the module has in this part.
     """
     changed = dict(settings)
     for key in ("rank_pattern", "alpha_pattern"):
@@ -110,8 +111,9 @@ def read_adapter_settings(adapter: Path, setting: str = "adapter") -> dict[str, 
 
 
 def rank_metadata(adapter: Path) -> dict[str, str]:
-    """The rank and the alpha of a PEFT folder, as kohya's scripts name them in a file's metadata.
-    Ranks that differ between modules are `Dynamic`, as in files of kohya's tools.
+    """Returns the rank and the alpha of a PEFT folder, under the names that kohya's scripts use in
+    a file's metadata. If modules have different ranks, the rank is `Dynamic`, as in files of
+    kohya's tools.
     """
     settings = read_adapter_settings(adapter)
     quantities = {
@@ -126,7 +128,9 @@ def rank_metadata(adapter: Path) -> dict[str, str]:
 
 
 def read_training_facts(file: Path) -> dict[str, str]:
-    """The facts about the training in a LoRA file's metadata; empty if there is no such file."""
+    """Returns the facts about the training from a LoRA file's metadata. The result is empty if
+    there is no such file.
+    """
     if not file.is_file():
         return {}
     with safe_open(file, framework="pt") as opened:
@@ -139,8 +143,9 @@ _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 
 
 def add_metadata(file: Path, metadata: Mapping[str, str]) -> None:
-    """Adds entries to the metadata of a safetensors file, and sorts them: the library writes them in
-    an order that differs between processes, so that two equal runs would have different files.
+    """Adds entries to the metadata of a safetensors file, and sorts them. The library writes
+    entries in an order that differs between processes, so without sorting, two equal runs would
+    write different files.
     """
     target = file.with_name(f"{file.name}.new")
     with file.open("rb") as old, target.open("wb") as new:
@@ -244,9 +249,9 @@ def _layer_shape(
     base_module: nn.Module | None = None,
     base_weight_param_name: str | None = None,
 ) -> torch.Size:
-    """Returns the shape of a linear layer's weight. diffusers compares an adapter for Flux with
-    this shape. A packed weight is stored as bytes, so its shape is read from its quantisation
-    state.
+    """Returns the shape of a linear layer's weight. When diffusers loads an adapter for Flux, it
+    compares the adapter's shapes with this shape. A packed weight is stored as bytes, so its shape
+    is read from its quantisation state.
     """
     layer = base_module or model.get_submodule(str(base_weight_param_name).rpartition(".")[0])
     if isinstance(layer, PackedLinear):
@@ -463,7 +468,7 @@ def module_setting(module: str, settings: Mapping[str, Any], patterns: str, defa
 
 
 def comfyui_name(module: str, family: Family) -> str:
-    """The name of a module of the adapted model in a file for ComfyUI."""
+    """Returns the name that a module of the adapted model has in a file for ComfyUI."""
     if module.startswith(PREFIX):
         part, inner_name = split_part(module, family)
         number = (
@@ -480,9 +485,9 @@ def comfyui_name(module: str, family: Family) -> str:
 
 def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> dict[str, Tensor]:
     """Returns the factors of a LoKr adapter for ComfyUI. The small factor is multiplied by PEFT's
-    scale alpha / r, and no alpha is written. If there were an alpha, ComfyUI would divide it by the
-    rank of a factor that is stored as two matrices. If no factor is stored as two matrices, ComfyUI
-    would ignore alpha.
+    scale alpha / r, and no alpha is written. If the file contained an alpha, ComfyUI would divide
+    this alpha by the rank of a factor that is stored as two matrices. If no factor is stored as two
+    matrices, ComfyUI would ignore alpha.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():

@@ -185,8 +185,8 @@ def _refuse_text_encoders(config: RunConfig, folder: PipelineFolder, precision: 
 
 
 def _refuse_start(config: RunConfig, folder: PipelineFolder, start_file: Path | None) -> None:
-    """Checks the adapter that `adapter.start_from` names. Raises UsageError if it belongs to
-    another model, if it is of another kind, or if it cannot be saved in the format
+    """Checks the adapter that `adapter.start_from` names. Raises UsageError if this adapter belongs
+    to another model, if it is of another kind, or if it cannot be saved in the format
     `run.adapter_format`.
     """
     adapter = config.adapter

@@ -63,14 +63,16 @@ _SHORT_PREFIX = "diffusion_model."
 
 
 def _checkpoint_name(name: str) -> str:
-    """The name of a tensor as diffusers' reader expects it."""
+    """Returns the name that diffusers' reader expects for a tensor."""
     if name.startswith(_SHORT_PREFIX):
         return UNET_PREFIX + name.removeprefix(_SHORT_PREFIX)
     return name
 
 
 def _read_checkpoint(file: Path) -> str | dict[str, Tensor]:
-    """What diffusers' reader gets: the file, or its renamed tensors if it has the short prefix."""
+    """Returns the input for diffusers' reader. This is the file, or its renamed tensors if their
+    names begin with the short prefix.
+    """
     if not any(name.startswith(_SHORT_PREFIX) for name in _read_headers(file)):
         return str(file)
     return {_checkpoint_name(name): tensor for name, tensor in load_file(file).items()}
@@ -139,8 +141,9 @@ _OTHER_INPUTS = {
 
 
 def refuse_other_models(file: Path) -> None:
-    """Raises UsageError for a file that is no denoiser drawing from a caption alone: a ControlNet,
-    a LoRA, or a denoiser that gets pictures or masks as additional channels.
+    """Raises UsageError for a file that does not contain a denoiser which generates pictures from a
+    caption alone. Such files are a ControlNet, a LoRA, or a denoiser that gets pictures or masks as
+    additional channels.
     """
     for name, (_, shape) in _read_headers(file).items():
         kind = next((kind for part, kind in _OTHER_MODELS.items() if part in name), None)

@@ -1,10 +1,10 @@
 """Makes it possible to train text encoders together with the denoiser (`adapter.text_encoders`).
 The text encoders become submodules of the denoiser with the names `text_encoders.PART`.
 
-So the denoiser and the text encoders are one model for the adapter, the optimizer, checkpoints,
-weight averages and the precision, and a step needs only one forward. The denoiser then gets token
-ids in place of embeddings, and encodes them first. The store contains the tokens of captions, not
-their embeddings.
+So the adapter, the optimizer, checkpoints, weight averages and the precision treat the denoiser and
+the text encoders as one model. A step needs only one forward. The denoiser then gets token ids in
+place of embeddings, and encodes them first. The store contains the tokens of captions, not their
+embeddings.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class Batch:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The arguments for the forward of a causal model. The cache is switched off, because
-        transformers ignores the positions if it is on.
+        """Returns the arguments for the forward of a causal model. The cache is switched off,
+        because transformers ignores the positions if the cache is on.
         """
         if self.position_ids is None:
             mask_or_positions = {"attention_mask": self.attention_mask}
@@ -199,14 +199,14 @@ def split_by_pictures(rows: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Returns the arguments for the model's forward. The attention mask is as small as possible,
-    but every token for which a loss is computed still attends to the right tokens.
+    """Returns the arguments for the model's forward. The attention mask is left out or kept as
+    small as possible. Every token for which a loss is computed still attends to the right tokens.
 
     Causal attention needs no mask for padding on the right, because no real token attends to later
     tokens, and padding has no loss. With a mask, attention cannot use its fast kernels. So the mask
     is removed unless the model needs it for something else. On a GPU, the bounds of the packed
-    documents are used to separate them. With bounds, attention with windows and softcaps also runs
-    in fast kernels.
+    documents are used to separate them. With these bounds, fast kernels can also compute attention
+    with windows and softcaps.
     """
     inputs = batch.inputs
     if batch.position_ids is not None and has_grid_positions(model):
@@ -279,7 +279,7 @@ def longest_rows(rows: Sequence[Any], count: int) -> list[Any]:
 
 def shortest_rows(rows: Sequence[Any], count: int) -> list[Any]:
     """Returns the `count` shortest rows, beginning with the shortest. Rows with pictures come
-    before rows without pictures, because they also run the vision tower.
+    before rows without pictures, because rows with pictures also run the vision tower.
     """
     lengths = row_lengths(rows)
     has_pictures = [bool(getattr(row, "pictures", ())) for row in rows]

@@ -255,8 +255,8 @@ def check_new_tokens(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
-    """Returns the numbers in `rows` for which the row of `weight` is nearly zero or nearly the mean
-    of all its rows.
+    """Returns those numbers in `rows` whose row of `weight` is nearly zero, or nearly equal to the
+    mean of all rows of `weight`.
 
     weight  F[V H]
     inside  the mean is computed in fp32, over at most 4096 rows

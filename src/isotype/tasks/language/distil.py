@@ -1,4 +1,4 @@
-"""Implements the objective `distil`. At every token to learn, the model learns the teacher's
+"""Implements the objective `distil`. At every position with a label, the model learns the teacher's
 probability distribution of the next token. The teacher has the same vocabulary as the model.
 
 The loss of a token is (1 - cross_entropy) * D + cross_entropy * (-ln p(token)). D is the divergence
@@ -166,7 +166,7 @@ class HeadInputs(NamedTuple):
     """The inputs from which a head computes its logits. If `weight` is None, `hidden` contains the
     logits themselves.
 
-    Let z = hidden @ weight^T + bias. Then the logits are scale * z. With a softcap, they are
+    Let z = hidden @ weight^T + bias. Then the logits are scale * z. With a softcap, the logits are
     softcap * tanh(scale * z / softcap).
     """
 
@@ -199,8 +199,8 @@ class HeadInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadRecorder(Targets):
-    """Is passed in place of the targets of a loss. It records the inputs of the teacher's head, and
-    no loss is computed.
+    """An object of this class is passed to the teacher in place of the targets of a loss. It
+    records the inputs of the teacher's head, and no loss is computed.
     """
 
     heads: list[HeadInputs] = field(default_factory=list)
@@ -225,9 +225,10 @@ def _select_rows(x_BTH: Tensor, rows: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentTargets(Targets):
-    """Is passed in place of the targets of a loss. It computes the student's loss from the recorded
-    inputs of the teacher's head. If a vocabulary is padded, the two heads may have different
-    numbers of classes. Then only the classes that both have are compared.
+    """An object of this class is passed to the student in place of the targets of a loss. It
+    computes the student's loss from the recorded inputs of the teacher's head. If a vocabulary is
+    padded, the two heads may have different numbers of classes. In this case, only the classes that
+    both heads have are compared.
     """
 
     teacher_head: HeadInputs

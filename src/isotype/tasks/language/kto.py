@@ -46,9 +46,9 @@ KTO_MEASURES = (
 
 
 def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Computes the same metrics as TRL for a step or an evaluation. `sums` contains means over all
-    its answers. If there are no wanted answers, the metrics for wanted answers are left out. The
-    same applies to unwanted answers.
+    """Computes the same metrics as TRL for a step or an evaluation. `sums` contains the mean of
+    each measured value over all answers of the step or evaluation. If there are no wanted answers,
+    the metrics for wanted answers are left out. The same applies to unwanted answers.
     """
     metrics = {name: sums[name] for name in ("rewards/accuracies", "kl")}
     for side, share in (("chosen", sums["wanted"]), ("rejected", 1.0 - sums["wanted"])):
@@ -185,9 +185,9 @@ class Kto(Preference):
     def loss_sum(
         self, model: nn.Module, batch: AnswerBatch, divisor: int = 1, *, dtype: str
     ) -> Tensor:
-        """Returns the sum of the losses and the sums of the measures, fp32[1 + measures]. If the
-        reference values are not computed yet, the log-probabilities of the model itself are used.
-        In the first step, both are the same.
+        """Returns the sum of the losses, followed by the sum of each value that is logged, fp32[1 +
+        measures]. If the reference values are not computed yet, the log-probabilities of the model
+        itself are used. In the first step, the model and the reference are the same.
         """
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         section = self.config.preference

@@ -33,8 +33,8 @@ from .checks import CHECKS
 
 @dataclass(frozen=True)
 class OtherModels:
-    """The other models that a run keeps in memory. Stores their bytes, and lines that describe
-    them.
+    """The other models that a run keeps in memory. Stores the size of these models in bytes, and
+    lines of text that describe them.
     """
 
     bytes: int = 0
@@ -97,8 +97,8 @@ class Objective(ABC):
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch: ...
 
     def outline_batch(self, batch: Any) -> Any:
-        """Builds the batch of this objective for a memory plan, from a batch of tokens without
-        data.
+        """Builds the batch of this objective for a memory plan. It is made from `batch`, which is a
+        batch of tokens without data.
         """
         return batch
 

@@ -1,5 +1,6 @@
 """Builds the parts of a language run that a memory plan needs. These are the model on the meta
-device, and its largest step, evaluation and sample. None of them contains data.
+device, and a description of the largest training step, evaluation and sample. None of them contains
+data.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def outline_largest_step(
     device_type: str = "cpu",
     objective: Objective | None = None,
 ) -> StepOutline:
-    """Describes the largest step, evaluation and sample of a run on this data."""
+    """Describes the largest training step, evaluation and sample of a run on this data."""
     longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
     return outline_step(
         config,
@@ -155,8 +156,8 @@ def outline_step(
     device_type: str = "cpu",
     objective: Objective | None = None,
 ) -> StepOutline:
-    """Describes the largest step, evaluation and sample of a run. They are given by lengths in
-    tokens.
+    """Describes the largest training step, evaluation and sample of a run. The caller gives their
+    lengths in tokens.
 
     length         the length of the longest training row
     eval_rows      the number of rows in an evaluation pass; 0 if the run does not evaluate

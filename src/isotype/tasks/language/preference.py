@@ -262,9 +262,9 @@ class Preference(Objective):
         return PairBatch(batch, torch.empty(batch.rows, device=batch.input_ids.device), None)
 
     def loss_sum(self, model: nn.Module, batch: Any, divisor: int = 1, *, dtype: str) -> Tensor:
-        """Returns the sum of the losses and the sums of the measures, fp32[1 + measures]. If the
-        reference values are not computed yet, the log-probabilities of the model itself are used.
-        In the first step, both are the same.
+        """Returns the sum of the losses, followed by the sum of each value that is logged, fp32[1 +
+        measures]. If the reference values are not computed yet, the log-probabilities of the model
+        itself are used. In the first step, the model and the reference are the same.
         """
         logps = answer_log_probs(model, batch.answers, dtype=dtype)
         reference = batch.reference if batch.reference is not None else logps.detach()
@@ -353,12 +353,12 @@ class PairLosses(NamedTuple):
 
 
 def pair_losses(objective: str, settings: PreferenceSection, log_probs: PairLogProbs) -> PairLosses:
-    """Returns the losses of an objective. The part `nll` of the loss is included.
+    """Returns the losses of an objective, which include the part `nll`.
 
     The reward of an answer is beta times the difference between its log-probabilities under the
     model and under the reference. If the objective does not use a reference, the reference's
-    log-probability is 0. simpo and orpo use the mean over the tokens of an answer in place of the
-    sum.
+    log-probability is 0. The objectives simpo and orpo use the mean over the tokens of an answer in
+    place of the sum.
     """
     beta = settings.beta
     smoothing = settings.label_smoothing
@@ -483,7 +483,7 @@ def _compute_log_probs(
 ) -> list[float]:
     """Computes the reference log-probabilities. There are two values for each row, in the order of
     the rows. The batches are divided among the processes. All processes make the same number of
-    forward passes, because a shared model needs this.
+    forward passes, because a sharded model needs this.
     """
     by_length = np.argsort(pairs.lengths, kind="stable").tolist() if len(pairs) else []
     results = [0.0] * (2 * len(pairs))

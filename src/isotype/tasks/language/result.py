@@ -111,7 +111,7 @@ def evaluate(
     world: World = ALONE,
     objective: Objective | None = None,
 ) -> Evaluation:
-    """Returns the mean loss over the rows, and the objective's measures. The rows are sorted by
+    """Returns the mean loss over the rows, and the objective's metrics. The rows are sorted by
     length to reduce padding. Sums are computed in fp64. `weight` of the result is the sum of the
     weights of the batches.
 

@@ -531,10 +531,10 @@ def flops_per_token(model: nn.Module, config: Any) -> float:
     """Returns the number of FLOPs for one token in forward and backward. Only the matrix products
     with weights are counted.
 
-    The product with a weight of M elements needs 2 M FLOPs in forward, and 2 M for the gradient of
-    its input. If the weight is trained, its gradient needs another 2 M. Every Linear module of
-    `model` is counted, including those of adapters. Of stacked experts, only those that process a
-    token are counted.
+    The matrix product with a weight of M elements needs 2 M FLOPs in forward, and 2 M FLOPs for the
+    gradient of its input. If the weight is trained, the weight's gradient needs another 2 M FLOPs.
+    Every Linear module of `model` is counted, including those of adapters. Of stacked experts, only
+    those that process a token are counted.
 
     model   a layer, or a model for text
     config  a transformers configuration

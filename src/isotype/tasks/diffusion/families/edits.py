@@ -139,8 +139,9 @@ class QwenImageEdit(QwenImage):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit of September 2025 and later, with one picture before the edit. The language
-    model reads this picture at a smaller size than in the first version of Qwen-Image-Edit.
+    """The versions of Qwen-Image-Edit since September 2025, with one picture before the edit. The
+    language model reads this picture at a smaller size than in the first version of
+    Qwen-Image-Edit.
     """
 
     pipeline = "QwenImageEditPlusPipeline"

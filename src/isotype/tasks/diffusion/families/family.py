@@ -44,7 +44,7 @@ class Latents:
 
     def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the mean and the standard deviation of the posterior, each fp32[N C H W]. They
-        are scaled as the denoiser expects latents.
+        have the scale that the denoiser expects.
 
         x_N3HW  pixels in [-1, 1], in the VAE's dtype
         """
@@ -54,8 +54,8 @@ class Latents:
         return (posterior.mean.float() - offset) * factor, posterior.std.float() * factor
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
-        """Decodes latents to pixels F[N 3 H W] in the VAE's dtype. The latents are scaled as for
-        the denoiser.
+        """Decodes latents to pixels F[N 3 H W] in the VAE's dtype. The latents have the scale that
+        the denoiser expects.
         """
         return decode_pixels(
             vae, latents_NCHW / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
@@ -435,8 +435,8 @@ class Family:
         return {}
 
     def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
-        """Converts the pipeline's output for pictures of this size to latents F[N C H W]. They
-        are scaled as for the denoiser.
+        """Converts the pipeline's output for pictures of this size to latents F[N C H W]. The
+        latents have the scale that the denoiser expects.
         """
         return output
 
@@ -449,8 +449,8 @@ class Family:
         generator: Any,
         control: Tensor | None = None,
     ) -> Tensor:
-        """Generates latents F[N C H W] from noise with the pipeline's denoising loop. They are
-        scaled as for the denoiser.
+        """Generates latents F[N C H W] from noise with the pipeline's denoising loop. The latents
+        have the scale that the denoiser expects.
 
         empty    the encoded negative text
         control  the latents of the picture before the edit
@@ -480,9 +480,7 @@ def denoiser_config(model: Any) -> Any:
 
 
 def full_mask(text: Text) -> Tensor:
-    """Returns a mask bool[N S] in which every token is counted. This is for captions without
-    padding.
-    """
+    """Returns a mask bool[N S] that includes every token. This is for captions without padding."""
     return text["text"].new_ones(text["text"].shape[:2]).bool()
 
 

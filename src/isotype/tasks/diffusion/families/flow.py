@@ -130,7 +130,7 @@ class Flux(PackedTokens):
 
 def guidance_input(model: Any, time_N: Tensor, conditioning: Conditioning) -> Tensor | None:
     """Returns the guidance scale F[N] if the model has such an input, as Flux.1-dev has. Returns
-    None if it does not, as for Flux.1-schnell.
+    None if the model has no such input, as for Flux.1-schnell.
     """
     if denoiser_config(model).guidance_embeds:
         return torch.full_like(time_N, conditioning.guidance)
@@ -148,8 +148,8 @@ def position_ids(rows: int, columns: int, device: torch.device, axes: int = 3) -
 
 
 class Chroma(Flux):
-    """Chroma, which is Flux without CLIP. Its text is masked after the first padding token. The
-    negative text for the guidance is empty.
+    """The family Chroma, which is like Flux but has no CLIP encoder. Its text is masked after the
+    first padding token. The negative text for the guidance is empty.
     """
 
     pipeline = "ChromaPipeline"
@@ -313,8 +313,9 @@ class ZImage(Family):
 
 
 class SD3(Family):
-    """Stable Diffusion 3 and 3.5. The denoiser gets the latents as a picture, not as tokens, and
-    one sequence with the embeddings of two CLIP encoders and T5. It uses classifier-free guidance.
+    """Stable Diffusion 3 and 3.5. The denoiser gets the latents as a picture, not as tokens. It
+    also gets one sequence with the embeddings of two CLIP encoders and T5. It uses classifier-free
+    guidance.
     """
 
     pipeline = "StableDiffusion3Pipeline"
@@ -368,8 +369,8 @@ class SD3(Family):
 
 
 class AuraFlow(Family):
-    """AuraFlow. The denoiser gets the latents as a picture, not as tokens, and the embeddings of
-    one T5 encoder. The embeddings of padding tokens are 0.
+    """AuraFlow. The denoiser gets the latents as a picture, not as tokens. It also gets the
+    embeddings of one T5 encoder. The embeddings of padding tokens are 0.
     """
 
     pipeline = "AuraFlowPipeline"
@@ -518,8 +519,8 @@ class Lumina2(Family):
 
 class _MaskWithLengths:
     """A mask [N S] that stores the sums of its rows. The denoiser reads the sums in each pass. If
-    they were computed each time, the process would have to wait for the device. In a memory plan
-    they could not be computed at all, because its tensors have no data.
+    the sums were computed in each pass, the process would have to wait for the device each time. In
+    a memory plan, the sums could not be computed at all, because the tensors have no data.
     """
 
     def __init__(self, mask_NS: Tensor, lengths: tuple[int, ...]) -> None:
@@ -628,7 +629,7 @@ def _unpatchify(denoiser: Any, x_NTP: Tensor, sizes: Any, is_training: bool) -> 
 
 def _tokens_to_picture(tokens_NCTP: Tensor, like_NCHW: Tensor, side: int) -> Tensor:
     """In training mode, the denoiser returns tokens F[N C T side*side]. This function arranges them
-    as latents F[N C H W]. The tokens after those of the picture are padding.
+    as latents F[N C H W]. The tokens that come after the picture's tokens are padding.
     """
     height, width = (length // side for length in like_NCHW.shape[-2:])
     tokens: Tensor = (
@@ -638,8 +639,8 @@ def _tokens_to_picture(tokens_NCTP: Tensor, like_NCHW: Tensor, side: int) -> Ten
 
 
 def _split_evenly_over_experts(moe: Any, x_NSD: Tensor) -> Tensor:
-    """Replaces the forward of a layer of experts in a memory plan. There the tensors have no
-    values, so each expert gets the same number of tokens. The shapes are the same as in the
+    """Replaces the forward of a layer of experts in a memory plan. In a memory plan the tensors
+    have no values, so each expert gets the same number of tokens. The shapes are the same as in the
     original forward.
     """
     tokens_TD = x_NSD.flatten(0, 1).repeat_interleave(moe.num_activated_experts, 0)

@@ -209,8 +209,9 @@ def size_conditioning(noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
 
 
 class PixArtAlpha(Family):
-    """PixArt-alpha. The denoiser gets the latents as a picture, not as tokens, and T5's sequence of
-    embeddings with its mask. It also predicts a variance, which training does not use.
+    """PixArt-alpha. The denoiser gets the latents as a picture, not as tokens. It also gets T5's
+    sequence of embeddings with its mask. In addition to the noise, the denoiser predicts a
+    variance, which training does not use.
     """
 
     pipeline = "PixArtAlphaPipeline"
@@ -253,8 +254,8 @@ class PixArtSigma(PixArtAlpha):
 
 def size_inputs(model: Any, noisy_NCHW: Tensor, downscale: int) -> dict[str, Tensor | None]:
     """Returns the inputs of PixArt that describe the size. They are the height and width in pixels,
-    fp32[N 2], and their ratio, fp32[N 1]. Returns None if the model does not have these inputs.
-    PixArt-alpha for 1024 pixels has them.
+    fp32[N 2], and their ratio, fp32[N 1]. Returns None if the model does not have these inputs. The
+    model PixArt-alpha for 1024 pixels has these inputs.
     """
     config = denoiser_config(model)
     if not (

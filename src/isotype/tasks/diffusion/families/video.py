@@ -38,8 +38,8 @@ class SingleFrame(Family):
 
 
 class Wan(SingleFrame):
-    """Wan 2.1, and the model of Wan 2.2 that has only one denoiser. The denoiser gets UMT5's
-    sequence of embeddings. The embeddings of padding tokens are 0.
+    """Supports Wan 2.1, and the model of Wan 2.2 that has only one denoiser. The denoiser gets
+    UMT5's sequence of embeddings. The embeddings of padding tokens are 0.
     """
 
     pipeline = "WanPipeline"
