@@ -95,8 +95,8 @@ def autocast_off() -> AbstractContextManager[Any]:
 
 
 def keep_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `function` so that it always runs under the planned autocast dtype that is set now.
-    Outside `plan_device` it returns `function` itself.
+    """Wraps `function` so that every later call runs under the planned autocast dtype that is set
+    at the time of wrapping. Outside `plan_device` it returns `function` itself.
     """
     if _PlanState.device_type is None:
         return function

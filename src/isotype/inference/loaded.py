@@ -1,6 +1,6 @@
-"""Loads the result of a run, or the newest complete checkpoint of an unfinished run, with the run's
-precision, and chats with the model. Also loads folders of adapters and models that belong to no
-run.
+"""Loads the result of a run with the run's precision, and chats with the model. For an unfinished
+run, the newest complete checkpoint is loaded. Also loads folders of adapters and models that belong
+to no run.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class MergeResult:
 
 def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> MergeResult:
     """Merges a run's adapter and writes a Hugging Face folder. Raises UsageError if there is no
-    adapter, RunError SV001 if the loss of the merged model differs.
+    adapter, and RunError SV001 if the loss of the merged model differs.
     """
     from peft import PeftModel
 

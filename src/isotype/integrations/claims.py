@@ -368,8 +368,9 @@ TESTED_VERSIONS = {
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raises UsageError for an object that is not a Trainer, and for a trainer that is attached
-    already, is training, is wrapped, or has an untested version.
+    """Raises UsageError for an object that is not a Trainer, and for a trainer that is already
+    attached, that is training, whose model is already wrapped, or whose library has an untested
+    version.
     """
     if not isinstance(trainer, Trainer):
         if isinstance(trainer, type):

@@ -156,8 +156,8 @@ def check_patterns(
     names: Iterable[str],
     label: str,
 ) -> None:
-    """Raises UsageError for a setting that is not a valid regular expression, and for one that
-    takes longer than the limit to match the names.
+    """Raises UsageError for a setting that is not a valid regular expression, and for a regular
+    expression that needs more time than the limit to match the names.
 
     names  the names of the model's modules
     """

@@ -116,8 +116,8 @@ def refuse_wrong_tying(folder: Path, embedding: str, head: str) -> None:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Digests:
-    """Returns for each floating-point tensor, by its name, the SHA-256 of its bytes after a cast to
-    `dtype`.
+    """Casts each floating-point tensor to `dtype`, and returns the SHA-256 of its bytes under the
+    tensor's name.
     """
     return {
         name: _digest(tensor, dtype)

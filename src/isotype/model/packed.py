@@ -188,7 +188,7 @@ SINGLE_FILE = "model.safetensors"
 
 def detect_file_dtype(name: str, revision: str | None) -> torch.dtype | None:
     """Returns fp32, bf16 or fp16 if all floating-point tensors in the model's safetensors files
-    have this dtype; else None.
+    have this one dtype. Otherwise returns None.
 
     name  a folder, or a hub id whose files are downloaded as by `from_pretrained`
     """

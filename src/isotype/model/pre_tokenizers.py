@@ -146,7 +146,9 @@ def build_pre_tokenizer(splitting: SplitRule) -> Any:
 
 
 def match_splitting(tokenizer: Tokenizer) -> SplitRule | None:
-    """Finds the rule with which llama.cpp gives the same tokens as `tokenizer`, or None."""
+    """Returns the rule with which llama.cpp gives the same tokens as `tokenizer`, or None if there
+    is no such rule.
+    """
     if tokenizer.pre_tokenizer is None or _changes_text(tokenizer):
         return None
     has_same_merges: bool | None = None

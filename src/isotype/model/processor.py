@@ -1,5 +1,5 @@
-"""Loads the processor of a vision-language model, which converts pictures to pixel tensors and
-inserts their tokens, and copies its files.
+"""Loads the processor of a vision-language model, and copies the processor's files. The processor
+converts pictures to pixel tensors and inserts their tokens.
 
 The processor is loaded with the image processor that uses PIL, and without its video part. The
 other image processors and the video part need torchvision. If a picture is resized by PIL and by

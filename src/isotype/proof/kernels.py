@@ -248,7 +248,8 @@ def check_ops(scale: Scale) -> Iterator[Row]:
 
 
 def check_op(case: OpCase, dtype_name: str, scale: Scale) -> Row:
-    """Compares outputs and gradients of one op with fp64 and returns the largest ratio of errors.
+    """Compares outputs and gradients of one op with fp64, and returns the largest ratio of an error
+    to the allowed error.
 
     ->  passed, `error` and `plain_error` of the tensor with the largest ratio, its name, and the
         `ratio` of the op's error to the allowed one

@@ -371,9 +371,9 @@ def _is_end(expectations: Expectations, answer: Answer, index: int) -> bool:
 
 
 def _margin(expected: ExpectedAnswer, index: int, found_id: int | None) -> float | None:
-    """Returns the difference between two log-probabilities of the trained model, which are the
-    log-probability of its own token and that of the server's token. Returns None if the server's
-    token is not among the most probable tokens.
+    """Returns how much larger the log-probability of the trained model's own token is than the
+    log-probability of the server's token. Both values come from the trained model. Returns None if
+    the server's token is not among the most probable tokens.
     """
     alternatives = expected.alternatives[index]
     if found_id is None or found_id not in alternatives:

@@ -1,4 +1,6 @@
-"""Computes the answers that a server of this run should give, in fp32 arithmetic."""
+"""Computes, in fp32 arithmetic, the answers that a server should give if it serves the result of
+this run.
+"""
 
 from __future__ import annotations
 

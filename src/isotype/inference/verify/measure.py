@@ -114,8 +114,8 @@ def verify_file(
 def load_evaluation(
     run: LoadedRun, count: int, *, prompt_count: int = 0
 ) -> tuple[list[Row], LoadedData]:
-    """Returns up to `count` held-out rows of the run's data, or training rows if none are held out,
-    and the data.
+    """Returns up to `count` held-out rows of the run's data, or training rows if no rows are held
+    out. The second result is the loaded data.
 
     prompt_count  the largest number of prompts that the data has
     Raises        UsageError for data that is missing, and for a folder without a run's data

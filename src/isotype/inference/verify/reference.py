@@ -48,7 +48,9 @@ class Scores:
         return float(self.row_losses.sum() / self.row_tokens.sum())
 
     def agreement(self, reference: Scores) -> float:
-        """Returns the share of labelled positions at which both predict the same token."""
+        """Returns the share of labelled positions at which these scores and `reference` predict the
+        same token.
+        """
         return float((self.predictions == reference.predictions).double().mean())
 
     def noise(self, reference: Scores) -> float:

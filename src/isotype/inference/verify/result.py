@@ -194,8 +194,9 @@ def store_result(run: LoadedRun, name: str, result: Mapping[str, Any]) -> None:
 
 
 def kept_share(base: float, trained: float, file: float, noise: float) -> float | None:
-    """Returns (base - file) / (base - trained); None if training lowered the loss by no more than
-    twice the standard error, or by less than SMALLEST_GAIN.
+    """Returns the share of the improvement that the file keeps, (base - file) / (base - trained).
+    Returns None if training lowered the loss by no more than twice the standard error, or by less
+    than SMALLEST_GAIN.
     """
     gain = base - trained
     if not math.isfinite(file) or gain <= max(2 * noise, SMALLEST_GAIN):

@@ -62,8 +62,8 @@ _SHAPE_KEYS = ("tie_word_embeddings", "vocab_size")
 def compare_gguf_settings(
     run: LoadedRun, config: Any, written: WrittenModel
 ) -> tuple[list[Difference], list[str]]:
-    """Compares the header of a GGUF file. Returns the differences, and messages about settings that
-    could not be compared.
+    """Compares the header of a GGUF file with the settings of the run. Returns the differences, and
+    messages about settings that could not be compared.
     """
     import gguf
 
@@ -171,8 +171,8 @@ def _changed_settings(config: Any, file_config: Any) -> Iterator[tuple[str, Any,
 def compare_folder_settings(
     run: LoadedRun, config: Any, folder: Path, file_config: Any
 ) -> tuple[list[Difference], list[str]]:
-    """Compares config.json, generation_config.json and the tokenizer of a folder. Raises UsageError
-    if one of these files cannot be read.
+    """Compares config.json, generation_config.json and the tokenizer of a folder with those of the
+    run. Raises UsageError if one of these files cannot be read.
     """
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)

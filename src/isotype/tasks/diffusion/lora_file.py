@@ -118,7 +118,7 @@ class LoraFile:
 
 def read_lora_file(path: Path, pipeline: PipelineFolder, config: RunConfig) -> LoraFile:
     """Reads the LoRA of a file for the model of a run. Raises UsageError for a file that cannot be
-    read, for other adapters than LoRA, and for tensors that belong to no module.
+    read, for an adapter that is not a LoRA, and for tensors that belong to no module.
     """
     tensors, metadata = _read_tensors(path)
     family = pipeline.family

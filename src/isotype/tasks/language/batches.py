@@ -205,8 +205,8 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     Causal attention needs no mask for padding on the right, because no real token attends to later
     tokens, and padding has no loss. With a mask, attention cannot use its fast kernels. So the mask
     is removed unless the model needs it for something else. On a GPU, the bounds of the packed
-    documents are used to separate them. With these bounds, fast kernels can also compute attention
-    with windows and softcaps.
+    documents are used to separate the documents. With these bounds, fast kernels can also compute
+    attention with windows and softcaps.
     """
     inputs = batch.inputs
     if batch.position_ids is not None and has_grid_positions(model):

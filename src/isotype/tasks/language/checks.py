@@ -278,8 +278,8 @@ def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
 
 
 def check_chat_template(subject: PreflightSubject) -> Iterator[Finding]:
-    """Runs the check PF010, which finds an error if the data contain chats but the tokenizer has no
-    chat template.
+    """Runs the check PF010, which reports an error if the data contain chats but the tokenizer has
+    no chat template.
     """
     template = subject.task.data.facts["template"]
     if not template or template["source"] != "default":

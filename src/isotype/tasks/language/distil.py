@@ -133,8 +133,8 @@ class Distil(NextToken):
 
     def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:
         """Returns the sum of the losses, float[]. If cross-entropy is a part of the loss, returns
-        float[3], which also contains the measures. In a memory plan, no teacher is loaded, and the
-        student is used in its place.
+        float[3], which also contains the two parts of the loss that are logged. In a memory plan,
+        no teacher is loaded, and the student is used in its place.
         """
         teacher = model if self.teacher is None else self.teacher
         if batch.position_ids is not None and (
