@@ -198,8 +198,7 @@ def _isotype_step(model: Any, ids: torch.Tensor, preset: str, device_name: str) 
 
 
 def _autocast_step(model: Any, ids: torch.Tensor) -> Step:
-    """Returns the usual training step, which uses PEFT under autocast and the loss of transformers.
-    """
+    """Returns the usual training step, which uses PEFT under autocast and the loss of transformers."""
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=LEARNING_RATE,

@@ -267,8 +267,7 @@ class PipelineFolder:
 
     @property
     def published_quantisation(self) -> Quantisation | None:
-        """Returns how the denoiser's files are quantised. Returns None if they are not quantised.
-        """
+        """Returns how the denoiser's files are quantised. Returns None if they are not quantised."""
         is_plain = self.denoiser_settings is not None or self.file is not None
         if is_plain:
             settings = None
