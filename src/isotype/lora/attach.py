@@ -1,4 +1,5 @@
-"""Attaches the fused LoRA op to instances of PEFT's layers and detaches it. No class is patched.
+"""Makes instances of PEFT's LoRA layers run the fused LoRA op, and makes them run PEFT's code
+again. No class is patched.
 
 A layer is fused only if the op computes exactly what PEFT computes. Other layers run PEFT's code,
 and the manifest (the list of what `optimize` replaced) states the reason.
@@ -10,8 +11,8 @@ scale and dropout. The attached forward is a bound method. A deepcopy of the lay
 that is bound to the copy.
 
 Layers with the same input are called siblings. The sibling that is called first computes the
-outputs of all siblings and stores them. Each of the other siblings returns its stored output if its
-input is the same tensor. Otherwise it computes its output itself. No attention or MLP class is
+outputs of all siblings and stores them. If another sibling is called with the same input tensor, it
+returns its stored output. Otherwise it computes its output itself. No attention or MLP class is
 changed.
 """
 
@@ -71,8 +72,8 @@ def is_lora(layer: nn.Module) -> bool:
 
 
 def is_expert_stack(layer: Any) -> bool:
-    """Whether this is PEFT's wrapper of a three-dimensional parameter, which is a stack of experts.
-    `optimize.experts` handles such layers.
+    """Whether this is PEFT's wrapper of a three-dimensional parameter. Such a parameter is a stack
+    with the weights of several experts. `optimize.experts` handles such layers.
     """
     if not hasattr(layer, "parameter_name") or not is_lora(layer):
         return False
@@ -152,7 +153,7 @@ def fusion_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
 
 def adapter_blocker(layer: Any, *, allow_dora: bool = False) -> str | None:
     """Returns the same reason as `fusion_blocker`, but does not check whether the adapter is
-    disabled or merged. Each call of the layer checks these two conditions.
+    disabled or merged. Each call of the layer checks these two conditions itself.
 
     allow_dora  whether DoRA is accepted, since `dora.apply_dora` can compute it
     """
@@ -230,7 +231,8 @@ def unadapted_layer_blocker(layer: nn.Module) -> str | None:
 
 def weight_blocker(base: nn.Module) -> str | None:
     """Returns the reason why the fused op cannot use the current weight of this base layer, or None
-    if it can. A sharded weight is no such reason, since it is gathered when the layer is called.
+    if it can. The op can use a sharded weight, since the weight is gathered when the layer is
+    called.
     """
     # `base.weight` would evaluate a parametrisation. With `spectral_norm`, each read of the weight
     # is a step of its power iteration
@@ -273,7 +275,7 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
                  base weight is in bf16 or fp16
 
     The op is also attached to a layer whose adapter is disabled or merged, or that has several
-    active adapters. Such a layer runs PEFT's code as long as this is so.
+    active adapters. While the adapter is in such a state, the layer runs PEFT's code.
     """
     placements = []
     for path, layer in lora_layers(model):
@@ -328,7 +330,7 @@ def is_fused(layer: nn.Module) -> bool:
 
 
 def _link_siblings(parent: nn.Module, path: str) -> None:
-    """Stores the other layers of a group on its first layer, if every layer of the group is fused.
+    """If every layer of a group is fused, stores the other layers of the group on its first layer.
 
     With LoRA dropout, an output that is computed for a sibling but never used consumes random
     numbers that PEFT's layers would not consume.
@@ -385,8 +387,8 @@ class LayerPlan(DroppedOnCopy):
 
 
 def refresh_plan(layer: Any) -> LayerPlan:
-    """Creates a new plan for a fused layer. This is done when the op is attached, once per step,
-    and after PEFT's state has changed.
+    """Creates a new plan (`LayerPlan`) for a fused layer. This is done when the op is attached,
+    once per step, and after PEFT's state has changed.
     """
     plan = layer.__dict__[_PLAN] = LayerPlan(layer)
     return plan
@@ -520,8 +522,8 @@ def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _compute_with_siblings(
     siblings: Sequence[Any], x: Tensor, first_projection: Projection
 ) -> Tensor | None:
-    """Computes a layer and its siblings in one function, and stores the siblings' outputs for their
-    calls. Returns None if one function cannot compute all of them.
+    """Computes a layer and its siblings in one function, and stores the outputs of the siblings
+    until the siblings are called. Returns None if one function cannot compute all of them.
     """
     projections = [first_projection]
     for sibling in siblings:
@@ -625,7 +627,7 @@ def refuse_packed_adapter(reason: str) -> None:
 
 def _run_peft_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Runs PEFT's forward. While it runs, bitsandbytes is prevented from repacking the weight in
-    place. Repacking is never undone, and later gradients would be wrong.
+    place. bitsandbytes never undoes such a repacking, and later gradients would be wrong.
     """
     base = layer.base_layer
     if (

@@ -4,9 +4,9 @@ weight-decomposed low-rank adaptation").
 y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias. n contains the norms of the rows of W + s B A. The norms get
 no gradient, as in the paper and in PEFT. So the result is the same as in LoRA, multiplied by a
 factor for each output feature. The norm of each row is computed as n² = |W|² + 2 s <W Aᵀ, B> + s²
-<B (A Aᵀ), B>, without computing W + s B A. |W|² is computed once per weight. n is fp32, because m /
-n is near 1 at the start of training, where the distance between bf16 numbers is as large as the
-change that training learns.
+<B (A Aᵀ), B>, without computing W + s B A. |W|² is computed once per weight. n is fp32. At the
+start of training m / n is near 1, and there the distance between two bf16 numbers is as large as
+the changes of m / n by training.
 
 T tokens, K in features, O out features, R rank.
 """
@@ -29,7 +29,7 @@ _row_squares_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 class ScaleToMagnitude(torch.autograd.Function):
     """Replaces u by u m / n + bias, in fp32 for one block of rows at a time. The result is the only
-    large tensor that is saved.
+    large tensor that is saved for backward.
 
     u     F[T O]      overwritten
     m, n  fp32[O]

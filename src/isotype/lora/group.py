@@ -200,12 +200,12 @@ def input_gradient(
     *,
     calls_kernels_directly: bool = False,
 ) -> Tensor:
-    """Computes the gradient of x in `dtype`, which is the sum of all dy W and of dxa A, the
-    adapters' part. Only one weight is dequantised at a time.
+    """Computes the gradient of x in `dtype`. It is the sum of dy W over all projections, plus dxa
+    A, which is the adapters' part. Only one weight is dequantised at a time.
 
     The adapters' part is computed first and rounded to the compute dtype. Each matrix
-    multiplication dy W then adds its result to it (`addmm_`). With the C++ kernels, the adapters'
-    part is added last, without being rounded first.
+    multiplication dy W then adds its result to the adapters' part (`addmm_`). With the C++ kernels,
+    the adapters' part is added last, without being rounded first.
 
     keep_masks  None without dropout
     """
@@ -316,8 +316,8 @@ def tensor_gradients(
 
 
 def needs_input(needs: Sequence[bool]) -> bool:
-    """Whether backward reads the projections' input. It does if a weight or an A matrix needs a
-    gradient.
+    """Whether backward reads the projections' input. Backward reads this input if a weight or an A
+    matrix needs a gradient.
     """
     return any(needs[WEIGHT::FIELDS_PER_PROJECTION]) or any(needs[A::FIELDS_PER_PROJECTION])
 

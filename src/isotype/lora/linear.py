@@ -76,7 +76,7 @@ def resolve_dtypes(
     branch_fp32: bool = False,
     x_dtype: torch.dtype | None = None,
 ) -> LoraDtypes:
-    """Resolves the dtypes of one call.
+    """Determines the dtypes in which one call of a LoRA layer computes.
 
     weight_dtype   the dtype of a dense weight; for a quantised weight the layer's compute dtype
     adapter_dtype  the promoted dtype of A and B; None without an adapter
@@ -200,9 +200,9 @@ def adapted_product(
     x.
 
     On a GPU the adapter branch is computed first, and the matrix multiplication with the base
-    weight adds its result to it. The matrix product of the adapter branch then moves 2 bytes per
-    element of the output. It would move 4 bytes if it ran second and added its result to the output
-    of the base layer.
+    weight adds its result to it. The matrix product of the adapter branch then only writes the
+    output, which is 2 bytes per element. If it ran second, it would read and write the output of
+    the base layer, which is 4 bytes per element.
 
     adapter_first   the result of `should_run_adapter_first(x)`
     calls_kernels_directly  the result of `can_call_kernels_directly` for x
@@ -363,8 +363,8 @@ def lora_linear_reference(
     scale: float = 1.0,
     keep_mask: Tensor | None = None,
 ) -> Tensor:
-    """Computes `lora_linear` in plain PyTorch. It is also correct for fp64 inputs. `keep_mask` is
-    true for the elements of x that dropout keeps in the adapter branch.
+    """Computes `lora_linear` in plain PyTorch. It also supports fp64 inputs. `keep_mask` is true
+    for the elements of x that dropout keeps in the adapter branch.
     """
     branch_input = x
     if keep_mask is not None:
@@ -378,8 +378,8 @@ def lora_linear_reference(
 
 
 class LinearChoices(NamedTuple):
-    """Describes how one call is computed. `choose_linear` decides this at the start of forward, and
-    backward uses the same decisions.
+    """Describes how one call of a LoRA layer is computed. `choose_linear` decides this at the start
+    of forward, and backward uses the same decisions.
 
     dtypes          the dtypes of the matrix products and of the output, and whether the branch is
                     computed in fp32
@@ -404,8 +404,9 @@ class LinearChoices(NamedTuple):
 def choose_linear(
     ctx: Any, x: Tensor, scale: float, quant_state: Any, dtypes: LoraDtypes
 ) -> LinearChoices:
-    """Decides how a call is computed. It must be called exactly once per forward, since
-    `is_output_unused` counts the matrix products of a decoder layer.
+    """Decides how a call of a LoRA layer is computed (see `LinearChoices`). It must be called
+    exactly once per forward, since `is_output_unused` counts the matrix products of a decoder
+    layer.
     """
     _, needs_weight, _, needs_a, _ = ctx.needs_input_grad[:5]
     is_unused = bool(layers_running) and is_output_unused(ctx)

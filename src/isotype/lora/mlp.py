@@ -2,16 +2,16 @@
 one autograd function.
 
 These tensors are saved for backward: x, the outputs of gate and up, and the matrix products with
-the A matrices (tokens x rank). The activation and its product with up are not saved. Backward
-computes them again in the same pass as their gradients. Gate and up may be a single layer of twice
-the width.
+the A matrices (tokens x rank). The result of the activation, and this result multiplied by the
+output of up, are not saved. Backward computes them again in the same pass as their gradients. Gate
+and up may be a single layer of twice the width.
 
 In a decoder layer that is recomputed (gradient checkpointing), backward may overwrite the outputs
-of gate and up. On a GPU it overwrites these outputs with their gradients. There it computes h and
-its gradient for one tile of tokens at a time. At most two tensors of tokens x inner features then
-exist at once, instead of six. If the layer is recomputed and nothing reads its output, the matrix
-product of h with the base weight of `down` is skipped, because backward needs only the product of h
-with the LoRA matrix A of `down`.
+of gate and up. On a GPU it overwrites these outputs with their gradients. It computes h and its
+gradient for one tile of tokens at a time. At most two tensors of the size tokens x inner features
+then exist at once, instead of six. If nothing reads the output of the recomputed layer, the
+recompute skips the matrix product of h with the base weight of `down`. Backward needs only the
+matrix product of h with the LoRA matrix A of `down`.
 
 T tokens, K in features, I inner features, R ranks. h is activation(gate) * up.
 """
@@ -229,9 +229,8 @@ def _output_widths(flat_tensors: Sequence[Tensor | None], states: Sequence[Any])
 def _down_adapter_products(
     gated_op: Gated, gate_TI: Tensor, up_TI: Tensor, flat_tensors: Sequence[Tensor | None]
 ) -> AdapterProducts:
-    """Computes h Aᵀ. Returns it together with A and B, which are cast to the dtype of h. On a GPU
-    it processes one tile of tokens at a time, since a single tile is enough work for the whole
-    device.
+    """Computes h Aᵀ. Returns this matrix product, and A and B in the dtype of h. On a GPU it
+    processes one tile of tokens at a time, since a single tile is enough work for the whole device.
 
     flat_tensors  the tensors of down
     """
@@ -362,8 +361,8 @@ def _down_gradients(
 
 def _can_recompute_from_x(flat_tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> bool:
     """Whether `_gradients_from_x` computes all gradients that are needed. That function only
-    computes the gradients of x and of the adapters. The adapters must be in fp32, so that the sums
-    over tiles are not rounded after each tile.
+    computes the gradients of x and of the adapters. The adapters must be in fp32, because otherwise
+    the sums over tiles would be rounded after each tile.
     """
     if any(needs[WEIGHT::FIELDS_PER_PROJECTION]) or not are_all_none(
         flat_tensors[BIAS::FIELDS_PER_PROJECTION]
@@ -383,8 +382,8 @@ def _save_adapters_only(
     x_TK: Tensor, flat_tensors: Sequence[Tensor | None], states: Sequence[Any]
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
     """Returns the values that a recompute saves for `_gradients_from_x`, in the same order as
-    `_compute_mlp`. Only A and B, which are cast, have values. All tensors with a row per token are
-    placeholders without values.
+    `_compute_mlp`. Only A and B, which are cast, have real values. For all tensors that have one
+    row per token, the function returns placeholders without values.
     """
     tokens = x_TK.shape[0]
     dtype = x_TK.dtype
@@ -676,8 +675,8 @@ def lora_mlp(
     *,
     is_eager: bool = False,
 ) -> Tensor:
-    """Computes down(activation(gate) * up), where gate and up are the outputs of the two
-    projections in `inner`, or the halves of the output of its only projection.
+    """Computes down(activation(gate) * up). If `inner` has two projections, gate and up are their
+    outputs. If `inner` has one projection, gate and up are the two halves of its output.
 
     x       any float [*n K]
     ->      Y[*n K]   the dtype in which all three layers compute and return their results
@@ -709,7 +708,7 @@ def lora_mlp(
 
 def mlp_fusion_blocker(layers: Sequence[Any]) -> str | None:
     """Returns the reason why these layers do not run as one function, or None if they do. The
-    layers are gate, up and down, or a joint layer for gate and up, and down.
+    layers are gate, up and down, or one layer that computes both gate and up, followed by down.
     """
     has_adapter = False
     for layer in layers:

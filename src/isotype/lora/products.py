@@ -1,11 +1,11 @@
-"""Computes matrix products with A and B, in which one dimension is the rank of the adapter. C++
-kernels compute them for bf16 on a CPU that has bf16 instructions. PyTorch computes them in all
-other cases.
+"""Computes matrix products with the adapter matrices A and B. One dimension of these matrix
+products is the rank of the adapter. C++ kernels compute them for bf16 on a CPU that has bf16
+instructions. PyTorch computes them in all other cases.
 
 A kernel reads each large operand once, sums in fp32 and rounds the result once. The gradient of an
 adapter is summed and returned in fp32, although the operands are bf16 or fp16. On a CPU, PyTorch
 has no matrix product that does this. Without the kernels, the gradient is computed by two matrix
-products for bf16, and in blocks of rows for fp16. So no whole activation is converted to fp32.
+products for bf16, and in blocks of rows for fp16. So no activation is converted to fp32 as a whole.
 
 T tokens, M and N features, R ranks.
 """
@@ -56,8 +56,8 @@ _availability_for_graphs: dict[str, bool] = {}
 
 @cache
 def kernels_available() -> bool:
-    """Whether the kernels can run on this machine. They must be built, and the processor and the
-    compiler must support AVX512-BF16.
+    """Whether the kernels can run on this machine. The kernels must be built, and the processor and
+    the compiler must support AVX512-BF16.
     """
     if KERNELS.load():
         _availability_for_graphs["native"] = KERNELS.has_bf16_instructions()
@@ -90,9 +90,10 @@ def can_run_kernels(x: Tensor) -> bool:
 
 
 def can_call_kernels_directly(dtype: torch.dtype, x: Tensor) -> bool:
-    """Whether matrix products of x in `dtype` may call the kernels without PyTorch's dispatcher.
-    They may if neither a dispatch mode (of observation or memory planning) nor a compiler has to
-    see the operators. An autograd function calls this once for all its matrix products.
+    """Whether matrix products with the operand x in `dtype` may call the C++ kernels without
+    PyTorch's dispatcher. They may not if a dispatch mode (of observation or memory planning) or a
+    compiler has to see the operators. An autograd function calls this once for all its matrix
+    products.
     """
     if dtype is not torch.bfloat16 or not x.is_cpu or torch.compiler.is_dynamo_compiling():
         return False
@@ -172,8 +173,8 @@ def scaled_product(
 
 
 def can_add_in_one_pass(dtype: torch.dtype, left_TR: Tensor, right_RN: Tensor) -> bool:
-    """Whether `add_product_` runs as one kernel if y has this dtype. The kernel does not round left
-    @ right before it adds it.
+    """Whether `add_product_` runs as one kernel if y, the tensor to which it adds, has this dtype.
+    The kernel does not round the matrix product left @ right before it adds the product to y.
     """
     return (
         dtype == left_TR.dtype
@@ -316,8 +317,8 @@ def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
 
 def _two_term_product(left_TM: Tensor, right_TN: Tensor) -> Tensor:
     """Returns the matrix product in fp32, as the sum of the product in bf16 and its rounding error.
-    The rounding error is computed by a second matrix product, which subtracts the bf16 result from
-    its fp32 sum.
+    A second matrix product computes the rounding error: it subtracts the bf16 result from its own
+    fp32 sum before it rounds this sum.
 
     bf16 has the same range as fp32, so the bf16 product does not overflow earlier. On a CPU whose
     `addmm` rounds before it adds, the computed error is zero.
@@ -347,7 +348,7 @@ def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
 
 def should_recast_adapters(x: Tensor) -> bool:
     """Whether forward saves the original A and B, so that backward casts them again. On a GPU
-    forward saves the cast matrices, since each cast is a kernel launch.
+    forward saves the cast matrices instead, since each further cast would be a kernel launch.
     """
     return x.is_cpu or planned_device_type(x.device) == "cpu"
 
@@ -359,8 +360,8 @@ def cast_adapters(
     features: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns (one tensor with all A, the list of all B), in `dtype`. If there is no A, the tensor
-    has no rows and is on the device of `like`.
+    """Returns (one tensor with all A, the list of all B), in `dtype`. If all A matrices are None,
+    the tensor with all A has no rows and is on the device of `like`.
     """
     cast_a: list[Tensor] = []
     cast_b: list[Tensor | None] = []

@@ -5,12 +5,12 @@ A packed weight is a tensor of bytes with a state. The state has the weight's sh
 dequantise the weight (`ops.packed`). The format is bitsandbytes' 4-bit format, or the format in
 which a checkpoint was published. Nothing in this module depends on the format.
 
-A weight is dequantised once for the matrix product in forward and once for the one in backward.
-With gradient checkpointing on a CPU, backward uses the copy that the recompute made, and then frees
-it. So a step makes two copies instead of three. Between recompute and backward, the dequantised
-weights of one decoder layer stay in memory. On a GPU, dequantisation is one kernel launch, which
-reaches 85% of the memory bandwidth and takes 1% of a training step of Llama-3.1-8B. There the copy
-would take 318 MB, so backward dequantises the weight again.
+A weight is dequantised once for the matrix product in forward, and once for the matrix product in
+backward. With gradient checkpointing on a CPU, backward uses the copy that the recompute made, and
+then frees it. So a step makes two copies instead of three. Between recompute and backward, the
+dequantised weights of one decoder layer stay in memory. On a GPU, dequantisation is one kernel
+launch, which reaches 85% of the memory bandwidth and takes 1% of a training step of Llama-3.1-8B.
+On a GPU, the copy would take 318 MB, so it is not kept and backward dequantises the weight again.
 
 T tokens, K in features, O out features.
 """
@@ -64,8 +64,8 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
     """Computes x @ Wᵀ + bias in the dtype of x, with the dequantised weight. In a recompute on a
     CPU, it uses a dequantised copy that backward uses again.
 
-    For its 4-bit formats, bitsandbytes has kernels that need no dequantised copy. They run on a
-    CPU, and on a GPU if x is a single row, as in the generation of one token.
+    For its 4-bit formats, bitsandbytes has kernels that need no dequantised copy. These kernels run
+    on a CPU. On a GPU, they run if x is a single row, as when one token is generated.
     """
     if is_recomputing() and not uses_fused_kernel(packed):
         return F.linear(x_TK, _use_shared_copy(packed, state, x_TK.dtype), bias)
@@ -80,8 +80,8 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
 
 
 def dequantise_weight(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    """Returns W in `dtype`, with the same values as in forward. If the recompute kept a copy, this
-    copy is returned.
+    """Returns W in `dtype`, with the same values as in forward. If the recompute of gradient
+    checkpointing kept a dequantised copy, this copy is returned.
 
     packed  uint8[...]
     ->      dtype[O K]
@@ -101,8 +101,8 @@ def bias_gradient(dy_TO: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward. If so, gradient checkpointing is recomputing the
-    forward, and its backward runs next.
+    """Whether this forward runs inside a backward. If it does, gradient checkpointing is
+    recomputing the forward of a layer, and the backward of this layer runs next.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 

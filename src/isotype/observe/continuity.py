@@ -1,15 +1,16 @@
-"""Checks that a training step starts with the values that the last update wrote. Between the two,
-other code may have run, such as a scheduler, a callback or an evaluation.
+"""Checks that a training step starts with the values that the last update wrote. Between the update
+and the step, other code may have run, such as a scheduler, a callback or an evaluation.
 
-After an update, some elements of some trained weights, of their optimizer states, of averages and
-of buffers are copied. Before the next step their bytes are compared. After each update, other
-tensors are sampled. Tensors that were written after the last update are sampled first; they are
-detected by PyTorch's version counter. No step waits for the device. The result is a number on the
-device, which the step reads together with its loss.
+After an update, the module copies some elements of some trained weights, of their optimizer states,
+of averages and of buffers. Before the next step, it compares the bytes of these elements with the
+copies. After each update, it chooses other tensors. Tensors that were written after the last update
+are sampled first. PyTorch's version counter shows which tensors these are. No step waits for the
+device. The result of the comparison is a number on the device. The step reads this number together
+with its loss.
 
 This module also finds fp32 tensors whose values were rounded to bf16 or fp16. In such a tensor, the
-last bits of every sampled value are zero. After an update only the elements that the update changed
-are checked, because weights of a bf16 checkpoint may be trained in fp32.
+last bits of every sampled value are zero. After an update, only the elements that the update
+changed are checked for rounding. The other elements may still have the values of a bf16 checkpoint.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Difference:
 
 def find_narrow_dtype(values: Tensor) -> str:
     """Returns bf16 or fp16 if this dtype can represent every one of these fp32 values. Returns ""
-    if neither can, or if too few values are not zero.
+    if neither dtype can represent all values, or if too few values differ from zero.
     """
     if values.dtype != torch.float32:
         return ""
@@ -115,8 +116,9 @@ class Sample:
 
 
 class Continuity:
-    """Compares samples of one model and its optimizer. Call `take_sample` after an update and
-    `compare` before the next step. `differences` lists the tensors that differ.
+    """Copies some elements of the tensors of a model and its optimizer (a sample), and later
+    compares them with the current values. Call `take_sample` after an update and `compare` before
+    the next step. `differences` lists the tensors that differ.
 
     flags     0-d fp32, one for each device and dtype: above 0 if a sampled byte differed in
               `compare`
@@ -150,8 +152,8 @@ class Continuity:
         self._written: list[Key] = []
 
     def take_sample(self, moment: str) -> None:
-        """Takes a sample of the tensors. `moment` describes when it is taken: `the update of step
-        3`.
+        """Copies some elements of the tensors. `moment` describes when this is done: `the update of
+        step 3`.
         """
         tensors = dict(self._tensors())
         self.moment = moment
@@ -161,8 +163,8 @@ class Continuity:
         self._samples_taken += 1
 
     def compare(self) -> None:
-        """Compares the tensors with the sample at the beginning of a step. Sets `flags`, and reads
-        nothing from a device.
+        """Compares the tensors with the last sample. It is called at the beginning of a step. The
+        results are written to `flags`, and nothing is read from a device.
         """
         self.flags = []
         if not self._sample.tensors:
@@ -183,11 +185,13 @@ class Continuity:
             ]
 
     def differences(self) -> list[Difference]:
-        """Lists the differences from the last sample. It reads both samples from their devices."""
+        """Lists the tensors whose values differ from the last sample. It copies the last sample and
+        the current values from their devices to the host.
+        """
         return _compare_samples(self._sample, self._resample())
 
     def compare_tensors(self, read_tensor: Callable[[Key], Tensor | None]) -> list[Difference]:
-        """Lists the differences between the last sample and the tensors of a file.
+        """Lists the tensors of a file whose values differ from the last sample.
 
         read_tensor  returns the file's tensor for a key, or None if there is none
         """
@@ -197,9 +201,9 @@ class Continuity:
         return _compare_samples(_take_sample(tensors), self._sample)
 
     def find_narrow_updates(self) -> list[Difference]:
-        """Finds fp32 weights and averages that an update rounded. In such a tensor, a narrower
-        dtype can represent every sampled element that changed since the last sample. Call it after
-        an update.
+        """Finds fp32 weights and averages that an update rounded. An update has rounded a tensor if
+        a narrower dtype can represent every sampled element that has changed since the last sample.
+        Call it after an update.
         """
         new_values = {key: values for key, _, values in self._resample().on_host()}
         differences = []
@@ -261,9 +265,10 @@ class Continuity:
                     yield (BUFFER, full_name), buffer
 
     def _choose_keys(self, keys: list[Key]) -> list[Key]:
-        """Chooses at most SAMPLED_TENSORS tensors of each kind. Tensors that were written outside
-        an update come first, and the others take turns. The states of a chosen parameter are
-        sampled too.
+        """Chooses at most SAMPLED_TENSORS tensors of each kind (weights, averages and buffers).
+        Tensors that were written outside an update are chosen first. The other tensors are chosen
+        in turn, so that each sample contains other tensors. If a parameter is chosen, its optimizer
+        states are sampled as well.
         """
         chosen: list[Key] = []
         for kind in (WEIGHT, AVERAGE, BUFFER):
@@ -290,8 +295,9 @@ class Continuity:
 
 
 class FrozenWeights:
-    """Samples the frozen weights when a run starts. `changed` returns the names of those that
-    differ later. Each sample needs one transfer to the host per device and dtype.
+    """Copies some elements of the frozen weights when a run starts. `changed` returns the names of
+    the weights whose elements differ from these copies later. Each sample needs one transfer to the
+    host per device and dtype.
 
     The check is needed because the weights may lie in files that are mapped into memory, and
     another program can write into these files.
@@ -302,7 +308,7 @@ class FrozenWeights:
         self._start = _take_sample(self._tensors())
 
     def changed(self) -> list[str]:
-        """Returns the names of the weights that have changed in a sampled byte. A weight is left
+        """Returns the names of the weights in which a sampled byte has changed. A weight is left
         out if its dtype or its size has changed, for example because it was gathered.
         """
         tensors = self._tensors()
@@ -331,7 +337,7 @@ def report_differences(
 ) -> None:
     """Adds differences to an observation. Values that were rounded or cast to a narrower dtype are
     violations. If `strict` is set, any difference of weights or states is a violation too. Other
-    differences are listed as unobserved.
+    differences are listed among the observation's unobserved computations.
 
     start, end  descriptions of the two moments
     """
@@ -356,7 +362,7 @@ def report_differences(
 def report_narrow_values(
     observation: Observation, differences: list[Difference], moment: str
 ) -> None:
-    """Adds a violation for fp32 tensors whose values could all be stored in a narrower dtype.
+    """Reports a violation for fp32 tensors whose values could all be stored in a narrower dtype.
 
     moment  a description of the update or load
     """
@@ -402,8 +408,8 @@ _ROLES = {WEIGHT: "trainable", STATE: "optimizer", AVERAGE: "optimizer", BUFFER:
 
 
 def _compare_samples(old: Sample, new: Sample) -> list[Difference]:
-    """Lists the tensors that differ between two samples. A tensor that only one sample has is left
-    out.
+    """Lists the tensors that differ between two samples. A tensor that is in only one of the two
+    samples is left out.
     """
     new_values = {key: current for key, _, current in new.on_host()}
     differences = []
@@ -430,8 +436,8 @@ def _owner(model: nn.Module, full_name: str) -> tuple[nn.Module, str]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor stores its own values in its dtype. Returns False for a subclass that
-    wraps other tensors.
+    """Whether the tensor itself stores its values, in its own dtype. Returns False for a subclass
+    that wraps other tensors.
     """
     part = local_part(tensor)
     return (

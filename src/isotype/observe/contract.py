@@ -15,10 +15,10 @@ Other arithmetic that is not in the dtype `compute` is only counted. `observer` 
 tensors, and `continuity` checks changes between steps.
 
 Some matrix products outside `compute` are common practice and are not reported. These are fp32
-products of a router, which is recognised by a later top-k; fp32 products of tables, which do not
-depend on an activation; and products for which the code of transformers switches autocast off.
-PyTorch's own backward is not checked, because it computes in the dtypes of the forward. Python code
-that runs in backward is checked.
+matrix products of a router, which is recognised by a later top-k; fp32 matrix products of tables,
+which do not depend on an activation; and matrix products for which the code of transformers
+switches autocast off. PyTorch's own backward is not checked, because it computes in the dtypes of
+the forward. Python code that runs in backward is checked.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def arithmetic_kind(op: Operator) -> str:
 
 def _is_accumulation(call: Call) -> bool:
     """Whether rounding matters in this call. Rounding matters if the call sums several numbers or
-    adds tensors. It also matters if the user's code divides a single number, for example by a norm.
+    adds tensors. It also matters if a division in the user's code has a single number as its
+    result, for example a division by a norm.
     """
     kind = arithmetic_kind(call.op)
     if kind == SUM:
@@ -205,7 +206,9 @@ class ContractChecker:
         self._attention_dtypes: list[str | None] = []
 
     def register_weights(self, *models: nn.Module) -> None:
-        """Registers the tensors of models that exist before a step: weights, gradients and buffers."""
+        """Registers the tensors of these models that exist before the step: weights, gradients and
+        buffers.
+        """
         for model in models:
             self.lineages.set_weights(model)
             for full_name, buffer in model.named_buffers():
@@ -361,9 +364,9 @@ class ContractChecker:
             )
 
     def _check_fp64(self, call: Call, dtype: str, lineage: Lineage) -> None:
-        """Reports fp64 in arithmetic and in casts of several numbers. A cast of a single number is
-        harmless and not reported. Isotype's own code is not reported either, because it sums the
-        results of an evaluation in fp64.
+        """Reports arithmetic in fp64, and casts of several numbers that involve fp64. A cast of a
+        single number is harmless and not reported. Isotype's own code is not reported either,
+        because it sums the results of an evaluation in fp64.
         """
         if dtype != "fp64" and not any(
             t.dtype in (torch.float64, torch.complex128) for t in call.outputs
@@ -385,9 +388,9 @@ class ContractChecker:
         )
 
     def _is_table(self, call: Call, lineage: Lineage) -> bool:
-        """Whether a forward computes positions or constants here. These values depend on no
-        activation and no weight, and no dtype is declared for them. For example, Z-Image computes
-        its frequencies at the first call.
+        """Whether this call is part of a forward and computes positions or constants. These values
+        depend on no activation and no weight, and no dtype is declared for them. For example,
+        Z-Image computes its frequencies at the first call.
 
         If an activation is combined with such a table in fp64, the result is fp64 and is reported.
         """
@@ -455,7 +458,9 @@ class ContractChecker:
         return FORWARD_PRODUCT
 
     def _is_mirrored(self, case: str, call: Call, dtype: str) -> bool:
-        """Whether the backward of this matrix product computes in the same dtype."""
+        """Whether the backward of this matrix product computes in the same dtype as the matrix
+        product itself.
+        """
         if case == OTHER_PRODUCT:
             # some losses multiply matrices, such as a contrastive loss
             return call.region == LOSS and dtype != self.compute
@@ -465,15 +470,16 @@ class ContractChecker:
         return case in MIRRORED_PRODUCTS
 
     def _has_no_forward(self) -> bool:
-        """Whether this matrix product of backward must have the dtype `compute`. It must if no
-        matrix product in forward had another dtype.
+        """Whether this matrix product of backward must have the dtype `compute`. It must if all
+        matrix products of the forward had the dtype `compute`.
         """
         node = type(torch._C._current_autograd_node()).__name__
         return not self._wide_forward and _PRODUCT_NODE.match(node) is not None
 
     def _check_adapter_product(self, call: Call, dtype: str) -> None:
-        """Reports bf16 and fp16 matrix products in adapters that are declared to compute in fp32.
-        They occur in layers without a fused op, because PEFT's own code follows autocast.
+        """Reports matrix products in bf16 or fp16 in adapters whose matrix products should be
+        computed in fp32. They occur in layers without a fused op, because PEFT's own code follows
+        autocast.
         """
         if not call.is_in_adapter or self.lora_branch != "fp32":
             return
@@ -547,8 +553,8 @@ class ContractChecker:
             self._check_count(call, dtype, lineage)
 
     def _check_backward(self, call: Call, dtype: str, lineage: Lineage) -> Lineage:
-        """Reports a sum in Python code of backward whose dtype is narrower than that of the
-        gradients. A loop of additions counts as a sum too.
+        """Reports a sum in Python code that runs in backward, if the dtype of the sum is narrower
+        than the dtype of the gradients. A loop of additions counts as a sum too.
         """
         if itemsize(dtype) >= itemsize(self.precision.grads):
             return lineage
@@ -559,8 +565,9 @@ class ContractChecker:
         return lineage
 
     def _check_role(self, call: Call, dtype: str) -> None:
-        """Checks arithmetic on gradients and in an update. `ARITHMETIC_ROLES` names the part of the
-        precision that declares its dtype.
+        """Checks the dtype of arithmetic with gradients and of arithmetic in an update.
+        `ARITHMETIC_ROLES` states which field of the precision declares the dtype of this
+        arithmetic.
         """
         role = ARITHMETIC_ROLES.get((call.region, arithmetic_kind(call.op)))
         if role is None:
@@ -620,8 +627,8 @@ class ContractChecker:
         )
 
     def _is_loss_arithmetic(self, call: Call) -> bool:
-        """Whether this call computes the loss. It may do so after the forward, or inside the
-        forward of a model that gets labels.
+        """Whether this call computes the loss. The loss may be computed after the forward, or
+        inside the forward of a model that gets labels.
 
         A log-softmax or logsumexp inside a submodule with weights is not regarded as a loss,
         because it may belong to attention or to a router. Losses in the layers of transformers are
@@ -640,8 +647,8 @@ class ContractChecker:
 
     def _check_buffers_and_tables(self, call: Call, dtype: str, lineage: Lineage) -> None:
         """Reports two faults in a forward. The first fault is an addition into a buffer of a narrow
-        dtype, for example a running mean. The second is a function of positions or constants that
-        is computed in a narrow dtype.
+        dtype, for example a running mean. The second fault is that a function of positions or
+        constants is computed in a narrow dtype.
         """
         for target in call.written_tensors:
             full_name = self._buffers.get(storage_address(target))
@@ -675,8 +682,8 @@ class ContractChecker:
             )
 
     def _check_accumulation(self, call: Call, dtype: str) -> None:
-        """Reports gradients that are added in place to a tensor of a narrower dtype. There is no
-        cast operator that would show this.
+        """Reports gradients that are added in place to a tensor of a narrower dtype. Such an
+        addition contains no cast operator, so that the check of casts does not find it.
         """
         for target in call.written_tensors:
             dtype_name = float_dtype_name(target.dtype)
@@ -718,9 +725,9 @@ class ContractChecker:
         )
 
     def _check_numbers(self, call: Call) -> None:
-        """Reports numbers that are rounded when an operator writes them. The operator may fill a
-        tensor with a number or create a sequence (`arange`, `linspace`). Numbers that the dtype
-        represents exactly, such as 0.5 and -inf, are not reported.
+        """Reports numbers that lose precision when an operator writes them to a tensor. The
+        operator may fill a tensor with a number or create a sequence (`arange`, `linspace`).
+        Numbers that the dtype represents exactly, such as 0.5 and -inf, are not reported.
         """
         if not call.outputs:
             return

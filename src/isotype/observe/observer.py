@@ -6,9 +6,9 @@ other steps have no extra cost. Some computations cannot be observed. They are r
 reason (`Observation.unseen`, `Observation.unobserved`) and never counted as observed.
 
 The observer checks the first step, every `every`-th step, one random step between two of these, and
-the step after a change of the model. The random steps make it likely to find a module that computes
-in another dtype in some steps only. The choice depends only on the number of the step and the seed.
-So a resumed run observes the same steps as an uninterrupted run.
+the step after a change of the model. Some modules compute in another dtype only in some steps. The
+random steps make it likely that the observer finds these modules. The choice depends only on the
+number of the step and the seed. So a resumed run observes the same steps as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _MODULES_PER_CHECK = 128
 
 
 def is_observed(step: int, *, every: int, seed: int, total: int) -> bool:
-    """Whether `step` (counted from 1) is observed. One random step is observed in every `every`
-    consecutive steps. A run that is shorter than 3 x `every` steps is divided into three parts,
-    with one random step in each.
+    """Whether `step` (counted from 1) is observed. The observed steps are the first step, every
+    `every`-th step, and one random step of every `every` consecutive steps. A run that is shorter
+    than 3 x `every` steps is divided into three parts, with one random step in each.
     """
     if step == 1 or step % every == 0:
         return True
@@ -73,7 +73,9 @@ class ModelChanges:
         self._next = 0
 
     def has_changed(self) -> bool:
-        """Whether one of the next modules has changed since `snapshot`."""
+        """Whether a module has changed since `snapshot`. Each call checks only the next group of
+        modules.
+        """
         if self._next >= len(self._states):
             self._next = 0
         next_states = self._states[self._next : self._next + _MODULES_PER_CHECK]
@@ -160,8 +162,8 @@ class Observer:
         states: States | None = None,
         parameters: bool = True,
     ) -> Observation:
-        """Adds the dtypes of parameters to `observation`, and those of gradients and optimizer
-        states if functions that return them are passed.
+        """Adds the dtypes of the parameters to `observation`. If functions that return gradients or
+        optimizer states are passed, it adds the dtypes of these tensors too.
         """
         precision = self.precision
         for full_name, parameter in self.model.named_parameters():
@@ -237,9 +239,9 @@ class Observer:
         """Checks floating-point buffers, for which no dtype is declared. A table that the module's
         class creates must be fp32 or wider, and no buffer may be cast to a narrower dtype later.
 
-        A buffer that the model's file stores may have the dtype of its weights (MiniMax's decays).
-        A buffer that a forward of transformers assigns (CTRL's positions) is not checked here,
-        because the operators of that forward are checked.
+        A buffer that the model's file stores may have the same dtype as the weights in this file
+        (for example, MiniMax's decays). A buffer that a forward of transformers assigns (CTRL's
+        positions) is not checked here, because the operators of that forward are checked.
         """
         for full_name, buffer in self.model.named_buffers():
             if not buffer.is_floating_point():
@@ -297,8 +299,9 @@ class Observer:
     def observe_task_tensors(
         self, observation: Observation, tensors: Iterable[tuple[str, str, str]]
     ) -> None:
-        """Records the dtypes of tensors that only the task of this run has. `tensors` yields (role,
-        name of the tensor, dtype); the role is the field of the precision that declares the dtype.
+        """Records the dtypes of tensors that occur only in the task of this run. `tensors` yields
+        (role, name of the tensor, dtype); the role is the field of the precision that declares the
+        dtype.
         """
         for role, tensor, dtype in tensors:
             observation.count_dtype(role, tensor, dtype, getattr(self.precision, role))
@@ -400,7 +403,7 @@ class Observer:
 
     def _observe_product_setting(self, observation: Observation, role: str) -> None:
         """Reports settings of PyTorch with which matrix products of fp32 tensors are computed in
-        tf32 or bf16. The dtypes of the operators do not show this.
+        tf32 or bf16. The dtypes of the operators do not show that such a setting is active.
         """
         on_gpu = any(p.device.type == "cuda" for p in self.model.parameters())
         backend = torch.backends.cuda if on_gpu else torch.backends.mkldnn
@@ -456,8 +459,8 @@ class Observer:
     ) -> Callable[..., None]:
         """Creates a hook that counts the dtypes of a module's outputs. The output of a linear layer
         must have the dtype `compute`. If the output of another module has a wider dtype, it is
-        counted as a promotion. It is not counted if the module's own code converts narrower values
-        to this dtype.
+        counted as a promotion. The output is not counted if the module's own code converts narrower
+        values to this dtype.
         """
         compute = getattr(self.precision, role)
         is_generation = role == "generate"
@@ -551,9 +554,9 @@ def _is_assigned_in_forward(module: nn.Module, buffer_name: str) -> bool:
 
 
 def _is_table(buffer: Tensor) -> bool:
-    """Whether a buffer is a table of numbers and not a mask. A table has many different values, or
-    a few values that are neither whole numbers nor infinite or very large numbers, as a mask may
-    have.
+    """Whether a buffer is a table of numbers and not a mask. A table has many different values. If
+    it has only a few, they are not all whole, infinite or very large numbers, as the values of a
+    mask are.
     """
     values = dense_values(buffer.detach())
     if values is None or values.numel() < 2:

@@ -120,7 +120,8 @@ _ATEN = ("aten", "prims", "prim", "profiler", "rng_prims", "c10d", "_c10d_functi
 
 
 class Operator:
-    """One overload of an operator, read once from its schema.
+    """Describes one overload of an operator. This description is read once from the operator's
+    schema.
 
     name          the schema's name, `add_`; `base_name` is without the trailing underscore and
                   `_copy`

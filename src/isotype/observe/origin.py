@@ -296,8 +296,8 @@ def running_frames(depth: int = 1) -> Iterator[FrameType]:
 
 
 def site_place(site: Site | None, symbol: str | None = None) -> Place:
-    """Returns the place to which a message of the doctor points. It has the file, the line, and
-    `symbol` or else the name of the function.
+    """Returns the place to which a message of the doctor points. The place has the file, the line
+    and a name, which is `symbol` or, if `symbol` is not given, the name of the function.
     """
     if site is None:
         return Place(symbol=symbol or None)
@@ -323,8 +323,8 @@ def is_library_file(file: str) -> bool:
 
 
 def may_be_at_fault(file: str) -> bool:
-    """Whether a check reports faults in this file. It reports none in files of torch, Triton,
-    NumPy, the standard library and test runners.
+    """Whether a check reports faults in this file. It does not report faults in files of torch,
+    Triton, NumPy, the standard library and test runners.
     """
     for mark in _PACKAGE_FOLDERS:
         if mark in file:

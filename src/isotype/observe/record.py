@@ -1,8 +1,8 @@
 """`Observation` holds the result of one observation of a run. It contains the dtypes, the
 violations, and a list of what could not be observed, each with the reason. This file also merges
 observations into the record that `precision.json` stores. For each role (a field of the precision,
-such as `compute`), the record has the last state that was observed. It also lists every place that
-cannot be observed.
+such as `compute`), the record has the last state that was observed. The record also lists every
+place in the program that cannot be observed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Observation:
         allowed: tuple[str, ...] = (),
         **details: Any,
     ) -> None:
-        """Counts one tensor or call. Reports a violation if its dtype is neither the declared one
+        """Counts one tensor or call. Reports a violation if the dtype is neither the declared dtype
         nor in `allowed`. `role` is the field of the precision that declares the dtype.
 
         details  the arguments `cause`, `file` and `line` of `report`
@@ -124,7 +124,7 @@ class Observation:
 
     def count_unseen(self, role: str, reason: str) -> None:
         """Counts one tensor or call that cannot be observed. `role` is the field of the precision
-        that declares its dtype.
+        that declares the dtype of this tensor or call.
         """
         self.unseen[role][reason] += 1
         self.total[role] += 1
@@ -177,7 +177,7 @@ GENERATION = "a generation"
 
 
 def list_unwatched(record: Mapping[str, Any]) -> list[str]:
-    """Describes the computations that no observation of the run covered."""
+    """Describes which computations of the run were never observed."""
     steps = ", ".join(map(str, record.get("observed_at", []))) or "none"
     locations = record.get("places", {})
     watched = record.get("watched", [])
@@ -215,8 +215,8 @@ def list_unwatched(record: Mapping[str, Any]) -> list[str]:
 
 
 def merge_observation(record: Mapping[str, Any], observation: Observation) -> dict[str, Any]:
-    """Returns the record with one more observation. The observation's counts replace earlier counts
-    of the same roles.
+    """Returns the record with one more observation. The counts of the new observation replace
+    earlier counts of the same roles.
     """
     is_step = bool(observation.total.get("compute"))
 

@@ -3,8 +3,9 @@ reader. `Tape` is the dispatch mode for operators, and `FunctionTape` the mode f
 file also keeps the stack of running modules.
 
 The dtype checks of a training step (`contract`), `isotype doctor trace` and `isotype doctor
-conform` are readers. A reader calls each operator itself. So it can act before the call, after the
-call and after an error, or compute something else.
+conform` are readers. The reader gets each call of an operator and makes the call itself. So a
+reader can run code before the call, after the call and after an error, or compute something else
+instead.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ RunOperator = Callable[[Operator, tuple, dict], Any]
 
 
 def mark_observing(hook: Any) -> Any:
-    """Marks a hook that does not change any value. A fused layer with a hook that is not marked
-    runs PEFT's code instead. This must not happen in a step that is observed.
+    """Marks a hook that does not change any value. If a fused layer has a hook without this mark,
+    the layer runs PEFT's code instead of the fused code. A step that is observed must run the fused
+    code, as other steps do.
     """
     hook.observes = True
     return hook
@@ -82,7 +84,7 @@ class Tape(TorchDispatchMode):
 
 class _CompilerHiddenTape(Tape):
     """The same mode as `Tape`, except that PyTorch's compiler ignores it. Otherwise the compiler
-    would compile the code of the mode.
+    would also compile the Python code of this mode.
     """
 
     @classmethod
@@ -115,7 +117,7 @@ class FunctionTape(TorchFunctionMode):
 
 @dataclass
 class ModuleCall:
-    """A running call of a module.
+    """Describes a call of a module that is still running.
 
     was_autocast_on  whether autocast was on when it began
     sum_dtypes  dtype of a sum, power or root that the module computes -> the first caller
@@ -139,8 +141,8 @@ class ModuleStack:
         return self.stack[-1].name if self.stack else ""
 
     def pop(self, module: nn.Module) -> ModuleCall | None:
-        """Removes the call of a module from the stack. Calls inside it that ended with an exception
-        are removed too.
+        """Removes the call of a module from the stack. Calls inside this call that ended with an
+        exception are removed too.
         """
         while self.stack:
             call = self.stack.pop()
@@ -157,8 +159,8 @@ class StepTracker(ModuleStack):
     """Tracks the running modules of one model. It also tracks which part of the training step is
     running: forward, loss, backward, work on gradients, or update.
 
-    A recompute of gradient checkpointing runs a forward inside backward. It counts as forward,
-    because its module is on the stack.
+    A recompute of gradient checkpointing runs a forward inside backward. The tracker counts such a
+    recompute as forward, because the module's call is on the stack.
 
     on_inputs  called with the arguments of an outermost module
     on_exit    called with a module call when the call ends
@@ -193,8 +195,8 @@ class StepTracker(ModuleStack):
 
     def is_autocast_off_by_library(self) -> bool:
         """Whether code of transformers has switched autocast off inside one of its modules. Some
-        model families do this to compute in fp32 whatever the precision is. For example, Flint does
-        it for its scores and HY V4 for mixing its streams.
+        model families do this to compute in fp32 whatever the precision is. For example, Flint
+        switches autocast off for its scores, and HY V4 for mixing its streams.
         """
         if torch.is_autocast_enabled(self._device_type):
             return False

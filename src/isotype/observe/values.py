@@ -136,7 +136,9 @@ EMPTY_LINEAGE = Lineage()
 
 
 def merge_lineages(lineages: list[Lineage]) -> Lineage:
-    """Returns the lineage of a value that was computed from several values with these lineages."""
+    """Returns the lineage of a value that was computed from several other values. `lineages` has
+    the lineage of each of them.
+    """
     if len(lineages) < 2:
         return lineages[0] if lineages else EMPTY_LINEAGE
     sources = 0
@@ -150,7 +152,8 @@ def merge_lineages(lineages: list[Lineage]) -> Lineage:
 
 
 class Lineages:
-    """Stores the lineage (see `Lineage`) of each tensor's memory.
+    """For the memory of each tensor, stores what the values were computed from (the lineage, see
+    `Lineage`).
 
     A lineage is stored for each storage and not for each tensor, so that views and in-place
     operators need no special rules. A weak reference to the storage prevents PyTorch from reusing
@@ -181,8 +184,8 @@ class Lineages:
         )
 
     def set_weights(self, model: nn.Module) -> None:
-        """Records that the model's weights, their gradients and the scales of quantised weights are
-        weights. The scales may themselves be quantised.
+        """Records that the model's weights, their gradients and the scales of quantised weights
+        have the lineage WEIGHT. The scales may themselves be quantised.
         """
         tensors = [*gathered_weights(model)]
         for parameter in model.parameters():
@@ -302,8 +305,8 @@ class Call:
         return scalars + [float(t) for t in wider_scalars if output.dim()]
 
     def contains_number(self, number: complex) -> bool:
-        """Whether the result contains this number. For example, the bound of a clamp may not occur
-        in the result.
+        """Whether this number occurs in the result of the operator. For example, the bound of a
+        clamp may not occur in the result.
         """
         output = self.outputs[0]
         return self.op.kind == CREATE or bool((output == torch.tensor(number).to(output)).any())
@@ -332,7 +335,7 @@ class Call:
         return not torch.equal(collect_tensors(exact, [])[0], output.float())
 
     def is_inexact(self) -> bool:
-        """Whether the same operator gives different values if its operands are converted to fp32."""
+        """Whether the operator returns other values if its operands are converted to fp32 first."""
         if any(self.op.is_written) or self.outputs[0].numel() > MAX_RECOMPUTED_ELEMENTS:
             return True
 
@@ -355,8 +358,8 @@ class Call:
         return not torch.equal(wide.float().nan_to_num(), values.float().nan_to_num())
 
     def operand_dtype_reason(self, dtype_name: str) -> str:
-        """Explains why the operands of a matrix product have this dtype. Call it while the product
-        runs.
+        """Explains why the operands of a matrix product have this dtype. Call this method while the
+        matrix product runs, because it reads the current autocast state.
         """
         device = self.outputs[0].device.type
         if not torch.is_autocast_enabled(device):

@@ -1,5 +1,5 @@
-"""The fused ops, each with a declared dtype rule (its `OpContract`). An op is a folder of `op.py`
-(contract, reference, function), `triton.py` and `cpu.cpp`.
+"""Contains the fused ops. Each op declares a dtype rule (its `OpContract`). An op is a folder of
+`op.py` (contract, reference, function), `triton.py` and `cpu.cpp`.
 
 Attributes are imported when first used, so that the doctor can read `isotype.ops.contract` without
 torch.

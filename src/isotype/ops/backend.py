@@ -1,9 +1,9 @@
 """Decides in which dtype an op computes and which implementation runs.
 
 An op reads autocast's dtype and then switches autocast off. It runs Triton kernels on a GPU, C++
-kernels on a CPU, and plain PyTorch in all other cases. An op has first derivatives only. It rejects
-`torch.func`, forward-mode AD and `create_graph=True`. The op's reference, in plain PyTorch, has
-derivatives of any order.
+kernels on a CPU, and plain PyTorch in all other cases. An op supports first derivatives only. It
+rejects `torch.func`, forward-mode AD and `create_graph=True`. The op's reference, in plain PyTorch,
+has derivatives of any order.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def unsafe_view(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def empty_rows_like(x_BNSD: Tensor) -> Tensor:
     """Returns an empty tensor whose dimensions have the same order in memory as those of x. For
-    example, x may be [B N S D] and a view of a projection's output [B S N D]. The result can then
-    be the input of the output projection without a copy.
+    example, x may have the shape [B N S D] and be a view of a projection's output, which has the
+    shape [B S N D]. The result can then be the input of the output projection without a copy.
     """
     y_BNSD = torch.empty_like(x_BNSD)
     if y_BNSD.stride(-1) == 1:
@@ -126,7 +126,8 @@ def empty_rows_like(x_BNSD: Tensor) -> Tensor:
 
 def product_dtype(x: Tensor, *operands: Tensor) -> torch.dtype:
     """Returns the dtype of a matrix product of these tensors. This is autocast's dtype if autocast
-    is on, except for fp64 tensors. Otherwise it is the promoted dtype.
+    is on and none of the tensors is fp64. Otherwise it is the dtype to which PyTorch promotes the
+    dtypes of the tensors.
     """
     dtype = x.dtype
     for operand in operands:
@@ -172,7 +173,8 @@ def kernel_unavailable_reason(device: torch.device) -> str:
 
     The first call compiles and launches a tiny kernel, since Triton may be installed without a C
     compiler or a driver. A reason is cached if it is permanent, such as a missing package or
-    compiler. Any other reason, such as a lack of memory, may no longer hold at the next call.
+    compiler. Any other reason, such as a lack of memory, is not cached, because it may not apply to
+    the next call.
     """
     if device in _unavailable_reasons:
         return _unavailable_reasons[device]
@@ -228,8 +230,8 @@ def choose_implementation(
 ) -> Implementation:
     """Returns the implementation that an op uses for these tensors, in forward and in backward.
 
-    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a compiled graph the op is its
-    formula in plain PyTorch, which Inductor fuses.
+    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a compiled graph, the op runs
+    as its formula in plain PyTorch, which Inductor fuses.
 
     out_dtype  dtype of the op's result, if it differs from the dtype of the tensors
     """
@@ -345,7 +347,8 @@ def direct_apply(function: type[Function]) -> Callable[..., Any]:
 
 
 def apply_function(function: type[Function], *args: Any) -> Any:
-    """Calls `function.apply(*args)` in less time, for an autograd function without `setup_context`.
+    """Does the same as `function.apply(*args)` in less time, for an autograd function without
+    `setup_context`.
 
     `Function.apply` searches every argument for tensors of a torch.func transform, and PyTorch's
     dispatcher then searches them again. Outside torch.func and compiled graphs, this function calls
@@ -361,8 +364,9 @@ def apply_function(function: type[Function], *args: Any) -> Any:
 
 def refuse_second_derivative(op: str) -> None:
     """Raises UsageError for `create_graph=True` in a backward whose result has no graph. PyTorch's
-    `once_differentiable` is not enough. It only raises an error when a later `backward` reaches
-    this part of the graph, and `torch.autograd.grad` treats the missing derivative as zero.
+    `once_differentiable` is not enough. With `once_differentiable`, an error is only raised when a
+    later `backward` reaches this part of the graph, and `torch.autograd.grad` treats the missing
+    derivative as zero.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UsageError(

@@ -60,7 +60,7 @@ def cpu_compiler() -> str | None:
 def library_folder() -> Path:
     """Returns the folder in which libraries are stored. This is the folder that ISOTYPE_CACHE
     names, or `isotype` in the user's cache folder, or a temporary folder. A folder is skipped if
-    this user cannot write to it or if other users can.
+    this user cannot write to it, or if other users can write to it.
 
     ISOTYPE_CACHE=none means that tokens are not cached (`data.cache`). Libraries are still stored,
     in the temporary folder, because a library can only be loaded from a file.
@@ -134,10 +134,11 @@ def op_source(op: str) -> Path:
 
 def start_builds(sources: Iterable[Path]) -> None:
     """Loads or builds these libraries one after the other in a thread, while this process imports
-    packages and reads data. `load_or_build_library` waits for a library that is being built, and
-    builds those itself that were not begun. It raises the error of a build that failed.
+    packages and reads data. `load_or_build_library` waits for a library that is being built. It
+    builds a library itself if the thread has not begun it. It raises the error of a build that
+    failed.
 
-    A build takes 1 to 6 s of CPU time, and all libraries of a language model 16.
+    A build takes 1 to 6 s of CPU time. All libraries of a language model together take 16 s.
     """
     finished = {
         kernels.source
@@ -165,7 +166,7 @@ def start_builds(sources: Iterable[Path]) -> None:
 
 @atexit.register
 def _stop_builds() -> None:
-    """Ends the compilers that nobody waits for, and removes their incomplete files."""
+    """Ends the compiler processes that still run, and removes their incomplete files."""
     for process, file in list(_running_builds.items()):
         with suppress(OSError):
             process.kill()
@@ -215,9 +216,10 @@ def _load_or_build(source: Path) -> ctypes.CDLL:
 def load_library(folder: Path, stem: str) -> ctypes.CDLL | None:
     """Loads the stored library of this name, or returns None if there is none.
 
-    The file's name ends with a checksum of its content. A file with other content is removed. It
-    may be incomplete, because the machine stopped while it was written. A file to which other users
-    can write is removed too. A file that the system cannot load is not removed.
+    The file's name ends with a checksum of its content. A file whose content does not match the
+    checksum is removed. Such a file may be incomplete, because the machine stopped while it was
+    written. A file to which other users can write is removed too. A file that the system cannot
+    load is not removed.
 
     Raises  BuildError, NotPrivateError
     """
@@ -248,8 +250,9 @@ def hold_file_lock(path: Path) -> Iterator[None]:
     """Holds a file lock within the block, so that one process builds while other processes of the
     machine (ranks of a run, test workers) wait.
 
-    Without `flock` (on Windows) every process builds. Each process writes to a temporary file and
-    then renames it. So the last result replaces the others, and no file is incomplete.
+    Without `flock` (on Windows) every process builds the library itself. Each process writes to a
+    temporary file and then renames it. If several processes build the same library, the file that
+    is renamed last replaces the others, and no file is incomplete.
     """
     try:
         import fcntl
@@ -310,8 +313,8 @@ _kernels: dict[str, CppKernels] = {}
 
 
 def fallback_reasons() -> dict[str, str]:
-    """Maps each op that runs in plain PyTorch on this CPU to the reason. Each reason is a line of
-    the manifest.
+    """Maps each op that runs in plain PyTorch on this CPU to the reason. Each reason is printed as
+    a line of the manifest.
     """
     return dict(_fallback_reasons)
 
@@ -326,7 +329,7 @@ class CppKernels:
     i  an int
     f  a float
 
-    Every function takes torch's number of threads as its last argument.
+    The last argument of every C++ function is the number of threads that torch uses.
 
     in_graphs  whether compiled graphs call the kernels too, if these are already built. It is False
                for kernels of row-wise formulas, since PyTorch's compiler fuses these formulas with

@@ -96,7 +96,7 @@ def propagate_recomputable(
     output: Tensor, compute: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
     """Calls `mark_recomputable` if one of the tensors can be recomputed. Otherwise it returns
-    `output` unmarked, since saving `output` then takes the least memory.
+    `output` without a mark, because saving `output` itself then takes the least memory.
     """
     if any(find_recipe(t) is not None for t in tensors):
         return mark_recomputable(output, compute, *tensors)

@@ -87,8 +87,8 @@ def current_layer() -> RecomputedLayer | None:
 
 
 def is_recomputed() -> bool:
-    """Whether the current run is the forward of a layer that will be recomputed. The tensors that
-    such a forward saves for backward are dropped.
+    """Whether the current run is the forward of a layer that will be recomputed. PyTorch does not
+    keep the tensors that such a forward saves for backward.
     """
     layer = current_layer()
     return layer is not None and not layer.is_recomputing
@@ -141,11 +141,11 @@ _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 def _output_product_node(output: Any) -> Any:
     """If the layer's output is a sum and one term is the result of a matrix product, returns the
-    autograd node of this product. A sum saves no tensor for backward, so a recompute does not need
-    the term.
+    autograd node of this matrix product. A sum saves no tensor for backward, so a recompute does
+    not need the term.
 
     Gemma applies a norm to the MLP's output before the sum. The norm saves its input, so the
-    recompute needs the product and this function returns None.
+    recompute needs the matrix product, and this function returns None.
     """
     outputs = output
     if not isinstance(output, tuple):
@@ -188,8 +188,8 @@ def placeholder_tensor(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype)
     """Returns a tensor of this shape for values that are never read. All its elements share the
     memory of one element. Checkpointing compares only its metadata.
 
-    The element is created once for each device and dtype. Filling it takes a kernel launch. Without
-    this cache, a training step with 32 layers would make 416 such launches.
+    The element is created once for each device and dtype. Filling this element takes a kernel
+    launch. Without this cache, a training step with 32 layers would make 416 such launches.
     """
     if like.is_meta or type(like) not in (Tensor, torch.nn.Parameter):
         # a tensor without data, or a subclass of a mode that tracks tensors

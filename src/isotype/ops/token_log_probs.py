@@ -1,6 +1,6 @@
-"""The op `linear_log_probs` and its autograd function. It computes values of a head's logits for
-each token, such as the log-probability of the target, with gradients. T tokens, H hidden size, V
-vocabulary size.
+"""Defines the op `linear_log_probs` and its autograd function. It computes values of a head's
+logits for each token, such as the log-probability of the target, with gradients. T tokens, H hidden
+size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def loses_fp32_sums(hidden_TH: Tensor) -> bool:
 def empty_outputs(
     hidden_TH: Tensor, requested: RequestedValues, gradient_of: str, has_recomputed: bool
 ) -> Forward:
-    """Allocates outputs of the right shapes and dtypes. They are filled with zeros, since forward
-    does not write to ignored rows.
+    """Allocates outputs of the right shapes and dtypes. The outputs are filled with zeros, since
+    forward does not write to ignored rows.
     """
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     tokens = hidden_TH.shape[0]
@@ -446,8 +446,8 @@ def linear_log_probs(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> TokenLogProbs:
-    """Computes per-token log-probabilities of `F.linear(hidden, weight, bias)`, and the other
-    values that `outputs` names, without storing all logits (tokens x vocabulary).
+    """Computes per-token log-probabilities of `F.linear(hidden, weight, bias)` without storing all
+    logits (tokens x vocabulary). Also computes the other values that are listed in `outputs`.
 
     hidden   X[*n H]   any float dtype
     weight   W[V H]    any float dtype, frozen or trainable

@@ -2,10 +2,11 @@
 up the attention function in a table, which is one of its globals.
 
 On a CPU, PyTorch's function takes three to four times as long as the op in bf16. On a GPU, the op
-computes packed documents, sliding windows and softcaps without a mask of positions x positions. Its
-output and logsumexp can also be kept for a recompute. The original function runs for calls that the
-op does not support (dropout, a bias, few queries as in generation, a compiled graph). It also runs
-for every other attention implementation of transformers.
+computes packed documents, sliding windows and softcaps without a mask of positions x positions. The
+output and the logsumexp of the op can also be kept, so that a recompute of the layer does not
+compute them again. The original function runs for calls that the op does not support (dropout, a
+bias, few queries as in generation, a compiled graph). It also runs for every other attention
+implementation of transformers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ UNSUPPORTED_ARGUMENTS = ("position_bias", "cache", "s_aux", "output_attentions")
 
 def attention_implementation(module: nn.Module) -> str | None:
     """Returns the name under which the module's forward looks up its attention function in
-    transformers' table. Returns None if it does not use the table.
+    transformers' table. Returns None if the forward does not use this table.
     """
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or FUNCTION_TABLE not in forward.__code__.co_names:
@@ -58,9 +59,9 @@ def attention_softcap(module: nn.Module) -> float | None:
 
 
 def is_candidate(module: nn.Module, device_type: str) -> bool:
-    """Whether the op can replace the module's attention function. This is the case for "sdpa". On a
-    GPU it is also the case for "eager" if the module has a softcap, since "sdpa" cannot compute
-    softcaps.
+    """Whether the op can replace the module's attention function. The op can replace the
+    implementation "sdpa". On a GPU, it can also replace "eager" if the module has a softcap, since
+    "sdpa" cannot compute softcaps.
     """
     implementation = attention_implementation(module)
     return implementation == "sdpa" or (
@@ -72,8 +73,8 @@ def place_attention(
     path: str, module: nn.Module, device_type: str, replacements: list[Replacement]
 ) -> Placement:
     """Adds a replacement of transformers' table of attention functions to `replacements`. The
-    caller later rebuilds the module's forward with these replacements. On a GPU, the returned
-    manifest entry names the attention back ends.
+    caller later creates a copy of the module's forward that uses these replacements. On a GPU, the
+    returned manifest entry names the attention back ends.
     """
     reason = replacement_blocker(module) or rebuild_blocker(type(module).forward)
     if reason is not None:
@@ -121,8 +122,8 @@ def _no_default(*_: Any, **__: Any) -> Any:
 
 
 class AttentionFunctions:
-    """transformers' table of attention functions, with replacements for "sdpa" and "eager" that call
-    the op.
+    """Replaces transformers' table of attention functions. Its entries "sdpa" and "eager" call the
+    op.
     """
 
     def __init__(self, table: Any) -> None:
@@ -172,7 +173,7 @@ def wrap_attention(
     original: Callable[..., tuple[Tensor, None]], *, is_eager: bool
 ) -> Callable[..., Any]:
     """Wraps transformers' attention function (module, query, key, value, mask) -> ([B S N D],
-    None). The wrapper calls the op `attention` if it supports the call.
+    None). The wrapper calls the op `attention` if the op supports the call.
 
     is_eager  whether the original is the eager attention function in the file of the model
     """
@@ -242,8 +243,8 @@ def wrap_attention(
 
 def document_mask_blocker(model: nn.Module) -> str | None:
     """Returns the reason why this model needs an attention mask for packed documents. Returns None
-    if the bounds of the documents can replace the mask. This requires that the op computes all
-    attention of the model, and that nothing else reads a mask.
+    if the bounds of the documents can replace the mask. They can if the op computes all attention
+    of the model, and if nothing else reads a mask.
     """
     language = get_language_part(inner_model(model))
     layers = [
@@ -270,8 +271,8 @@ def document_mask_blocker(model: nn.Module) -> str | None:
 
 
 class DocumentMask(Tensor):
-    """A tensor that is passed in place of a mask and contains the bounds of packed documents. It is
-    int32[1 1 1 E+1] with the values of `documents.bounds`.
+    """A tensor that is passed in place of a mask and contains the bounds of packed documents. It
+    has the dtype int32, the shape [1 1 1 E+1] and the values of `documents.bounds`.
     """
 
     documents: Documents

@@ -108,7 +108,7 @@ class Recipe:
         return [self.hidden, self.weight, self.bias]
 
     def with_sources(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Recipe:
-        """Returns a copy with other source tensors."""
+        """Returns a copy of the recipe with these tensors as hidden, weight and bias."""
         return replace(self, hidden=hidden, weight=weight, bias=bias)
 
     def check(self) -> None:
@@ -138,8 +138,8 @@ class Recipe:
 
     @contextmanager
     def head_context(self) -> Iterator[None]:
-        """Checks that the weight is unchanged. Within this block, autocast and gradient mode are
-        the same as when the head was called.
+        """Checks that the weight has not changed since the head was called. Within this block,
+        autocast and gradient mode are the same as when the head was called.
         """
         self.check()
         with (
@@ -149,8 +149,8 @@ class Recipe:
             yield
 
     def compute(self) -> Tensor:
-        """Computes the real logits in the dtypes of the model's own computation, with a graph if
-        gradients were enabled when the head was called.
+        """Computes the real logits in the dtypes of the model's own computation. The result has an
+        autograd graph if gradients were enabled when the head was called.
         """
         with (
             torch.inference_mode(self.hidden.is_inference()),
@@ -229,8 +229,8 @@ class DeferredLogits(DeferredTensor):
         return logits
 
     def materialise(self, function_name: str = "materialise") -> Tensor:
-        """Computes the real tensor once. In a training step, this is counted for a report, together
-        with the line of code that needed the tensor.
+        """Computes the real tensor once. In a training step, this computation is counted for a
+        report, together with the line of code that needed the tensor.
         """
         if self.computed is None:
             self.check()
@@ -313,8 +313,9 @@ def _needs_memory(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _materialise_before_write(name: str, arguments: tuple[Any, ...]) -> None:
-    """Computes deferred logits before they are changed in place. Views of them that are still
-    deferred then raise an error when their values are needed. Raises an error for gradient hooks.
+    """Computes deferred logits before they are changed in place. Views of these logits that are
+    still deferred then raise an error when their values are needed. Raises an error if a gradient
+    hook is registered on deferred logits.
     """
     for x in arguments:
         if isinstance(x, DeferredLogits):
@@ -376,7 +377,7 @@ def _tanh(x: DeferredLogits) -> DeferredLogits | None:
 
 def _clone(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
     """A clone with a graph stays deferred, since DDP clones the output of a forward. A clone
-    without a graph is computed, because it is made to keep the values.
+    without a graph is computed at once, because such a clone is made to keep the values.
     """
     if rest or not _requires_grad(x):
         return None
@@ -478,7 +479,9 @@ def _select_by_tensor(x: DeferredLogits, index: Tensor) -> DeferredLogits | None
 
 
 def _unbind(x: DeferredLogits, dim: int = 0, **rest: Any) -> tuple[Tensor, ...] | None:
-    """Splits the logits along the first dimension. Iterating over the logits calls this too."""
+    """Splits the logits along the first dimension. Iterating over the logits calls this function
+    too.
+    """
     if rest or dim != 0 or x.dim() < 3 or x.computed is not None:
         return None
     return tuple(x[i] for i in range(len(x)))
@@ -540,8 +543,8 @@ def _cross_entropy(
 
 
 def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
-    """Accepts the hook of FSDP, which gathers the weights of a unit before its backward. This hook
-    does not read the gradient, so the logits stay deferred.
+    """Lets FSDP register its hook on deferred logits. The hook gathers the weights of a unit before
+    the unit's backward. This hook does not read the gradient, so the logits stay deferred.
     """
     is_fsdp_hook = type(getattr(hook, "__self__", None)).__module__.startswith(
         "torch.distributed.fsdp."

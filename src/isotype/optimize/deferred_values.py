@@ -92,8 +92,8 @@ def is_last_dimension(x: Any, dim: Any) -> bool:
 
 
 def classes_per_row(x: Any, dim: Any, index: Any) -> Tensor | None:
-    """If `gather` with this index selects one logit of each row, returns index[*n 1] as
-    classes[*n]. Otherwise returns None.
+    """If `gather` with this index selects one logit of each row, the index contains one class per
+    row. The function then returns these classes as int64[*n]. Otherwise returns None.
     """
     is_supported = (
         is_last_dimension(x, dim)
@@ -130,8 +130,8 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
 
 
 def compute_per_row(x: Any, output: str, classes: Tensor | None = None) -> Tensor:
-    """Computes one output of `linear_log_probs` for each row, as [*n]. Outputs that do not depend
-    on the class need no `classes`.
+    """Computes one output of `linear_log_probs` for each row, as [*n]. `classes` is only needed for
+    outputs that depend on the class.
     """
     recipe = x.recipe
     if classes is None:
@@ -154,10 +154,11 @@ def compute_per_row(x: Any, output: str, classes: Tensor | None = None) -> Tenso
 
 
 def is_lossless_cast(x: Any, dtype: torch.dtype) -> bool:
-    """Whether deferred logits may stay deferred when they are cast to `dtype`. They may if `dtype`
-    is fp32, because the ops compute in fp32 in any case. They also may if `dtype` is the dtype in
-    which the head computes and no scale or softcap was applied. Any other cast computes the real
-    logits. For example, fp16 logits have another loss, and an observer must see fp64 logits.
+    """Whether deferred logits may stay deferred when they are cast to `dtype`. They may stay
+    deferred if `dtype` is fp32, because the ops compute in fp32 in any case. They may also stay
+    deferred if `dtype` is the dtype in which the head computes and no scale or softcap was applied.
+    Any other cast computes the real logits. For example, the loss of fp16 logits has another value,
+    and an observer must see fp64 logits.
     """
     is_unscaled = x.recipe.inner_factor == 1.0 and x.recipe.outer_factor is None
     return dtype == torch.float32 or (is_unscaled and dtype == x.recipe.head_dtype)
@@ -172,8 +173,8 @@ def logsumexp(x: Any, dim: Any = None, keepdim: bool = False, **rest: Any) -> Te
 
 
 def row_means(x: Any) -> Tensor | None:
-    """Computes fp32[*n], the mean of the logits of each row. With a softcap this works only without
-    gradients.
+    """Computes fp32[*n], the mean of the logits of each row. With a softcap, this is only possible
+    if no gradients are needed.
     """
     recipe = x.recipe
     if recipe.outer_factor is not None:
@@ -257,7 +258,9 @@ class DeferredLogProbs(DeferredTensor):
         return log_probs
 
     def materialise(self, function_name: str = "materialise") -> Tensor:
-        """Computes the real log-probabilities once, with the graph of the logits."""
+        """Computes the real log-probabilities once. If the logits have an autograd graph, the
+        log-probabilities are part of it.
+        """
         if self.computed is None:
             with torch.set_grad_enabled(self.logits.recipe.is_grad_enabled):
                 log_probs = F.log_softmax(
@@ -327,7 +330,9 @@ def _sum(
     dtype: torch.dtype | None = None,
     **rest: Any,
 ) -> Tensor | None:
-    """Computes the sum of each row, which is V (mean of the logits - logsumexp)."""
+    """Computes the sum of the log-probabilities of each row, which is V (mean of the logits -
+    logsumexp).
+    """
     means = None if rest or not is_last_dimension(x, dim) else row_means(x.logits)
     if means is None:
         return None
@@ -337,8 +342,8 @@ def _sum(
 
 
 def _select_rows(function: Callable[..., Any]) -> Callable[..., DeferredLogProbs | None]:
-    """Returns a function that slices or reshapes the rows of deferred log-probabilities. It applies
-    the given function to the deferred logits.
+    """Returns a function that slices or reshapes the rows of deferred log-probabilities. The
+    returned function calls `function` with the deferred logits.
     """
 
     def rule(x: DeferredLogProbs, *args: Any, **kwargs: Any) -> DeferredLogProbs | None:

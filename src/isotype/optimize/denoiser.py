@@ -5,7 +5,8 @@ A block has one residual stream for the picture and one for the text, or one str
 SD3). A block is recognised by its child modules and by its output for a small test input. The new
 forward calls the children of the block and uses `gated_residual` to add their outputs to the
 residual. In a block with one stream, the input of the last layer is the concatenation of
-attention's output and the activation. Backward recomputes both from their inputs.
+attention's output and the activation. Backward recomputes the concatenation and the activation from
+their inputs.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def _add_gated_recomputable(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor
     """Computes the same as `_add_gated`. The result is the input of the next norm of the same
     block, and that norm recomputes it in backward. This costs no memory, because the previous norm
     saves the residual, and x is saved for the gradient of the gate. This function is not used for
-    the output of a block. Gradient checkpointing saves this output as the next block's input, and
-    would then keep both tensors alive.
+    the output of a block. Gradient checkpointing saves this output as the next block's input. It
+    would then keep the residual and x in memory too.
     """
     total = _add_gated(residual, x, gate)
     if gate.requires_grad and find_recipe(residual) is None:
@@ -183,7 +184,9 @@ class _ProbeLayer(nn.Module):
 
 
 class _NarrowingProbeLayer(_ProbeLayer):
-    """Replaces a child module for the test, if its input has more features than its output."""
+    """Replaces a child module in the test if the child has more input features than output
+    features.
+    """
 
     def _map_rows(self, x: Tensor) -> Tensor:
         parts = x.split(_WIDTH, -1)
@@ -195,7 +198,7 @@ class _NarrowingProbeLayer(_ProbeLayer):
 @cache_by_kind
 def recognise_block(module: Any) -> BlockForward | str:
     """Returns the function (for one or two streams) that computes the same output as this module
-    for a small test input. Returns the reason as text if neither function does.
+    for a small test input. If neither function does, returns a text with the reason.
     """
     unknown_form_reason = "for random inputs, its output differs from that of every known form"
     stubs: dict[str, nn.Module]
@@ -265,9 +268,9 @@ def stream_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
     **extra: Any,
 ) -> Any:
-    """The new forward of a block. It runs the function that `recognise_block` found. It runs the
-    forward of the class if attention gets other arguments, if rows are computed in chunks, or if
-    fp16 values are clipped.
+    """Replaces the forward of a block. It runs the function that `recognise_block` found. It runs
+    the forward of the class if attention gets other arguments, if rows are computed in chunks, or
+    if fp16 values are clipped.
     """
     streams = (hidden_states, encoder_hidden_states)
     runs_recognised_form = (
@@ -462,7 +465,7 @@ def place_norm(path: str, norm: nn.Module, out_dtype: torch.dtype | None) -> Pla
 @cache_by_kind
 def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
     """Returns the settings with which `compute_adaptive` computes the same output as this module
-    for a small test input. Returns the reason as text if there are no such settings.
+    for a small test input. If no settings give the same output, returns a text with the reason.
     """
     unknown_form_reason = (
         "for random inputs, its output differs from that of a LayerNorm with scale and shift"
@@ -516,8 +519,8 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
 
 
 def _flatten_outputs(function: Callable[[], Any]) -> Tensor:
-    """Concatenates the outputs into one vector. Its first element is the number of outputs if there
-    is a tuple of outputs, or 0 if there is a single tensor.
+    """Concatenates the outputs of `function` into one vector. The first element of the vector is
+    the number of outputs if `function` returns a tuple, or 0 if it returns a single tensor.
     """
     outputs = function()
     tensors = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -543,8 +546,8 @@ def compute_adaptive(module: Any, settings: AdaptiveSettings, x: Tensor, emb: Te
 
 
 def adaptive_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The new forward of an adaptive norm. It runs the forward of the class if the call has further
-    arguments besides the embedding.
+    """Replaces the forward of an adaptive norm. It runs the forward of the class if the call has
+    further arguments besides the embedding.
     """
     settings: AdaptiveSettings = get_settings(self)
     emb = (
@@ -587,7 +590,7 @@ def place_denoiser_part(
     path: str, module: nn.Module, out_dtype: torch.dtype | None
 ) -> list[Placement]:
     """Replaces this module if it is a block, an adaptive norm, attention or a GELU. Returns the
-    manifest entries, which is an empty list for any other module.
+    manifest entries of this module. For any other module, it returns an empty list.
     """
     if is_block(module):
         return place_block(path, module, out_dtype)

@@ -1,9 +1,10 @@
 """Replaces the forward of the stacked experts of a mixture-of-experts layer. In transformers, the
-experts of all model families have the same signature and the same five flags. So one forward can
-replace all of them.
+experts of all model families have the same signature and the same five flags. So one new forward
+can replace the forwards of all families.
 
-PEFT wraps the experts once per adapted stack. If there are adapters, the forward is installed on
-the outermost wrapper. It reads A and B of each wrapper in every call.
+PEFT wraps the experts once for each stack that has an adapter. If there are adapters, the new
+forward is installed on the outermost of PEFT's wrappers. It reads A and B of each wrapper in every
+call.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def is_candidate(module: nn.Module) -> bool:
 @cache_by_kind
 def recognise(module: Any) -> ExpertsSettings | str:
     """Returns the settings with which the op computes the same output as these experts for a small
-    test input. Returns the reason as text if there are no such settings.
+    test input. If no settings give the same output, returns a text with the reason.
     """
     if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
         return "its experts do not have the attributes of transformers' experts"
@@ -247,8 +248,8 @@ def experts_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any)
 
 
 def packed_forward(self: Any, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The forward of transformers' stacked experts if their stacks are packed. It is installed when
-    the experts are loaded.
+    """Replaces the forward of transformers' stacked experts if their weights are packed
+    (quantised). It is installed when the experts are loaded.
 
     hidden_states  F[... K]
     index          int[... C], the experts of each token

@@ -1,5 +1,5 @@
-"""Contains the new forwards of the modules in which `optimize` places an op. It also has the check
-that these modules are unchanged, which runs in each step.
+"""Contains the new forwards of the modules in which `optimize` places an op. It also contains a
+check that these modules are unchanged. This check runs in each step.
 
 There is one forward for each kind of module: norms, decoder layers, gated MLPs and rotary
 functions. `norms`, `layers`, `gated` and `rotary` find the modules.
@@ -39,8 +39,9 @@ logger = logging.get_logger(__name__)
 
 
 def check_placed(model: nn.Module) -> None:
-    """Checks that no class's forward was changed after `optimize` replaced it on an instance. The
-    training loop and an attached trainer call this in each step.
+    """`optimize` replaces forwards on instances only. This function checks that the forwards of
+    their classes have not been changed since then. The training loop and an attached trainer call
+    this in each step.
 
     If a hook or another child module is added to a LoRA layer, the layer runs PEFT's code from then
     on. When the hook or the child is removed, the layer runs the fused code again.
@@ -90,7 +91,7 @@ def norm_forward(
     residual_slot: list[Tensor | None] | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The new forward of a norm.
+    """Replaces the forward of a norm.
 
     residual_slot  a list with one item, which is a tensor or None; the call adds the tensor to the
                    input before the norm, stores the sum in the list, and backward also uses the
@@ -200,8 +201,8 @@ class LayerSettings:
 
 
 def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The new forward of a decoder layer. It calls `run_layer` and uses gradient checkpointing in
-    the same way as the forward of the class. Calls with other arguments run the forward of the
+    """Replaces the forward of a decoder layer. It calls `run_layer` and uses gradient checkpointing
+    in the same way as the forward of the class. Calls with other arguments run the forward of the
     class.
     """
     settings: LayerSettings = get_settings(self)
@@ -412,7 +413,7 @@ def wrap_rotary(original: Callable[..., Any], pairs: Pairs, form: Form) -> Calla
 class TrainingStateHook:
     """A forward hook of the input embeddings. It stores the state of the random generators in
     training. The hook is on the embeddings because every forward calls them, while TRL's fused loss
-    never calls the head. The hook is an object so that deepcopy copies it.
+    never calls the head. The hook is an object and not a function, so that deepcopy copies it.
     """
 
     def __init__(self, stream: Any) -> None:

@@ -40,8 +40,8 @@ def linear_sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def activation_names(module: nn.Module) -> list[str]:
-    """Returns the names of the children and attributes that may be the activation. These can be
-    called and have no weights.
+    """Returns the names of the children and attributes that may be the activation. Such children
+    and attributes can be called and have no weights.
     """
     children = [
         n
@@ -79,7 +79,7 @@ def candidates(module: nn.Module) -> list[tuple[str, str | None, str]]:
 
 def recognise(module: nn.Module) -> GatedSettings | str:
     """Returns the settings with which a gated op computes the same output as this module for a
-    small test input. Returns the reason as text if there are no such settings.
+    small test input. If no settings give the same output, returns a text with the reason.
     """
     x = torch.linspace(-2.0, 3.0, 2 * _HIDDEN, dtype=torch.float64).view(1, 2, _HIDDEN)
     for gate, up, down in candidates(module):

@@ -31,8 +31,8 @@ _STREAM = "_isotype_generation"
 
 
 class SamplingStream:
-    """The stream of random numbers for sampling during training. The stream continues from one
-    generation to the next and never repeats.
+    """The stream of random numbers that `generate` uses for sampling during training. The stream
+    continues from one generation to the next and never repeats.
 
     training_state   the CPU generator's state in the last training step; None before the first step
     restored_states  the generator states that were restored after the last generation from the
@@ -54,9 +54,9 @@ class SamplingStream:
 
     @contextmanager
     def isolate(self, *, training: bool) -> Iterator[None]:
-        """A context for one call of `generate`. Inside it, sampling uses the stream. Afterwards the
-        generators are restored. If the caller has set a seed after the last training step, sampling
-        uses this seed.
+        """Returns a context manager for one call of `generate`. Within this context, sampling takes
+        its random numbers from the stream. Afterwards the generators are restored. If the caller
+        has set a seed after the last training step, sampling uses this seed.
 
         training  whether the model is in training mode, as in a trainer's loop before the first
                   step
@@ -203,8 +203,8 @@ def generate_blocker(lm: Any) -> str | None:
 
 
 def find_input_embeddings(lm: Any) -> nn.Module | None:
-    """Returns the input embeddings of a model. Returns None if its class has none, as in a
-    time-series model. transformers raises an exception for such a class.
+    """Returns the input embeddings of a model. Returns None if the model's class has no input
+    embeddings, as in a time-series model. transformers raises an exception for such a class.
     """
     try:
         embeddings: nn.Module | None = lm.get_input_embeddings()

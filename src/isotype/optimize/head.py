@@ -81,8 +81,8 @@ def has_backward_hooks(head: nn.Module) -> bool:
 
 
 def start_deferring(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the causal LM. If the forward gets labels, a loss will use the logits.
-    The hook then makes the head return deferred logits.
+    """This hook runs before the forward of the causal LM. If the forward gets labels, a loss will
+    use the logits. The hook then makes the head return deferred logits.
     """
     if kwargs.get("fused_lm_head") and find_fused_head(inner_model(model)) is None:
         # warn once that TRL's own loss runs, so that the deferral has no effect
@@ -100,8 +100,8 @@ def start_deferring(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def stop_deferring(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Forward hook of the causal LM. It also runs after an error in the forward. Otherwise the head
-    would continue to return deferred logits.
+    """This hook runs after the forward of the causal LM. It also runs after an error in the
+    forward. Otherwise the head would continue to return deferred logits.
     """
     if kwargs.get("labels") is not None:
         _forwards.depth = max(0, getattr(_forwards, "depth", 0) - 1)
@@ -110,8 +110,9 @@ def stop_deferring(
 
 @contextmanager
 def deferring(*, with_gradients: bool = False) -> Iterator[None]:
-    """Within this block, optimized heads return deferred logits, even without labels. It is for
-    training loops that compute the loss themselves.
+    """Within this block, heads that `optimize` replaced return deferred logits (which are computed
+    only when needed), even without labels. It is for training loops that compute the loss
+    themselves.
 
     with_gradients  whether logits are deferred only while gradients are enabled, because rollouts
                     and reference models in a training step need real logits
@@ -266,9 +267,9 @@ class Targets:
 def compute_loss(model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Tensor:
     """Runs the model and returns the loss or the log-probabilities (see `Targets`).
 
-    If the model's forward cannot take targets, the manifest has the reason. The loss is then
-    computed from deferred logits. If the head was not replaced either, it is computed from the real
-    logits.
+    If the model's forward cannot take targets, the manifest states the reason. The loss is then
+    computed from deferred logits. If the model's head was not replaced either, the loss is computed
+    from the real logits.
     """
     if targets.dtype != "fp32":
         return targets.loss_from_logits(model(**inputs).logits)
@@ -285,8 +286,8 @@ def takes_targets(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """The function that the model's forward applies to the output z of the head. It is softcap *
-    tanh(scale * z / softcap), or scale * z without a softcap.
+    """The function that the model's forward applies to the output z of the head. The function is
+    softcap * tanh(scale * z / softcap), or scale * z without a softcap.
     """
 
     scale: float
@@ -302,8 +303,8 @@ class _TargetRequest:
         self.loss: Tensor | None = None
 
     def compute_loss(self, head: nn.Linear, hidden: Tensor) -> Tensor:
-        """Computes the loss and stores it. Returns empty logits (0 classes), to which the rest of
-        the forward can still apply a scale.
+        """Computes the loss and stores it. Returns empty logits (0 classes). The rest of the
+        forward can still apply a scale to them.
         """
         self.loss = self.targets.loss_from_hidden(
             head, hidden, self.transform.scale, self.transform.softcap
@@ -316,8 +317,9 @@ class _TargetRequest:
 
 
 def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kwargs: Any) -> Any:
-    """The new forward of a causal LM. It runs the forward of the class. If targets are passed, the
-    output contains the loss, so that wrappers such as DDP find the graph.
+    """Replaces the forward of a causal LM. It runs the forward of the class. If targets are passed,
+    the output contains the loss, so that wrappers such as DDP find the autograd graph in the
+    output.
     """
     if targets is None:
         return type(self).forward(self, *args, **kwargs)
@@ -337,8 +339,8 @@ def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kw
 
 
 class _BackboneOutput:
-    """The output of a backbone that is replaced for a test. It has hidden states, and None for
-    every other attribute.
+    """The output of the stub that replaces the backbone in a test. It has hidden states, and every
+    other attribute is None.
     """
 
     def __init__(self, hidden: Tensor) -> None:
@@ -354,8 +356,8 @@ class _BackboneOutput:
 
 class _BackboneStub(nn.Module):
     """Replaces the backbone for a test. If the forward calls a child of the backbone (OPT's
-    decoder), it replaces this child too. The stub has the backbone's attributes, such as Falcon
-    H1's scale.
+    decoder), the stub replaces this child too. The stub has the same attributes as the backbone,
+    such as the scale of Falcon H1.
     """
 
     def __init__(self, hidden: Tensor, real: nn.Module) -> None:

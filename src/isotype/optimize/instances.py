@@ -86,7 +86,7 @@ def place_replacement(
     note: str = "",
 ) -> Placement:
     """Installs `forward` on the module with the recognised settings. If `settings_or_reason` is a
-    text, the module is not changed, and the text is the reason.
+    text, it is the reason why the module cannot be replaced, and the module is not changed.
     """
     if isinstance(settings_or_reason, str):
         return make_placement(part, path, module, None, settings_or_reason)
@@ -97,8 +97,8 @@ def place_replacement(
 def make_probe_copy(
     module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]
 ) -> nn.Module:
-    """Returns a shallow copy of the module with tiny children and parameters in fp64. The forward
-    of the class runs on this copy to compute the reference for a test.
+    """Returns a shallow copy of the module with tiny children and parameters in fp64. A test runs
+    the forward of the class on this copy, and compares the new forward with the result.
 
     The module itself is never called, because on some CPUs a forward in evaluation mode permanently
     repacks 4-bit layers. Children that are not replaced are copied too, so that training or
@@ -299,9 +299,9 @@ def install_rebuilt_forward(module: nn.Module, replacements: list[Replacement]) 
 
 
 def rebuild_forward(forward: Any, replacements: list[Replacement]) -> Any:
-    """Returns a copy of a forward that uses these replacements of global variables. If the
-    forward's module does not have these global variables, other code has installed the forward
-    later. It is then returned unchanged.
+    """Returns a copy of a forward that uses these replacements of global variables. If the module
+    in which the forward is defined does not have these global variables, other code has installed
+    the forward later. The forward is then returned unchanged.
     """
     if rebuild_blocker(forward) or any(r.name not in forward.__globals__ for r in replacements):
         return forward

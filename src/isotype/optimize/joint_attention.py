@@ -81,8 +81,8 @@ def is_candidate(module: nn.Module) -> bool:
 @cache_by_kind
 def recognise(module: Any) -> tuple[JointSettings, type] | str:
     """Returns the settings with which `compute_joint_attention` computes the same output as this
-    module for a small test input, and the class of the module's processor. Returns the reason as
-    text if there are no such settings.
+    module for a small test input, and the class of the module's processor. If no settings give the
+    same output, returns a text with the reason.
     """
     unknown_form_reason = (
         "for random inputs, its output differs from one attention over all its tokens"
@@ -234,9 +234,9 @@ def joint_forward(
     image_rotary_emb: Any = None,
     **extra: Any,
 ) -> Any:
-    """The new forward of an attention layer. It calls `compute_joint_attention`. The forward of the
-    class runs if a call has other arguments, if the processor was replaced, or if the projections
-    are fused.
+    """Replaces the forward of an attention layer. It calls `compute_joint_attention`. The forward
+    of the class runs if a call has other arguments, if the processor was replaced, or if the
+    projections are fused.
     """
     settings, processor = get_settings(self)
     unknown_arguments = {name: value for name, value in extra.items() if value is not None}

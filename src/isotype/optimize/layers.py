@@ -44,8 +44,8 @@ class Children:
 
 
 def find_children(module: nn.Module) -> Children | str:
-    """Finds the norms, the attention and the MLP of a decoder layer. If the layer has other child
-    modules, returns the reason as text. Identities and dropouts with p = 0 are ignored.
+    """Finds the norms, the attention and the MLP of a decoder layer. If the layer has child modules
+    of other kinds, returns a text with the reason. Identities and dropouts with p = 0 are ignored.
     """
     children = {
         n: c
@@ -114,8 +114,8 @@ def enumerate_forms(
 def _norm_orders(
     names: Sequence[str],
 ) -> Iterator[tuple[tuple[str | None, str | None], tuple[str | None, str | None]]]:
-    """Yields the possible pairs (norm before, norm after) of both halves. The norms are used in the
-    given order.
+    """Yields the possible pairs (norm before, norm after) of both halves. The order of the norms is
+    always the given order.
     """
     if len(names) == 4:
         yield (names[0], names[1]), (names[2], names[3])
@@ -125,8 +125,8 @@ def _norm_orders(
 
 
 def recognise(module: nn.Module) -> LayerSettings | str:
-    """Returns the settings with which `run_layer` computes the same output as this module. Returns
-    the reason as text if there are no such settings.
+    """Returns the settings with which `run_layer` computes the same output as this module. If no
+    settings give the same output, returns a text with the reason.
     """
     children = find_children(module)
     if isinstance(children, str):

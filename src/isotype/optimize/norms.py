@@ -34,8 +34,8 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def epsilon_names(module: nn.Module) -> list[str | None]:
-    """Returns the names of the attributes whose value may be epsilon, since it is a small positive
-    number.
+    """Returns the names of the attributes whose value is a small positive number and may therefore
+    be epsilon.
     """
     names: list[str | None] = [
         name
@@ -49,7 +49,7 @@ def recognise_norm(
     module: nn.Module, out_dtype: torch.dtype | None, *, saves_input: bool
 ) -> NormSettings | str:
     """Returns the settings with which `rms_norm` computes the same output as this module for a
-    small test input. Returns the reason as text if there are no such settings.
+    small test input. If no settings give the same output, returns a text with the reason.
     """
     # as wide as the module, because torch's norm refuses any other width
     size = module.get_parameter("weight").shape[0]

@@ -1,4 +1,4 @@
-"""`optimize` places ops in all modules of a model, and `restore` removes them."""
+"""`optimize` makes the modules of a model use ops, and `restore` undoes this."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def optimize(
     device_type: str | None = None,
     lora_branch: str = "compute",
 ) -> Manifest:
-    """Places ops in a causal LM of transformers or a denoiser of diffusers. Modules are recognised
-    by their structure, and their output is compared with that of the op for a small test input.
-    Only instances are changed, never classes.
+    """Replaces computations in a causal LM of transformers or a denoiser of diffusers by ops.
+    Modules are recognised by their structure, and their output is compared with that of the op for
+    a small test input. Only instances are changed, never classes.
 
     model      the model, or a PEFT model of it
     precision  a Precision, the name of a preset, the short text form (`bf16-pure grads=bf16`), or a

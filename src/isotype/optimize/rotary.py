@@ -50,7 +50,8 @@ class Tables:
 
 def rotary_name(module: nn.Module) -> str | None:
     """Returns the name of the global function with which the module's forward rotates query and
-    key. This is a function with the signature of a rotary embedding, or else one with such a name.
+    key. This is a function with the signature of a rotary embedding. If there is none, it is a
+    function with the name of a rotary embedding.
     """
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType):
@@ -159,7 +160,9 @@ def detect_tables(model: nn.Module) -> Tables:
 
 
 def fill_meta_buffers(module: nn.Module) -> nn.Module:
-    """Returns the module. For a model on the meta device, returns a copy whose buffers have values."""
+    """Returns the module. If its buffers are on the meta device, returns a copy of the module whose
+    buffers have values.
+    """
     if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
         return module
     filled = copy.copy(module)
@@ -179,8 +182,8 @@ def fill_meta_buffers(module: nn.Module) -> nn.Module:
 def place_rotary(
     path: str, module: nn.Module, tables: Tables, replacements: list[Replacement]
 ) -> Placement:
-    """Adds a replacement of the rotary function to `replacements`. The caller later rebuilds the
-    module's forward with these replacements.
+    """Adds a replacement of the rotary function to `replacements`. The caller later creates a copy
+    of the module's forward that uses these replacements.
     """
     function_name = rotary_name(module)
     forward = type(module).forward

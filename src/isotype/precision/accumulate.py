@@ -1,16 +1,16 @@
 """Accumulates gradients in buffers that are wider than the weights.
 
-DDP, FSDP2, deepcopy and torch's own AdamW lose `param.grad_dtype`. So the sum is not stored in
-`.grad`. A hook adds each gradient to its buffer and then frees the gradient. Processes that train
-together sum their gradients once per step, between `begin_sums` and `finish_sums`. They need no
-wrapper around the model.
+DDP, FSDP2, deepcopy and torch's own AdamW do not keep `param.grad_dtype`. So the sum is not stored
+in `.grad`. A hook adds each gradient to its buffer and then frees the gradient. Processes that
+train together sum their gradients once per step, between `begin_sums` and `finish_sums`. For this,
+they need no wrapper around the model.
 
 Gradients are summed over processes in buckets. A bucket can be sent while backward still computes
-the gradients of other buckets. It is sent as soon as all its gradients are computed and all
+the gradients of other buckets. A bucket is sent as soon as all its gradients are computed and all
 previous buckets are sent. So all processes send the same buckets in the same order, whichever
-gradient is computed first. The sums are bit-identical to those without early sending. In the first
-step, the buckets are sent only after the backward. This step also checks that each gradient is
-computed once.
+gradient is computed first. The sums are bit-identical, whether or not buckets are sent during
+backward. In the first step, the buckets are sent only after the backward. This step also checks
+that each gradient is computed once.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ class BucketSums:
         self._in_flight: deque[tuple[list[nn.Parameter], Tensor, Callable[[], None]]] = deque()
 
     def begin(self) -> None:
-        """Call this before the last backward of a step. In this backward, each gradient is complete
-        as soon as it is computed.
+        """Call this before the last backward of a step. Each gradient is then complete as soon as
+        this backward has computed it.
         """
         self._arrived = set()
         self._missing_counts = [len(bucket) for bucket in self._buckets]
 
     def mark_arrived(self, parameter: nn.Parameter) -> None:
-        """Records that backward has computed this parameter's gradient, and sends each bucket that
-        is complete.
+        """Records that backward has computed this parameter's gradient, and sends each complete
+        bucket of gradients to the other processes.
 
         Raises  RunError if a gradient is computed again after it was sent
         """
@@ -116,8 +116,8 @@ class BucketSums:
             self._send()
 
     def finish(self) -> list[torch.dtype]:
-        """Sends the remaining buckets and waits for all sums. Returns the dtype in which each
-        bucket was sent.
+        """Sends the remaining buckets to the other processes and waits until all gradients are
+        summed. Returns the dtype in which each bucket was sent.
         """
         if self._arrived is not None and self._sends_early is None:
             self._sends_early = not self._arrives_in_parts
@@ -198,8 +198,8 @@ class ShardedGradients(Protocol):
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Converts a sparse gradient, as an embedding with `sparse=True` has it, to a dense tensor.
-    Neither gradient clipping nor AdamW accepts sparse gradients.
+    """Converts a sparse gradient to a dense tensor. For example, an embedding with `sparse=True`
+    has sparse gradients. Neither gradient clipping nor AdamW accepts sparse gradients.
     """
     return gradient.to_dense() if gradient.is_sparse else gradient
 

@@ -1,7 +1,7 @@
 """If a rule reports an error or a warning, it suggests one or more changes of the settings. This
 module tests each suggestion with the settings of the run. A suggestion is shown only if the rule no
-longer reports anything and no other rule reports a new error. If it needs changes of further
-settings, these are shown with it. Imports no torch.
+longer reports anything and no other rule reports a new error. If a suggestion only works together
+with changes of further settings, these changes are shown too. Imports no torch.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def _describe_change(change: tuple[str, str | None]) -> str:
 
 
 def _drop_roles(settings: Settings) -> Iterator[tuple[str, Change]]:
-    """Yields changes for roles that contradict each other. The first change is to remove all roles
-    that the user wrote beside the preset. The second is to also set `precision.preset: auto`.
+    """Yields changes that may solve a contradiction between roles. The first change is to remove
+    all roles that the user wrote beside the preset. The second change also sets `precision.preset:
+    auto`.
     """
     change: Change = {
         key: None for key in settings if key.startswith("precision.") and key != "precision.preset"
@@ -94,8 +95,8 @@ class _Trial:
     previous_codes: set[str]
 
     def failure(self, change: Change) -> Finding | None:
-        """Returns the problem if it is still reported after a change, or a new error that the
-        change causes. Returns None if the change solves the problem.
+        """Applies a change to the settings. Returns the problem if it is still reported, or a new
+        error that the change causes. Returns None if the change solves the problem.
         """
         for finding in self.find(apply_change(self.settings, change)):
             begins = finding.severity == Severity.ERROR and finding.code not in self.previous_codes
@@ -104,8 +105,8 @@ class _Trial:
         return None
 
     def complete(self, remedy: Change) -> Change | None:
-        """Returns the change together with the changes of further settings that it needs. Returns
-        None if it does not solve the problem.
+        """Adds changes of further settings to a change until the problem is solved, and returns all
+        these changes. Returns None if no such changes solve the problem.
         """
         change = dict(remedy)
         for _ in range(_MAX_ADDITIONS + 1):
@@ -119,9 +120,9 @@ class _Trial:
         return None
 
     def _additions(self, failure: Finding, change: Change) -> Iterator[Change]:
-        """Yields further changes that may solve the remaining problem. A change may remove a role
-        that the user wrote beside a preset, or it may be one that the report of the remaining
-        problem suggests.
+        """Yields further changes that may solve the remaining problem. Such a change removes a role
+        that the user wrote beside a preset, or is a change that the report of the remaining problem
+        suggests.
         """
         if "precision.preset" in change:
             for key, _ in failure.details:

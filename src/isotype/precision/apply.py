@@ -26,10 +26,10 @@ from .vision import is_vision_weight, vision_parts
 
 
 def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a diffusers model, in the order of the model. These are the members of
-    module lists whose class the model names in `_no_split_modules`. If blocks are nested, only the
-    inner blocks are returned (for example, the resnet and transformer blocks of a U-Net). The list
-    is empty for other models.
+    """Returns the blocks of a diffusers model, in the order of the model. A block is a member of a
+    module list, and `_no_split_modules` of the model contains the name of its class. If blocks are
+    nested, only the inner blocks are returned (for example, the resnet and transformer blocks of a
+    U-Net). The list is empty for other models.
     """
     for owner in model.modules():
         if type(owner).__module__.startswith("diffusers.") and getattr(
@@ -50,8 +50,9 @@ def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
 
 def names_kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
     """Returns the names of the modules and parameters that stay in fp32 in a model of `dtype`. In
-    transformers, the modules in `_keep_in_fp32_modules` stay in fp32 if the model is fp16, and
-    those in the strict list also if it is bf16. diffusers has a single list for both dtypes.
+    transformers, the modules in `_keep_in_fp32_modules` stay in fp32 if the model is fp16. The
+    modules in the strict list stay in fp32 if the model is fp16 or bf16. diffusers has one list of
+    such modules, which applies to both fp16 and bf16.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return frozenset()
@@ -65,8 +66,8 @@ def names_kept_in_fp32(model: Any, dtype: torch.dtype) -> frozenset[str]:
 
 
 def is_kept_in_fp32(full_name: str, in_fp32: frozenset[str]) -> bool:
-    """Whether the module or parameter at this path stays in fp32 according to these names. Returns
-    False for the weights of an adapter.
+    """Whether the module or parameter at this path stays in fp32. `in_fp32` has the names of the
+    modules and parameters that stay in fp32. Returns False for the weights of an adapter.
     """
     path = f".{full_name}."
     return ".lora_" not in path and any(f".{name}." in path for name in in_fp32)
@@ -85,8 +86,8 @@ def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]
 
 
 class _GradientJoin:
-    """Forward pre-hook of a block. It replaces each input that needs a gradient by a view. All
-    gradients of the input inside the block are then summed at this view.
+    """Forward pre-hook of a block. It replaces each input that needs a gradient by a view. Backward
+    then sums all gradients that the block computes for this input at the view.
     """
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -113,8 +114,8 @@ _STATE = "_isotype_precision"
 
 class _PrecisionState:
     """Holds the settings of a model whose forwards are wrapped. Each wrapped module stores this
-    object together with the forward that was set on the instance before (or None). So deepcopy
-    copies both.
+    object, and the forward that the instance had before (None if it had none). So deepcopy copies
+    both.
 
     methods   the forwards that were installed
     settings  (module, attribute, value before) of each attribute that was changed
@@ -136,7 +137,7 @@ class _PrecisionState:
         setattr(module, attribute, value)
 
     def set_compute(self, dtype: str) -> None:
-        """Sets the dtype of all following matrix products."""
+        """Sets the dtype in which the model computes matrix products from now on."""
         # fp32 switches autocast off, so that a caller's own autocast cannot narrow a declared fp32
         # run
         self.dtype, self.autocast_dtype = dtype, to_torch(dtype) if dtype != "fp32" else None
@@ -161,8 +162,8 @@ def is_quantised(parameter: Tensor) -> bool:
 
 
 def quantised_dtype_name(parameter: Tensor) -> str:
-    """Returns the dtype of a quantised weight with the name that `precision.base` uses, such as nf4
-    or fp8.
+    """Returns the dtype of a quantised weight. The name of the dtype is the same as in
+    `precision.base`, such as nf4 or fp8.
     """
     state = getattr(parameter, "quant_state", None)
     return str(getattr(state, "dtype_name", None) or getattr(state, "quant_type", "int8"))
@@ -175,8 +176,8 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def cast_parameters(model: nn.Module, precision: Precision, part: Part | None = None) -> None:
-    """Casts frozen floating parameters to `base` and trainable ones to `trainable`. Quantised
-    parameters and buffers do not change.
+    """Casts frozen floating-point parameters to the dtype `base`, and trainable ones to the dtype
+    `trainable`. Quantised parameters and buffers do not change.
 
     Parameters that the model's class keeps in fp32 (`names_kept_in_fp32`) are cast to fp32 or stay
     fp32.
@@ -355,7 +356,7 @@ def _run_in_precision(class_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CastOutput:
-    """Forward hook that casts a floating-point output to the declared compute dtype. It is an
+    """This forward hook casts a floating-point output to the declared compute dtype. It is an
     object, so that deepcopy and pickle copy it.
     """
 
@@ -373,8 +374,8 @@ class _CastOutput:
 
 
 class _CastFirstOutput(_CastOutput):
-    """Does the same as `_CastOutput` for a block. A block may return a tuple, whose first item is
-    the hidden states. Only this item is cast.
+    """Casts the output of a block in the same way as `_CastOutput`. A block may return a tuple,
+    whose first item is the hidden states. Only this item is cast.
     """
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -384,8 +385,8 @@ class _CastFirstOutput(_CastOutput):
 
 
 class _CastAllOutputs(_CastOutput):
-    """Does the same as `_CastOutput` for a block of diffusers, which may return two tensors, one
-    for the text and one for the picture.
+    """Casts the outputs of a block of diffusers in the same way as `_CastOutput`. Such a block may
+    return two tensors, one for the text and one for the picture.
     """
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:

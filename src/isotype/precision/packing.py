@@ -1,5 +1,5 @@
 """Reads from config.json how the weights of a checkpoint are packed (quantised). The result
-contains the library, the dtype with the name that `precision.base` uses, and the size of blocks.
+contains the library, the name of the dtype as in `precision.base`, and the size of blocks.
 
 The lists of ignored layers in config.json are not used. The tensors in the checkpoint files show
 which layers are packed and how (`ops.packed.recognise`). Imports no torch.

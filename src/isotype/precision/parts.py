@@ -1,15 +1,15 @@
-"""Handles weights whose rows are divided over several processes. It finds the rows that this
-process holds of a sharded tensor, and the rows that it will keep of a tensor that is not sharded
-yet.
+"""Handles weights whose rows are divided over several processes. For a sharded tensor, it finds the
+rows that this process holds. For a tensor that is not sharded yet, it finds the rows that this
+process will keep.
 
 FSDP2 gives each process some rows of every weight. These rows are called its local part. If the
 model is not sharded, the local part is the whole tensor.
 
 A model's weights come from files that are mapped into memory. A weight that keeps the dtype of the
 file takes no memory until it is read. A cast would read the whole weight in every process. `Part`
-casts only the rows of this process and writes them into a tensor with the whole shape. The
-operating system allocates only the memory pages that are written, so this tensor takes only the
-memory of these rows.
+casts only the rows of this process and writes them into a tensor with the shape of the whole
+weight. The operating system allocates only the memory pages that are written, so this tensor takes
+only the memory of these rows.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def gathered_weights(model: nn.Module) -> Iterator[Tensor]:
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Frees gathered weights, so that every parameter is its local part again. A forward without a
-    backward leaves weights gathered.
+    """Frees gathered weights, so that every parameter is its local part again. After a forward
+    without a backward, the weights are still gathered.
     """
     for unit in _fsdp_units(model):
         unit.reshard()
@@ -104,8 +104,8 @@ def _fsdp_units(model: nn.Module) -> list[Any]:
 
 def loading_device(device: torch.device, part: Part | None, offload: str = "none") -> torch.device:
     """Returns the device on which a model's weights are loaded. This is the CPU if the blocks stay
-    on the CPU (`model.offload`). It is also the CPU if the model is sharded, because the part of
-    each unit is moved to its device later. Otherwise it is the device of the run.
+    on the CPU (`model.offload`). It is also the CPU if the model is sharded, because the local part
+    of the weights is moved to the device later. Otherwise it is the device of the run.
     """
     if part is None and offload == "none":
         return device
@@ -124,9 +124,10 @@ def _unwritten_tensor(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """States which rows of each weight one process keeps, if several processes share a model.
+    """States which rows of each weight one process keeps, if a model is sharded over several
+    processes.
 
-    rank       the number of this process among those that share the model
+    rank       the number of this process among the processes over which the model is sharded
     part_count  the number of these processes
     on_loaded  a function that is called once with the loaded model, while every weight still has
                all its rows
@@ -137,9 +138,9 @@ class Part:
     on_loaded: Callable[[nn.Module], None] = lambda model: None
 
     def cast_rows(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Casts the rows of this process. The result is on the CPU and has the shape of the whole
-        weight, but only the rows of this process contain values. Vectors are cast as a whole,
-        because they are small.
+        """Casts only the rows of the weight that this process keeps. The result is on the CPU and
+        has the shape of the whole weight, but only the rows of this process contain values. Vectors
+        are cast as a whole, because they are small.
 
         weight  any dtype [rows ...]
         ->      dtype     [rows ...]

@@ -223,7 +223,7 @@ def _parse_role_dtype(role: str, value: str) -> str:
 
 def _parse_save(text: str) -> tuple[str, str]:
     """Parses `bf16` or `model bf16, adapter fp32`. Returns (the model's dtype, the adapter's
-    dtype). If one of the two is missing, it is the same as the other.
+    dtype). If one of the two dtypes is missing, it is the same as the other dtype.
     """
     parts = dict(part.split(None, 1) for part in text.split(",") if " " in part.strip())
     if not parts:

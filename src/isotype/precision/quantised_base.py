@@ -1,5 +1,5 @@
 """Finds out whether a base model is already quantised, by which library and to which format. Also
-checks whether this agrees with the declared precision.
+checks whether the quantisation agrees with the declared precision.
 
 The module reads this from the configuration of a saved model before it is loaded, or from the
 layers of a loaded model.
@@ -136,8 +136,8 @@ def detect_quantisation(model: nn.Module) -> Quantisation | None:
 def check_base(
     quantisation: Quantisation | None, precision: Precision, model_name: str
 ) -> list[str]:
-    """Returns lines about a base model that was saved quantised, which are printed before training
-    starts. Returns an empty list for other base models.
+    """If the base model was saved quantised, returns the lines to print before training starts.
+    Returns an empty list for other base models.
 
     Raises  UsageError if the base model does not agree with `precision`
     """
@@ -177,10 +177,10 @@ def refuse_unquantisable(base: str, model: str) -> None:
 
 
 def unquantised_share(model: nn.Module) -> tuple[float, str]:
-    """Returns the share of the elements of frozen matrices that is not quantised, and the name of
+    """Returns the share of all elements of frozen matrices that are not quantised, and the name of
     the largest matrix that is not quantised.
 
-    This finds stacked experts, which bitsandbytes does not quantise. Some matrices are not counted,
+    For example, stacked experts are not quantised by bitsandbytes. Some matrices are not counted,
     because QLoRA never quantises them. These are embeddings, the head, and the vision tower and the
     projector of a vision-language model. The frozen copies of modules that an adapter trains in
     full are not counted either.

@@ -51,8 +51,8 @@ class Resolved:
 
     @property
     def text(self) -> str:
-        """Returns the short text form with the chosen preset. If roles were changed, another preset
-        may be more similar.
+        """Returns the short text form with the chosen preset. If the user changed roles, the
+        precision may be more similar to another preset.
         """
         return self.precision.text(self.preset)
 
@@ -65,8 +65,9 @@ class Resolved:
         )
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Returns (role, value, reason) of each role in the documented order. Stochastic rounding
-        is added to the value of `trainable`, and loss scaling to the value of `compute`.
+        """Returns (role, value, reason) of each role in the documented order. If the precision
+        declares them, "stochastic rounding" is added to the value of `trainable`, and "loss
+        scaling" to the value of `compute`.
         """
         precision = self.precision
         values = {role: getattr(precision, role) for role in (*ROLES, *TASK_ROLES)}
@@ -79,8 +80,8 @@ class Resolved:
         return [(role, value, self.reasons[role]) for role, value in values.items() if value]
 
     def to_dict(self) -> dict[str, dict[str, str]]:
-        """Returns the value and the reason of each role. If the base is quantised, it also has
-        `rest`, the dtype of the frozen weights that are not quantised.
+        """Returns the value and the reason of each role. If the base is quantised, the entry of
+        `base` also has `rest`, the dtype of the frozen weights that are not quantised.
         """
         declared = {
             role: {"value": value, "reason": self.reasons[role]}
@@ -125,7 +126,8 @@ def resolve(
     checkpoint: tuple[str, str] | None = None,
     family: str = "",
 ) -> Resolved:
-    """Determines the precision of a run from the preset and the roles in the settings.
+    """Determines the precision of a run from `settings`, which may have a preset and values of
+    roles.
 
     settings    `preset` and roles as in the configuration's precision section; None means the same
                 as a missing key
@@ -178,7 +180,7 @@ def resolve(
 
 @dataclass(frozen=True, kw_only=True)
 class _RunSettings:
-    """The facts that decide the precision of a run.
+    """Holds the facts that decide the precision of a run.
 
     preset              the preset that the user wrote, or auto
     roles               the roles that the user wrote
@@ -208,8 +210,8 @@ class _RunSettings:
 
 
 def _resolve_run(run: _RunSettings) -> tuple[Resolved, list[Finding]]:
-    """Determines the value and the reason of each role. Returns them together with the problems
-    that the rules report.
+    """Determines the value of each role and the reason for this value. Returns them together with
+    the problems that the rules report.
     """
     preset, preset_reason = _resolve_preset(run)
     precision = _resolve_roles(run, preset)
@@ -304,8 +306,8 @@ def _list_settings(run: _RunSettings, resolved: Resolved, preset_reason: str) ->
 
 
 def _describe_preset(run: _RunSettings, preset: str, precision: Precision) -> str:
-    """Describes the preset. If roles were changed, lists the changed roles instead, because the
-    description of the preset may no longer be true.
+    """Describes the preset. If the user changed roles of the preset, lists these roles instead,
+    because the description of the preset may no longer be true.
     """
     if run.checkpoint:
         return f"; base {precision.base}, as the checkpoint is"

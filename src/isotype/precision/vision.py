@@ -43,8 +43,8 @@ class VisionParts:
         return PROJECTOR
 
     def projectors(self, model: nn.Module) -> list[str]:
-        """Returns the paths of the projectors. These are the modules on the same level as the
-        decoder that are not towers.
+        """Returns the paths of the projectors. These are the modules that have the same parent as
+        the decoder and are not towers.
         """
         owner = self.language.rpartition(".")[0]
         children = model.get_submodule(owner).named_children()

@@ -48,8 +48,9 @@ def stochastic_round_(
     """Rounds fp32 values to bf16 and writes them to the target. Each value is rounded up or down at
     random. The nearer number is more probable, so that the expected value is exact.
 
-    16 random bits are added to the 16 bits that bf16 drops. A carry then rounds the value up.
-    Values that bf16 represents exactly, and infinities, do not change.
+    16 random bits are added to the 16 bits that bf16 drops. If this addition carries into the upper
+    16 bits, the value is rounded up. Values that bf16 represents exactly, and infinities, do not
+    change.
 
     seed, first_index  arguments of `draw_noise_bits`
     """
@@ -92,8 +93,8 @@ def draw_noise_bits(seed: int, first_index: int, count: int, device: torch.devic
 
 
 def _mix_seed(seed: int, block: int) -> int:
-    """Returns a seed whose lower 32 bits depend on every bit of both numbers. torch's CPU generator
-    reads only these 32 bits.
+    """Returns a seed whose lower 32 bits depend on every bit of both arguments. torch's CPU
+    generator reads only these 32 bits.
 
     Source: SplitMix64, Steele et al. 2014, "Fast splittable pseudorandom number generators".
     """

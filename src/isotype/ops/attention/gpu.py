@@ -35,8 +35,8 @@ from ..backend import kernel_unavailable_reason
 
 
 class Documents(NamedTuple):
-    """The positions of the documents in a packed batch. Token indices run through all rows of the
-    batch.
+    """The positions of the documents in a packed batch. Token indices count the tokens of all rows
+    of the batch, one row after the other.
 
     bounds      int32[E+1]  the index of the first token of each of E documents, and then the number
                             of tokens
@@ -119,8 +119,8 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 @cache
 def cudnn_version() -> int:
     """Returns the version of cuDNN as a number (91501 for 9.15.1), or 0 if PyTorch was built
-    without cuDNN. Without a GPU, memory is only planned, and a version that supports attention is
-    assumed.
+    without cuDNN. Without a GPU, the version is only needed to plan memory, and a version that
+    supports attention is returned.
     """
     if not torch.cuda.is_available():
         return CUDNN_AFTER + 1
@@ -250,8 +250,9 @@ def _from_flash_layout(y: Tensor, like_BNSD: Tensor) -> Tensor:
 
 
 def _sequence_bounds(query: Tensor, documents: Documents | None) -> tuple[Any, ...]:
-    """Returns the arguments of FlashAttention that describe the documents. These are the bounds of
-    the documents for queries and for keys, and the longest length for queries and for keys.
+    """Returns the arguments of FlashAttention that describe the documents. There are four
+    arguments: the bounds of the documents for the queries and for the keys, and the length of the
+    longest document for the queries and for the keys.
     """
     if documents is None:
         return None, None, query.shape[2], query.shape[2]
@@ -378,8 +379,9 @@ _block_masks: OrderedDict[tuple[object, ...], tuple[Any, Tensor | None]] = Order
 def compile_any_length(
     function: Callable[..., Any], backend: Any = "inductor"
 ) -> Callable[..., Any]:
-    """Compiles `function` for the first length. At the second length, it is compiled again for any
-    length. If it were compiled for each length, it would exceed PyTorch's limit of compilations.
+    """Compiles `function` for the first length. When a call has another length, `function` is
+    compiled a second time, now for any length. Compiling it for each length would exceed PyTorch's
+    limit of compilations.
     """
     compiled = torch.compile(function, backend=backend)
 
@@ -415,8 +417,8 @@ def flex_attention_softcapped(
     softcap: float,
     documents: Documents | None,
 ) -> Tensor:
-    """Computes `attention` with a softcap. It skips a block of keys if no query of a block attends
-    to it. mask is bool[B or 1, 1 or N, S, T].
+    """Computes `attention` with a softcap. For each block of queries, it skips the blocks of keys
+    to which none of these queries attends. mask is bool[B or 1, 1 or N, S, T].
     """
 
     def cap_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

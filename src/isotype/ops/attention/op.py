@@ -1,5 +1,5 @@
-"""The public op `attention` and its autograd function. B batch size, N query heads, M key heads, S
-queries, T keys, D head size.
+"""Defines the public op `attention` and its autograd function. B batch size, N query heads, M key
+heads, S queries, T keys, D head size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ATTENTION = OpContract(
 
 def mask_outside_window(allowed_ST: Tensor, window: int) -> Tensor:
     """Returns `allowed` with False for keys that are `window` or more positions before their query.
-    Keys after a query do not change.
+    For keys after the query, `allowed` does not change.
     """
     return allowed_ST.triu(1 - window)
 
@@ -71,7 +71,7 @@ def attention_reference(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Computes `attention` in plain PyTorch. It is also correct for fp64 inputs."""
+    """Computes `attention` in plain PyTorch. It also supports fp64 inputs."""
     with autocast_off(query_BNSD):
         dtype = arithmetic_dtype(query_BNSD.dtype)
         heads_per_key = query_BNSD.shape[1] // key_BMTD.shape[1]
@@ -115,7 +115,7 @@ def _make_rows_contiguous(*tensors: Tensor) -> list[Tensor]:
 
 def _mask_bytes(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
     """Returns the mask as bytes [B T S'], where S' is S rounded up to whole blocks. For each key,
-    the values of all queries are adjacent in memory, as in the scores.
+    the values of all queries are adjacent in memory, in the same way as the scores.
     """
     mask_BST = mask[:, 0].expand(mask.shape[0], queries, keys)
     bytes_BTS = mask_BST.transpose(1, 2).view(torch.uint8)
@@ -371,8 +371,8 @@ def choose_backend(
 def uses_cpp_kernels(
     dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> bool:
-    """Whether the C++ kernels run on these tensors in `dtype`. They need bf16 on a CPU, a head size
-    that is a multiple of 16, and a bool mask that all heads share.
+    """Whether the C++ kernels run on these tensors in `dtype`. The kernels need bf16 tensors on a
+    CPU, a head size that is a multiple of 16, and a bool mask that is the same for all heads.
     """
     return _cpp_supports(dtype, query, key, value, mask) and uses_cpp(KERNELS, query, key, value)
 
@@ -423,9 +423,9 @@ def attention(
     inside      scores, their softmax and all sums in fp32; probabilities are cast to F before they
                 are multiplied by value
     grads       query: F   key: F   value: F   (gradients of shared heads are summed in fp32)
-    In bf16 on a CPU this runs C++ kernels. They use the recurrences of FlashAttention-2 (Dao 2023)
-    and process several queries in one vector register. On a GPU it runs cuDNN's or FlashAttention's
-    kernels. In all other cases it calls PyTorch's scaled_dot_product_attention.
+    In bf16 on a CPU this runs C++ kernels. The C++ kernels use the recurrences of FlashAttention-2
+    (Dao 2023) and process several queries in one vector register. On a GPU it runs cuDNN's or
+    FlashAttention's kernels. In all other cases it calls PyTorch's scaled_dot_product_attention.
     Raises  DtypeError DT001 when the dtypes differ without autocast; ShapeError SH001; UsageError
             for a window or softcap below its range
     """

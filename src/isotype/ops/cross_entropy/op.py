@@ -1,4 +1,4 @@
-"""The public op `cross_entropy` and its autograd function. T tokens, V vocabulary size."""
+"""Defines the public op `cross_entropy` and its autograd function. T tokens, V vocabulary size."""
 
 from __future__ import annotations
 
@@ -118,9 +118,10 @@ class CrossEntropy(torch.autograd.Function):
     """Computes the loss of each row. It saves the logits and one fp32 value per row, and never
     writes to the logits.
 
-    The gradient is written to a new tensor, since other code may still read the logits. This may be
-    a second use of the logits, a backward with `retain_graph`, or the caller.
-    `linear_cross_entropy` allocates the logits itself, so it overwrites them with their gradient.
+    The gradient is written to a new tensor, since other code may still read the logits. For
+    example, another operation may use the logits, backward may run a second time (`retain_graph`),
+    or the caller may read the logits. `linear_cross_entropy` allocates the logits itself, so it
+    overwrites them with their gradient.
     """
 
     @staticmethod

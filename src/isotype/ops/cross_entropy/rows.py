@@ -52,12 +52,13 @@ class RecomputedLogits(NamedTuple):
 
 
 class LogitsSource:
-    """The operands of a matrix product on a CPU that computed bf16 logits. From the operands, the
-    C++ kernels recompute the logit of the target and the largest logits in fp32.
+    """Holds the operands of a matrix product that computed bf16 logits on a CPU. From the operands,
+    the C++ kernels recompute the logit of the target and the largest logits in fp32.
 
-    A bf16 matrix product rounds its fp32 sums. The error of a logit of 20 is then up to 0.06. We
-    measured the error of a token's loss for peaked distributions (mean log-probability -1.2, V
-    32,000). Its root mean square is 4.5e-2 with bf16 logits, and 6.2e-4 with recomputed logits.
+    A bf16 matrix product rounds its fp32 sums to bf16. The error of a logit of 20 is then up to
+    0.06. We measured the error of a token's loss for peaked distributions (mean log-probability
+    -1.2, V 32,000). The root mean square of this error is 4.5e-2 with bf16 logits, and 6.2e-4 with
+    recomputed logits.
 
     recomputed  the logits that `row_values` recomputed
     """
@@ -72,8 +73,9 @@ class LogitsSource:
     def from_product(
         cls, logits_NV: Tensor, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None
     ) -> LogitsSource | None:
-        """Returns the source of these logits. Returns None if they were not computed on a CPU by a
-        matrix product of bf16 operands with a bf16 result.
+        """Returns a `LogitsSource` with the operands from which these logits were computed. Returns
+        None if the logits were not computed on a CPU by a matrix product with bf16 operands and a
+        bf16 result.
         """
         is_narrow = (
             logits_NV.is_cpu

@@ -1,6 +1,6 @@
-"""Defines the options of a row's loss (`LossRule`), and the formulas of the loss in plain PyTorch
-for any device. The formulas process blocks of rows and make no fp32 copy of all logits. T tokens, V
-vocabulary size.
+"""Defines the options with which the loss of a row of logits is computed (`LossRule`). Also
+contains the formulas of this loss in plain PyTorch, for any device. The formulas process blocks of
+rows and make no fp32 copy of all logits. T tokens, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ def check_reduction(reduction: str, num_items: int | float | Tensor | None) -> N
 
 
 def _check_range(targets: Tensor, classes: int, ignore_index: int) -> None:
-    """Raises an error for targets out of range. On a CPU the message contains the first such
-    target. On a GPU and in a compiled graph, a device-side assert checks the targets without a
-    synchronisation.
+    """Raises an error for targets out of range. On a CPU, the error message contains the first
+    target that is out of range. On a GPU and in a compiled graph, a device-side assert checks the
+    targets without a synchronisation.
     """
     is_valid = (targets == ignore_index) | ((targets >= 0) & (targets < classes))
     if targets.is_meta:
@@ -235,7 +235,9 @@ def gradient_rows_(
 
 
 def _add_at_targets_(g: Tensor, values: Tensor, column: Tensor) -> None:
-    """For each row, adds its value to `g` at its column. Columns outside `g` are skipped."""
+    """Adds one value to each row of `g`, in the column that `column` gives for this row. Columns
+    outside `g` are skipped.
+    """
     is_outside = (column < 0) | (column >= g.shape[-1])
     g.scatter_add_(
         -1,
@@ -245,8 +247,8 @@ def _add_at_targets_(g: Tensor, values: Tensor, column: Tensor) -> None:
 
 
 def _backpropagate_rule_(g: Tensor, logits: Tensor, rule: LossRule) -> None:
-    """`g` is the gradient with respect to the logits after scale and softcap. Replaces it by the
-    gradient with respect to the logits.
+    """`g` is the gradient with respect to the logits after scale and softcap. Replaces `g` by the
+    gradient with respect to the logits before scale and softcap.
     """
     if rule.softcap:
         # d tanh(u) = 1 - tanh(u)^2. tanh is recomputed from the logits, since softcaps are rare and
@@ -386,8 +388,8 @@ class Upstream(NamedTuple):
 def allocate_row_values(
     rows: int, dtype: torch.dtype, device: torch.device, requested: RequestedValues
 ) -> RowValues:
-    """Allocates outputs for `rows` rows. They are filled with 0, and top1 with -1. Rows that are
-    not written later keep these values.
+    """Allocates outputs for `rows` rows. All tensors are filled with 0, except top1, which is
+    filled with -1. Rows that are not written later keep these values.
     """
 
     def zeros(is_requested: bool) -> Tensor:

@@ -4,9 +4,10 @@ reads one row in blocks. In backward, each program computes one block of a row.
 V is the vocabulary size. Row offsets are computed in int64.
 
 Every value is converted to fp32 once, when it is loaded. Every result is rounded to its dtype once,
-when it is stored. No value changes its dtype inside a branch or a loop; such changes broke
-large-vocabulary kernels of other libraries. Scalars are cast to fp32, since a compiler may pass a
-Python float as fp64. Flags are constexpr, so that an unused feature costs nothing.
+when it is stored. No value changes its dtype inside a branch or a loop. In other libraries, kernels
+for large vocabularies failed because of such changes. Scalars are cast to fp32, since a compiler
+may pass a Python float as fp64. Flags are constexpr (constants at compile time), so that an unused
+feature costs nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def apply_rule(x_fp32, scale, softcap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.cons
 
 @triton.jit
 def load_block(start, v, stop, FULL: tl.constexpr):
-    """Loads logits in fp32, and zeros past `stop`. A block that ends before `stop` (FULL) is loaded
-    without a mask, because 8 bf16 values then take one load instruction. With a mask they take 8.
+    """Loads a block of logits as fp32, with zeros at the positions past `stop`. A block that ends
+    before `stop` (FULL) is loaded without a mask, because 8 bf16 values then take one load
+    instruction. With a mask, they take 8 load instructions.
     """
     if FULL:
         x_fp32 = tl.load(start + v).to(tl.float32)
@@ -62,8 +64,8 @@ def add_to_loss(
     HAS_SCALE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Adds a block of logits to the running maxima and sums. Each thread keeps its own maxima and
-    sums.
+    """Updates the running maxima and sums with a block of logits. Each thread keeps its own maxima
+    and sums.
     """
     z_fp32 = apply_rule(
         load_block(start, v, classes, FULL), scale, softcap, HAS_SCALE, HAS_CAP
@@ -221,7 +223,8 @@ def _flags(rule: LossRule) -> dict[str, bool]:
 
 def _choose_tile(classes: int, rule: LossRule) -> tuple[int, int]:
     """Returns (values, warps) of a tile. Each thread has 16 values, or 8 with a softcap. With a
-    softcap and 16 values, 2 to 4 registers would be spilled on sm_80 and sm_90.
+    softcap and 16 values, 2 to 4 registers per thread would be spilled to memory on sm_80 and
+    sm_90.
     """
     values = min(MAX_BLOCK // 2 if rule.softcap else MAX_BLOCK, triton.next_power_of_2(classes))
     return values, warps(2 * values if rule.softcap else values)
@@ -344,8 +347,8 @@ def add_to_values(
     HAS_MEAN: tl.constexpr,
     HAS_TOP1: tl.constexpr,
 ):
-    """Adds a block of logits to the running maxima, sums and most likely classes. Each thread keeps
-    its own.
+    """Updates the running maxima, sums and most likely classes with a block of logits. Each thread
+    keeps its own.
     """
     z_fp32 = apply_rule(
         load_block(start, v, classes, FULL), scale, softcap, HAS_SCALE, HAS_CAP

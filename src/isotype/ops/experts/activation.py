@@ -1,5 +1,5 @@
-"""Computes the activation between the two layers of an expert. It is a gated activation or any
-function of rows.
+"""Computes the activation between the two layers of an expert. The activation is a gated
+activation, or any function that is applied to rows.
 
 T rows, G features of the first layer's output, I inner features.
 """
@@ -36,9 +36,7 @@ def _split_halves(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def activation_reference(g: Tensor, kind: Activation) -> Tensor:
-    """Computes the activation [... G] -> [... I] in plain PyTorch. It is also correct for fp64
-    inputs.
-    """
+    """Computes the activation [... G] -> [... I] in plain PyTorch. It also supports fp64 inputs."""
     if isinstance(kind, str):
         return gated_reference(*_split_halves(g), kind)
     if not isinstance(kind, Clamped):

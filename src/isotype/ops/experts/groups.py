@@ -53,8 +53,8 @@ _MAX_RANK = 64
 
 @cache
 def _has_bf16_kernels() -> bool:
-    """Whether the kernels for adapters can run. They must be built, and the processor must have
-    instructions for bf16.
+    """Whether the kernels for adapters can run. The kernels must be built, and the processor must
+    have instructions for bf16.
     """
     return KERNELS.has_bf16_instructions()
 
@@ -127,7 +127,7 @@ def _cpp_shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
     fake=lambda *_: None,
 )
 def _cpp_expand_(y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, ends: list[int], scale: float) -> None:
-    """Computes y += scale xa Bᵀ, where each row uses the B of its expert. One of B's last two
+    """Adds scale xa Bᵀ to y in place, where each row uses the B of its expert. One of B's last two
     strides must be 1.
     """
     c_ends, address = _make_c_array(ends)
@@ -157,8 +157,8 @@ def _cpp_expand_(y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, ends: list[int], sc
 def _cpp_gradient_(
     lhs_SM: Tensor, rhs_SN: Tensor, out_EMN: Tensor, ends: list[int], scale: float
 ) -> None:
-    """For each expert that has rows, computes scale lhsᵀ rhs and writes it to out in fp32. out may
-    have any strides.
+    """For each expert that has rows, computes `scale` times the matrix product lhsᵀ rhs and writes
+    it to out in fp32. out may have any strides.
     """
     c_ends, address = _make_c_array(ends)
     expert_step, m_step, n_step = out_EMN.stride()
@@ -238,8 +238,9 @@ class SortedRows:
     def cast_adapter(
         self, a: Tensor | None, b: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Casts A and B to the dtype of the matrix products. Grouped matrix products need a rank
-        whose size in memory is a multiple of 16 bytes, so A and B are padded with zeros.
+        """Casts A and B to the dtype of the matrix products. In grouped matrix products, the rank
+        multiplied by the bytes per value must be a multiple of 16. So A and B are padded with
+        zeros.
         """
         if a is None or b is None:
             return None, None
@@ -325,7 +326,7 @@ class RowPart:
         return xa_SR
 
     def expand_(self, y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, scale: float) -> None:
-        """Computes y += scale xa Bᵀ."""
+        """Adds scale xa Bᵀ to y in place, where each row uses the B of its expert."""
         b_EMR = b_EMR[self.experts]
         if _uses_rank_kernel(y_SM, b_EMR.shape[2]):
             _cpp_expand_(y_SM, xa_SR, b_EMR, self.ends, scale)
@@ -334,7 +335,9 @@ class RowPart:
             y_SM[rows].addmm_(xa_SR[rows], b_EMR[i].t(), alpha=scale)
 
     def gradient(self, lhs_SM: Tensor, rhs_SN: Tensor, scale: float, out_EMN: Tensor) -> None:
-        """Computes scale lhsᵀ rhs of each expert with fp32 sums, and writes it to out."""
+        """For each expert, computes `scale` times the matrix product lhsᵀ rhs with fp32 sums, and
+        writes it to out.
+        """
         if _uses_rank_kernel(lhs_SM, min(out_EMN.shape[1:])) and out_EMN.dtype is torch.float32:
             _cpp_gradient_(lhs_SM, rhs_SN, out_EMN, self.ends, scale)
             return
@@ -346,8 +349,8 @@ class RowPart:
             )
 
     def outer_products(self, lhs_SM: Tensor, rhs_SN: Tensor, out_EMN: Tensor) -> None:
-        """Computes lhsᵀ rhs of each expert and writes it to out. out is the gradient of a weight of
-        any dtype.
+        """For each expert, computes the matrix product lhsᵀ rhs and writes it to out. out is the
+        gradient of a weight of any dtype.
         """
         for i, rows in self.expert_rows:
             out_EMN[i] = lhs_SM[rows].t() @ rhs_SN[rows]

@@ -3,8 +3,8 @@ The weights may be frozen or trained. The two layers of the experts may have LoR
 
 The rows are sorted by expert at the start. The rows of each expert are then multiplied by its
 matrix. On a GPU, one grouped matrix product does this for all experts. On a CPU, there is one
-matrix product per expert. A few experts are computed at a time, so that activations between the two
-layers exist only for the rows of these experts.
+matrix product per expert. The op computes only a few experts at a time. So the activations between
+the two layers exist only for the rows of these experts.
 
 The gradient of a routing weight is the inner product of the expert's result and the incoming
 gradient. It is computed as <h, dh>, plus <d, bias> if there is a bias. Here h is the input of the
@@ -63,7 +63,7 @@ autocast.
 
 class Adapter(NamedTuple):
     """The LoRA adapter of one layer of all experts. It consists of a [E R N] and b [E O R], which
-    may have any strides. The product of both is multiplied by `scale`.
+    may have any strides. The matrix product of a and b is multiplied by `scale`.
     """
 
     a: Tensor
@@ -72,8 +72,8 @@ class Adapter(NamedTuple):
 
 
 class ExpertsOptions(NamedTuple):
-    """The options of a call. `states` has the state of each packed stack, and None for each stack
-    that is not packed.
+    """The options of a call. `states` has one entry for each stack of weights. It is the state of
+    the stack if the stack is packed (quantised), and None otherwise.
     """
 
     activation: Activation
@@ -99,7 +99,7 @@ def experts_reference(
     activation: Activation = "silu",
     transposed: bool = False,
 ) -> Tensor:
-    """Computes `experts` in plain PyTorch, one expert after the other. It is also correct for fp64
+    """Computes `experts` in plain PyTorch, one expert after the other. It also supports fp64
     inputs.
     """
     dtype = product_dtype(x, up, down)
@@ -171,7 +171,9 @@ def _product(
 
 
 class Experts(torch.autograd.Function):
-    """The autograd function of `experts`. The dtype of the matrix products is an argument."""
+    """The autograd function of `experts`. The caller passes the dtype of the matrix products as an
+    argument.
+    """
 
     @staticmethod
     def forward(

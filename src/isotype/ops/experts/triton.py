@@ -89,8 +89,8 @@ def backward_kernel(
     WANT_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each Triton program computes one row. It computes the gradient of g with the routing weight,
-    h, and <h, dh> without the routing weight.
+    """Each Triton program computes one row. It computes the gradient of g, which includes the
+    routing weight; h; and <h, dh>, which does not include the routing weight.
     """
     row = tl.program_id(0).to(tl.int64)
     weight_fp32 = tl.load(weights + row).to(tl.float32)
@@ -191,8 +191,8 @@ def gradient_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Computes lhsᵀ rhs for the rows of an expert. Each Triton program computes a tile [M, N] of
-    one expert.
+    """Computes the matrix product lhsᵀ rhs for the rows of an expert. Each Triton program computes
+    a tile [M, N] of one expert.
     """
     expert = tl.program_id(0)
     i = tl.program_id(1) * M + tl.arange(0, M)
@@ -264,7 +264,9 @@ def backward(
 
 @on_tensor_device
 def combine_(total_TN: Tensor, y_SN: Tensor, token_rows_TC: Tensor, w_S: Tensor | None) -> None:
-    """For each token, multiplies each of its rows by w and adds their sum to the token."""
+    """For each token, multiplies the rows of this token in `y_SN` by w, and adds their sum to the
+    token's row in `total_TN`.
+    """
     tokens, columns = total_TN.shape
     if total_TN.numel():
         blocks = triton.cdiv(columns, BLOCK)
@@ -285,8 +287,8 @@ def combine_(total_TN: Tensor, y_SN: Tensor, token_rows_TC: Tensor, w_S: Tensor 
 def gradient_(
     lhs_SM: Tensor, rhs_SN: Tensor, ends_E: Tensor, out_EMN: Tensor, scale: float
 ) -> None:
-    """Computes scale lhsᵀ rhs of each expert and writes it to out in fp32. For an expert without
-    rows, it writes zeros. out may have any strides.
+    """For each expert, computes `scale` times the matrix product lhsᵀ rhs and writes it to out in
+    fp32. For an expert without rows, it writes zeros. out may have any strides.
     """
     if lhs_SM.shape[1] > rhs_SN.shape[1]:
         lhs_SM, rhs_SN, out_EMN = rhs_SN, lhs_SM, out_EMN.transpose(1, 2)

@@ -1,8 +1,8 @@
 """The ops `silu_mul`, `gelu_mul` and `gelu` compute an activation, alone or multiplied by `up`.
 They share one implementation.
 
-`gated_product` and `gated_gradients` are for larger autograd functions, which handle autograd and
-autocast themselves.
+`gated_product` and `gated_gradients` have no autograd graph. Larger autograd functions call them,
+and handle autograd and autocast themselves.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _CUBIC_FACTOR = 0.044715
 
 
 def gated_reference(x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
-    """Computes the activation, alone or multiplied by `up`, in plain PyTorch. It is also correct
-    for fp64 inputs.
+    """Computes the activation, alone or multiplied by `up`, in plain PyTorch. It also supports fp64
+    inputs.
     """
     g = x.to(arithmetic_dtype(x.dtype))
     if activation == "silu":
@@ -189,7 +189,8 @@ def gated_backward(
     returns_product: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of x and up. With `returns_product` it also returns the result of the
-    forward. Both use the same exp, so it is computed only once.
+    forward. The gradients and the result of the forward use the same exp, so it is computed only
+    once.
     """
     if implementation == "cpp":
         dx, dup, recomputed = _cpp_backward(x, up, dy, activation, returns_product)
@@ -208,8 +209,8 @@ def gated_backward(
 
 
 def _value_and_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Returns the activation and its derivative. Both use the same exp, erf or tanh, which takes
-    most of the time on a CPU.
+    """Returns the activation and its derivative. The activation and its derivative use the same
+    exp, erf or tanh. This function takes most of the time on a CPU.
     """
     if activation == "silu":
         s = torch.sigmoid(g)
@@ -225,8 +226,8 @@ def _value_and_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]
 
 
 class GatedProduct(torch.autograd.Function):
-    """The autograd function of the three ops. It saves only its inputs. Autocast does not change
-    the dtypes of these formulas, since they have no matrix product.
+    """The autograd function of the ops `silu_mul`, `gelu_mul` and `gelu`. It saves only its inputs.
+    Autocast does not change the dtypes of these formulas, since they have no matrix product.
     """
 
     @staticmethod

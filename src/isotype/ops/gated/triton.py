@@ -164,8 +164,8 @@ def gated_backward(
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Computes the gradients of x and up, and the result of the forward, in one pass. If all three
-    are needed, it reads and writes six tensors in total. Separate passes would read and write
-    eight.
+    are needed, it reads and writes six tensors in total. Separate passes would read and write eight
+    tensors.
 
     in_place  the results overwrite the inputs, which must be contiguous; each program reads its
               block before it writes it

@@ -1,6 +1,6 @@
 """Computes the gradients of a head and its inputs without storing all logits (tokens x vocabulary).
-There are two ways to compute them. T tokens, N tokens that are not ignored, H hidden size, V
-vocabulary size.
+There are two ways to compute these gradients. T tokens, N tokens that are not ignored, H hidden
+size, V vocabulary size.
 
 `Chunks`, `HeadGradient`   Forward computes the gradients in chunks of rows. The logits are
                            overwritten by their gradient, and the head's gradient is accumulated in
@@ -54,9 +54,10 @@ def logits_budget(device: torch.device, with_head_gradient: bool) -> int:
 def fitting_block_size(
     count: int, other_count: int, itemsize: int, device: torch.device, with_head_gradient: bool
 ) -> int:
-    """Divides `count` rows into equal blocks and returns the size of a block. The logits of one
-    block for `other_count` classes fit into the budget. The function is also used to divide
-    classes, and `other_count` is then the number of rows.
+    """Divides `count` rows into equal blocks and returns the size of a block. The size is chosen so
+    that the logits of one block of rows for `other_count` classes fit into the memory for logits
+    (`logits_budget`). The function can also divide the classes into blocks. Then `other_count` is
+    the number of rows.
 
     with_head_gradient  whether the head's gradient is computed too
     """
@@ -70,7 +71,7 @@ def fitting_block_size(
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Returns the dtype of the operands of a matrix product on this device. `dtype` is the declared
-    dtype of the product.
+    dtype of the matrix product.
     """
     if dtype == torch.float16 and planned_device_type(device) != "cuda":
         return torch.float32
@@ -86,13 +87,13 @@ def result_dtype(operand: torch.dtype, device: torch.device) -> torch.dtype:
 
 def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Tensor | None]:
     """Returns (pre_scale, post_scale). The softmax is multiplied by pre_scale before it is rounded
-    to the dtype `operand`. The matrix products with the softmax are then multiplied by post_scale
-    (None means 1). pre_scale * post_scale equals `upstream`.
+    to the dtype `operand`. The results of the matrix products with the softmax are then multiplied
+    by post_scale, unless it is None. pre_scale * post_scale equals `upstream`.
 
-    If the softmax is multiplied by the upstream gradient before it is rounded, the gradient is
-    rounded as often as without chunks. In fp16 this is not possible, since 1/128k is subnormal.
-    There the softmax is multiplied by 1024 before it is rounded, and the fp32 results of its matrix
-    products are multiplied by `upstream` / 1024.
+    If the softmax is multiplied by the upstream gradient before it is rounded, computing in chunks
+    adds no rounding. In fp16 this is not possible, since an upstream gradient of 1/128k is
+    subnormal. For fp16, the softmax is therefore multiplied by 1024 before it is rounded, and the
+    fp32 results of its matrix products are multiplied by `upstream` / 1024.
     """
     if operand != torch.float16:
         return upstream, None
@@ -101,9 +102,9 @@ def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Te
 
 def allocate_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocates memory for logits or their gradient. On a GPU, each row starts at a multiple of 64
-    values, since cuBLAS's fast kernels need an alignment of 16 bytes. For example, a vocabulary may
-    have 32,001 tokens, one of them added. Without padding, only one row of eight would then be
-    aligned.
+    values, since cuBLAS's fast kernels need an alignment of 16 bytes. For example, a vocabulary of
+    32,000 tokens has 32,001 tokens after one token is added. Without padding, only one of eight
+    rows would then start at a multiple of 16 bytes.
     """
     row_stride = classes
     if planned_device_type(device) == "cuda":
@@ -131,8 +132,8 @@ def add_product_(lhs: Tensor, rhs: Tensor, total: Tensor) -> Tensor:
 
 
 def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) -> Tensor:
-    """Writes `dlogits @ weight` to `out`. On a CPU it computes the transposed result and copies it,
-    which is 12% faster for 1024 x 32,000 x 2048 in bf16.
+    """Writes `dlogits @ weight` to `out`. On a CPU it computes the transposed result and copies it.
+    For 1024 x 32,000 x 2048 in bf16, this is 12% faster.
     """
     device = dlogits_NV.device
     if planned_device_type(device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
@@ -158,9 +159,9 @@ _TILE = (128, 256)
 def count_vocabulary_parts(rows: int, columns: int, classes: int, processors: int) -> int:
     """The matrix product for the gradient of the hidden states is split into parts of the
     vocabulary, so that its tiles occupy all multiprocessors. Returns the number of parts. For
-    example, a result of 512 x 4,096 has 64 tiles, which leave half of 132 multiprocessors idle.
-    With two parts there are 128 tiles. A part has at least 4,096 classes, so that adding the parts
-    takes comparatively little time.
+    example, a result of 512 x 4,096 has 64 tiles, so that half of the 132 multiprocessors of a GPU
+    would be idle. With two parts there are 128 tiles. A part has at least 4,096 classes, so that
+    adding the parts takes comparatively little time.
     """
     tiles = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
     return max(1, min(processors // tiles, classes // 4096))
@@ -168,8 +169,8 @@ def count_vocabulary_parts(rows: int, columns: int, classes: int, processors: in
 
 def product_in_parts(lhs_NV: Tensor, rhs_VH: Tensor, out_NH: Tensor, parts: int) -> Tensor:
     """Writes `lhs @ rhs` to `out` in fp32. V is divided into equal parts. One batched matrix
-    product computes the result of each part, and these results are added. The product for the
-    remaining classes is added last.
+    product computes the result of each part, and these results are added. The matrix product for
+    the remaining classes is added last.
     """
     size = lhs_NV.shape[1] // parts // _BLOCK_MULTIPLE * _BLOCK_MULTIPLE
     lhs_PNV = lhs_NV[:, : parts * size].unflatten(1, (parts, size)).transpose(0, 1)
@@ -243,7 +244,9 @@ def head_dtypes(
 def cast_gradients(
     gradients: Sequence[Tensor], dtypes: Sequence[torch.dtype | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Casts each gradient to its dtype. A gradient that is not needed becomes None."""
+    """Casts each gradient to the dtype that `dtypes` has for it. A gradient that is not needed
+    becomes None.
+    """
     results: list[Tensor | None] = []
     for gradient, dtype, is_needed in zip(gradients, dtypes, needs):
         if is_needed and dtype is not None:
@@ -301,8 +304,8 @@ class Forward(NamedTuple):
 
 def stored_gradient_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Returns the dtype of a gradient that is computed in forward and stored until backward. For
-    fp16 inputs it is fp32, since the gradient is too small for fp16 until backward multiplies it by
-    the upstream gradient.
+    fp16 inputs this dtype is fp32. The gradient is too small for fp16 until backward multiplies it
+    by the upstream gradient.
     """
     if dtype == torch.float16:
         return torch.float32
@@ -317,9 +320,9 @@ def empty_outputs(
     want_dbias: bool,
     chunk: int,
 ) -> Forward:
-    """Allocates outputs of the right shapes and dtypes. They are filled with zeros, since forward
-    does not write to ignored rows. Only the head's gradient is left uninitialised, since the first
-    chunk overwrites it.
+    """Allocates outputs of the right shapes and dtypes. The outputs are filled with zeros, since
+    forward does not write to ignored rows. Only the head's gradient is left uninitialised, since
+    the first chunk overwrites it.
     """
     tokens = hidden_TH.shape[0]
     classes = weight_VH.shape[:1]
@@ -340,8 +343,8 @@ def empty_outputs(
 
 
 class HeadGradient:
-    """Sums `post_scale * dlogits^T x` over chunks of rows in `total_VH`. The first chunk overwrites
-    `total_VH`, so `total_VH` may be uninitialised.
+    """Sums `post_scale * dlogits^T x` over the chunks of rows, and writes the sum to `total_VH`.
+    The first chunk overwrites `total_VH`, so `total_VH` may be uninitialised.
 
     If the matrix product has another dtype than `total_VH`, or is multiplied by a factor, it is
     computed in blocks of the vocabulary. All blocks share one buffer. Allocating a new buffer for
@@ -357,7 +360,7 @@ class HeadGradient:
         self.wide_buffer: Tensor | None = None
 
     def add(self, dlogits_NV: Tensor, x_NH: Tensor) -> None:
-        """Adds the matrix product of one chunk."""
+        """Adds the matrix product of one chunk to `total_VH`."""
         total = self.total_VH
         is_first = self.is_first
         self.is_first = False
@@ -454,8 +457,8 @@ class Chunks:
         dlogits_NV: Tensor,
         post_scale: Tensor | None,
     ) -> None:
-        """Computes the gradient of these rows of hidden, multiplies it by `post_scale` and writes
-        it.
+        """Computes the gradient of these rows of the hidden states, multiplies it by `post_scale`
+        and writes it to `dhidden_TH`.
         """
         if isinstance(rows, slice) and post_scale is None and dhidden_TH.dtype == self.result_dtype:
             product_over_classes(dlogits_NV, self.weight_VH, dhidden_TH[rows])
@@ -474,9 +477,9 @@ class Chunks:
 
 def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
     """Returns the rows that are not ignored, as int[N] or as a slice of all rows. On a GPU it
-    returns all rows, since the host would have to wait until the GPU has counted the rows. Ignored
-    rows are then computed and masked. If a caller has the labels on the host, it can select the
-    rows before it calls the op.
+    returns all rows, since the host would have to wait until the GPU has counted the rows. The
+    ignored rows are then computed too, and their results are masked. If a caller has the labels on
+    the host, it can select the rows before it calls the op.
     """
     if not can_count_rows(targets_T):
         return slice(None)
@@ -487,8 +490,8 @@ def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
 
 
 def largest_gradient(*upstream_N: Tensor) -> Tensor:
-    """Returns the largest upstream gradient of any row. The dtype of the logits' gradient must be
-    able to represent it.
+    """Returns the largest upstream gradient among all rows. The gradient of the logits can be as
+    large as this value, so its dtype must be able to represent the value.
     """
     tiny = torch.finfo(upstream_N[0].dtype).tiny
     maxima = []

@@ -1,5 +1,5 @@
-"""The op `linear_cross_entropy`, which computes the head and the loss together, and its autograd
-function. T tokens, H hidden size, V vocabulary size.
+"""Defines the op `linear_cross_entropy`, which computes the head and the loss together, and its
+autograd function. T tokens, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _forward(
     want_dbias: bool,
     exact: bool,
 ) -> tuple[Tensor, ...]:
-    """Computes the loss of each row. Also computes the gradients that are needed; each row has the
-    upstream gradient `upstream`. Ignored rows are not computed.
+    """Computes the loss of each row. Also computes the gradients that are needed. The upstream
+    gradient of each row is `upstream`. Ignored rows are not computed.
 
     exact  whether the C++ kernels recompute the largest bf16 logits in fp32
     """
@@ -195,8 +195,8 @@ def _backward(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Computes the sum of the row losses, or with is_mean this sum divided by `items`. If items is
-    None, it computes the loss of each row.
+    """Computes the sum of the row losses. If is_mean is set, divides this sum by `items`. If items
+    is None, it computes the loss of each row.
 
     The gradient of a hidden row is linear in the row's upstream gradient, and the head's gradient
     is linear in a scalar upstream gradient. So forward computes both gradients for an upstream
@@ -309,10 +309,10 @@ def linear_cross_entropy(
     inside   the matrix product in autocast's dtype, or without autocast in the promoted dtype of
              hidden and weight; the loss in fp32, as in `cross_entropy`
     grads    hidden: X   weight: W   bias: B   accumulated over chunks in fp32
-    With reduction="mean", num_items is the divisor. With "sum", it is the number by which the
-    caller will divide the sum. If it is given, gradients are rounded only once. chunk is the number
-    of rows whose logits exist at once. Its default is computed from V and a fixed number of bytes,
-    and does not depend on the free memory.
+    With reduction="mean", num_items is the divisor. With reduction="sum", num_items is the number
+    by which the caller will divide the sum. If num_items is given, gradients are rounded only once.
+    chunk is the number of rows whose logits exist at once. Its default is computed from V and a
+    fixed number of bytes, and does not depend on the free memory.
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001;
              UsageError
     """
@@ -368,8 +368,9 @@ def loss_divisor(
     ignore_index: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the divisor of the mean. For a sum, returns the number by which the caller will
-    probably divide it. The result is a scalar tensor on the device of the targets.
+    """Returns the number by which the mean divides the sum of the losses. For reduction="sum",
+    returns the number by which the caller will probably divide the sum. The result is a scalar
+    tensor on the device of the targets.
     """
     if isinstance(num_items, Tensor):
         divisor = num_items.detach().to(targets_T.device, dtype).reshape(())

@@ -154,7 +154,8 @@ class Heads(NamedTuple):
     ) -> Iterator[tuple[Any, Tensor, Tensor, Callable[..., tuple[Tensor, Tensor]]]]:
         """Yields (rows, x_NH, dlogits_NV, compute). `Chunks` describes the first three.
         `compute(upstream_N, want_entropy)` returns divergences and entropies of the rows, fp32[N]
-        each (empty if not needed). With an upstream gradient it also writes dlogits_NV.
+        each (empty if not needed). If `upstream_N` is given, it also writes the gradient of the
+        student's logits to dlogits_NV.
         """
         for (rows, x_NH, z_NV, g_NV), (_, y_NG, teacher_NV, _) in zip(self.student, self.teacher):
             sources: dict[str, Any] = {}

@@ -1,5 +1,6 @@
-"""Computes the divergence between the student's and the teacher's logits of each row. It is
-computed by C++ kernels, or in blocks by plain PyTorch on any device. N rows, V vocabulary size.
+"""Computes the divergence between the student's and the teacher's logits of each row. The
+divergence is computed by C++ kernels, or in blocks by plain PyTorch on any device. N rows, V
+vocabulary size.
 
 z contains the student's logits after scale and softcap, divided by the temperature. p contains the
 student's probabilities, q the teacher's probabilities, and m their mixture:
@@ -26,8 +27,8 @@ MIN_LOG_PROB = -1e30  # finite, so that p ln p of a masked class is 0 and not Na
 
 
 class DivergenceParameters(NamedTuple):
-    """The parameters of a divergence. They are beta, and scale and softcap of the student's and of
-    the teacher's logits. Scale and softcap are already divided by the temperature.
+    """The parameters of a divergence. They are beta, and the scale and the softcap of the student's
+    and of the teacher's logits. Scale and softcap are already divided by the temperature.
     """
 
     student: LossRule
@@ -37,7 +38,7 @@ class DivergenceParameters(NamedTuple):
 
 def divergence_(s: Tensor, t: Tensor, beta: float, *, gradient: bool) -> Tensor:
     """Computes the divergence of fp32 or fp64 log-probabilities, as fp32[N]. Both tensors are
-    overwritten. With `gradient`, `s` becomes the gradient of the student's logits.
+    overwritten. If `gradient` is set, `s` is overwritten by the gradient of the student's logits.
     """
     p = s.exp()
     log_ratio = t - s
@@ -74,8 +75,8 @@ def divergences(
     upstream_N: Tensor | None,
     want_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns divergences and entropies, fp32[N] each (empty if not needed). With `upstream_N` the
-    gradient of z_NV is written to `out_NV`.
+    """Returns divergences and entropies, fp32[N] each (empty if not needed). If `upstream_N` is
+    given, the gradient of z_NV is written to `out_NV`.
     """
     row_count = z_NV.shape[0]
     dtype = arithmetic_dtype(z_NV.dtype)
@@ -110,9 +111,9 @@ def divergences_cpp(
     sources: tuple[LogitsSource | None, LogitsSource | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Computes `divergences` with the C++ kernel, for fp32, bf16 or fp16 logits on a CPU. If matrix
-    products in bf16 computed the logits (`sources`), some logits are recomputed in fp32. These are
-    the logits of both heads for the classes with the eight largest logits of the student and the
-    eight largest of the teacher.
+    products in bf16 computed the logits (`sources`), some logits are recomputed in fp32. For each
+    row, these are the logits of both heads for two groups of classes: those with the eight largest
+    logits of the student, and those with the eight largest logits of the teacher.
     """
     rows = z_NV.shape[0]
     divergence = torch.empty(rows)

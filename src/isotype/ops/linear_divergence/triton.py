@@ -34,8 +34,8 @@ def log_prob(
     HAS_SCALE: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Returns log-probabilities in fp32. They are clamped to at least -1e30, so that p ln p of a
-    masked class is 0.
+    """Returns log-probabilities in fp32. The log-probabilities are clamped to at least -1e30, so
+    that p ln p of a masked class is 0.
     """
     return tl.maximum(
         apply_rule(load_block(start, v, stop, FULL), scale, softcap, HAS_SCALE, HAS_CAP) - lse,
@@ -75,7 +75,7 @@ def add_to_divergence(
     TEACHER_SCALE: tl.constexpr,
     TEACHER_CAP: tl.constexpr,
 ):
-    """Adds a block of logits to the running sums of p ln(p / m), q ln(q / m) and p ln p. Each
+    """Updates the running sums of p ln(p / m), q ln(q / m) and p ln p with a block of logits. Each
     thread keeps its own sums.
     """
     s = log_prob(
@@ -141,9 +141,9 @@ def divergence_kernel(
     LANES: tl.constexpr,
     LANE_VALUES: tl.constexpr,
 ):
-    """Computes the divergence and the entropy of a row. KIND is 0 or 1 for these values of beta,
-    and 2 for values between. `student_sum` receives the sum of p ln(p / m), which the gradient
-    needs.
+    """Computes the divergence and the entropy of a row. KIND is 0 for beta = 0, 1 for beta = 1, and
+    2 for values of beta between 0 and 1. `student_sum` receives the sum of p ln(p / m), which the
+    gradient needs.
     """
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride

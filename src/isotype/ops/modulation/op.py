@@ -1,5 +1,5 @@
-"""The ops `modulated_layer_norm` and `gated_residual`, which diffusion transformers use. All tokens
-of a picture have the same scale, shift or gate.
+"""Defines the ops `modulated_layer_norm` and `gated_residual`, which diffusion transformers use.
+All tokens of a picture have the same scale, shift or gate.
 
 B pictures, T tokens, H hidden size.
 """
@@ -248,7 +248,7 @@ def modulated_layer_norm_reference(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes the op in plain PyTorch. It is also correct for fp64 inputs."""
+    """Computes the op in plain PyTorch. It also supports fp64 inputs."""
     h = x.to(arithmetic_dtype(x.dtype, scale.dtype))
     centred = h - h.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -384,7 +384,7 @@ def modulated_layer_norm(
 
 
 def gated_residual_reference(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """Computes the op in plain PyTorch. It is also correct for fp64 inputs."""
+    """Computes the op in plain PyTorch. It also supports fp64 inputs."""
     dtype = arithmetic_dtype(x.dtype, gate.dtype)
     return cast_output(residual.to(dtype) + gate.to(dtype)[:, None] * x.to(dtype), residual.dtype)
 

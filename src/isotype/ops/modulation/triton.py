@@ -1,9 +1,9 @@
 """Triton kernels of the modulated LayerNorm and the gated residual. Each Triton program computes a
 tile of whole rows of one picture. B pictures, T tokens, H hidden size.
 
-For the gradients of scale, shift and gate, each program computes several tiles and sums over them
-in fp32. A second sum adds the results of all programs. There are no atomics, so the order of
-additions depends only on shapes and the device.
+For the gradients of scale, shift and gate, each Triton program sums over several tiles in fp32. A
+second sum adds the results of all programs. No kernel uses atomic additions, so the order of
+additions depends only on the shapes and the device.
 """
 
 from __future__ import annotations

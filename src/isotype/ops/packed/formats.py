@@ -1,4 +1,4 @@
-"""Decoders of published formats of packed (quantised) weights. There is one function per format, in
+"""Decodes published formats of packed (quantised) weights. There is one function per format, in
 plain PyTorch, which implements the definition of the format.
 
 A function gets the tensors of one weight and the range of rows that it decodes. The tensors have
@@ -62,8 +62,9 @@ class Layout:
 
     @property
     def align(self) -> int:
-        """Returns a number; the number of rows that are decoded at once must be a multiple of it.
-        These rows then contain whole blocks and whole words in every format.
+        """Returns a number of rows. The number of rows that are decoded at once must be a multiple
+        of it. The decoded rows then contain only whole blocks and whole words of packed values, in
+        every format.
         """
         return math.lcm(self.block[0], 8)
 
@@ -91,8 +92,8 @@ def int8_rows(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) 
 
 
 def packed_rows(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """Decodes the 4-bit or 8-bit integers of compressed-tensors. They are stored with an offset of
-    half their range.
+    """Decodes the 4-bit or 8-bit integers of compressed-tensors. The integers are stored with an
+    offset of half their range.
 
     weight_packed      int32[O ceil(K bits / 32)]
     weight_scale       any float [O G] or [O 1]
@@ -214,8 +215,8 @@ def mxfp4(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> T
 
 
 def ggml(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout) -> Tensor:
-    """Decodes the blocks of a GGUF file. They are stored as uint8[O bytes] under the name of the
-    kind of block.
+    """Decodes the blocks of a GGUF file. The blocks are stored as uint8[O bytes]. The name of the
+    tensor is the kind of block, such as Q4_K.
     """
     return decode_blocks(layout.packed_tensor[0], tensors[layout.packed_tensor[0]][rows], wide)
 
@@ -239,7 +240,7 @@ def _decode_fp4(packed: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def unpack_words(packed: Tensor, bits: int, dim: int, order: Sequence[int] = range(8)) -> Tensor:
-    """Unpacks the numbers of 32-bit words along `dim` to int32."""
+    """Unpacks numbers that are stored in 32-bit words. They are unpacked along `dim`, as int32."""
     shifts = torch.tensor(
         [bits * at for at in order[: 32 // bits]], device=packed.device, dtype=torch.int32
     )

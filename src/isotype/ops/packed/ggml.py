@@ -1,4 +1,4 @@
-"""Decoders of the blocks of GGUF files, which implement the definition of the format. A block
+"""Decodes the blocks of GGUF files. The decoders implement the definition of the format. A block
 stores 32 or 256 numbers of a row and their scales in 18 to 210 bytes.
 
 The order of operations is the same as in ggml's reference, so that fp32 results are bit-identical.

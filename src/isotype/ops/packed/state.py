@@ -154,8 +154,8 @@ def _widen_(
 
 
 def _widen_by_kernel(tensors: Tensors, rows: slice, layout: Layout, out: Tensor) -> bool:
-    """Writes these rows into the first K columns of `out`, whose columns are adjacent. Returns
-    False if no kernel supports the format.
+    """Dequantises these rows and writes them into the first K columns of `out`, whose columns are
+    adjacent in memory. Returns False if no kernel supports the format.
     """
     if not (uses_cpp(KERNELS, out) or uses_fused_kernel(out)):
         return False
@@ -204,7 +204,9 @@ class PackedState:
         return self.widen_rows(packed, slice(0, self.shape[0]), out)
 
     def widen_rows(self, packed: Tensor, rows: slice, out: Tensor) -> Tensor:
-        """Writes these rows into `out`. The first row must be a multiple of `layout.align`."""
+        """Writes these rows into `out`. The index of the first row must be a multiple of
+        `layout.align`.
+        """
         layout = self.layout
         columns = self.shape[1]
         name, dtype, shape = layout.packed_tensor

@@ -124,7 +124,9 @@ def widen_(
     height: int,
     width: int,
 ) -> None:
-    """Writes `out`, whose columns are adjacent. `state.BlockScaled` describes the tensors."""
+    """Dequantises the weight into `out`, whose columns are adjacent in memory. `state.BlockScaled`
+    describes the tensors.
+    """
     rows, columns = out.shape
     is_4bit = kind in [KINDS[name] for name in FOUR_BIT_KINDS]
     if out.numel():
@@ -217,8 +219,8 @@ def widen_4bit(
     inner_blocksize: int,
     out: Tensor,
 ) -> None:
-    """Writes `out`, which must be contiguous and have an even number of elements.
-    `state.widen_4bit` describes the tensors.
+    """Dequantises the weight into `out`, which must be contiguous and have an even number of
+    elements. `state.widen_4bit` describes the tensors.
     """
     nested = inner_absmax is not None
     size = out.numel() // 2

@@ -47,7 +47,7 @@ def rms_norm_reference(
     unit_offset: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes RMSNorm in plain PyTorch. It is also correct for fp64 inputs."""
+    """Computes RMSNorm in plain PyTorch. It also supports fp64 inputs."""
     h = x.to(arithmetic_dtype(x.dtype, weight.dtype))
     w = weight.to(h.dtype)
     if unit_offset:
@@ -354,7 +354,7 @@ def _wrong_weight(x: Tensor, weight: Tensor) -> ShapeError:
 class AddRmsNorm(torch.autograd.Function):
     """The autograd function of `add_rms_norm`. It saves the sum and one fp32 value per row. The sum
     x + residual gets two gradients, one through the norm and one through the residual connection.
-    Backward returns the sum of both.
+    Backward returns the sum of both gradients.
     """
 
     @staticmethod

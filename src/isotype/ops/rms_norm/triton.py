@@ -1,9 +1,9 @@
 """RMSNorm kernels. Each Triton program computes a tile of whole rows. A tile holds several rows if
 they are short (for example, the 64 to 256 values of a head). H hidden size.
 
-For the weight's gradient, each program computes several tiles and sums over them in fp32. A second
-sum adds the results of all programs. There are no atomics, so the order of additions depends only
-on shapes and the device. These sums are not needed if the weight is frozen, as in LoRA.
+For the weight's gradient, each Triton program sums over several tiles in fp32. A second sum adds
+the results of all programs. No kernel uses atomic additions, so the order of additions depends only
+on the shapes and the device. These sums are not needed if the weight is frozen, as in LoRA.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ ROPE = OpContract(
 
 
 def rotate_reference(x_BNSD: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, interleaved: bool) -> Tensor:
-    """Rotates `x` by the tables in plain PyTorch. It is also correct for fp64 inputs. Dimensions
-    past 2R do not change.
+    """Rotates `x` by the tables in plain PyTorch. It also supports fp64 inputs. Dimensions past 2R
+    do not change.
     """
     dtype = arithmetic_dtype(x_BNSD.dtype, cos_BSR.dtype)
     # under autocast torch.cat raises for tensors of another dtype than autocast's
@@ -157,7 +157,7 @@ def _rotate(
     inverse: bool,
     implementation: Implementation,
 ) -> tuple[Tensor, Tensor]:
-    """Rotates q and k with one implementation.
+    """Rotates q and k with the given implementation (C++, Triton or plain PyTorch).
 
     inverse  rotates by the negative angle, as backward does
     """

@@ -37,7 +37,9 @@ def rotate_tile(
     BLOCK: tl.constexpr,
     UNROTATED: tl.constexpr,
 ):
-    """Rotates HEADS heads at one position from x to out; cos and sin are [1, BLOCK]."""
+    """Rotates HEADS heads at one position. The heads are read from x, and the results are written
+    to out. cos and sin have the shape [1, BLOCK].
+    """
     head = tile.to(tl.int64) * HEADS + tl.arange(0, HEADS)
     in_heads = (head < heads)[:, None]
     r = tl.arange(0, BLOCK)
