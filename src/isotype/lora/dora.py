@@ -8,7 +8,7 @@ factor for each output feature. The norm of each row is computed as n² = |W|² 
 start of training m / n is near 1, and there the distance between two bf16 numbers is as large as
 the changes of m / n by training.
 
-T tokens, K in features, O out features, R rank.
+Dimensions: T tokens, K in features, O out features, R rank.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ These tensors are saved for backward: x (or the tensors from which x is recomput
 dropout. The matrix products for the gradients of A and B are summed in fp32. The sums are
 multiplied by the scale before they are rounded.
 
-T tokens, K in features, O out features, R rank.
+Dimensions: T tokens, K in features, O out features, R rank.
 """
 
 from __future__ import annotations

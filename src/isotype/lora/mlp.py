@@ -13,7 +13,7 @@ then exist at once, instead of six. If nothing reads the output of the recompute
 recompute skips the matrix product of h with the base weight of `down`. Backward needs only the
 matrix product of h with the LoRA matrix A of `down`.
 
-T tokens, K in features, I inner features, R ranks. h is activation(gate) * up.
+Dimensions: T tokens, K in features, I inner features, R ranks. h is activation(gate) * up.
 """
 
 from __future__ import annotations

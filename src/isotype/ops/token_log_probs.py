@@ -1,6 +1,6 @@
 """Defines the op `linear_log_probs` and its autograd function. It computes values of a head's
-logits for each token, such as the log-probability of the target, with gradients. T tokens, H hidden
-size, V vocabulary size.
+logits for each token, such as the log-probability of the target, with gradients. Dimensions: T
+tokens, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations

@@ -71,7 +71,9 @@ _VIEWS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Describes how the logits are computed. T leading dimensions, H hidden, V vocabulary."""
+    """Describes how the logits are computed. Dimensions: T leading dimensions, H hidden, V
+    vocabulary.
+    """
 
     hidden: Tensor  # X[*n H], with its autograd graph
     weight: Tensor  # W[V H]

@@ -2,8 +2,8 @@
 selected logit, the logsumexp, the mean, or the most likely class.
 
 Preference losses use these values. For example, TRL's ORPO and CPO gather a logit, subtract a
-logsumexp and log a mean. T rows, H hidden, V vocabulary. `x` is always a `DeferredLogits`. Each
-function returns None if it needs the real logits.
+logsumexp and log a mean. Dimensions: T rows, H hidden, V vocabulary. `x` is always a
+`DeferredLogits`. Each function returns None if it needs the real logits.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The new forward calls the same child modules and the ops `rope` and `attention`.
 saves the projections. From these it recomputes query and key after normalisation, concatenation and
 rotation.
 
-B pictures, S tokens, N heads, D head size.
+Dimensions: B pictures, S tokens, N heads, D head size.
 """
 
 from __future__ import annotations

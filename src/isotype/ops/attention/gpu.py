@@ -129,8 +129,8 @@ def cudnn_version() -> int:
 
 @cache
 def has_flash() -> bool:
-    """Whether this PyTorch was built with FlashAttention. Returns True without a GPU, because
-    memory is then only planned.
+    """Whether this PyTorch was built with FlashAttention. Returns True without a GPU, because the
+    result is then only used to plan memory.
     """
     return not torch.cuda.is_available() or torch.backends.cuda.is_flash_attention_available()
 

@@ -1,5 +1,5 @@
-"""Defines the public op `attention` and its autograd function. B batch size, N query heads, M key
-heads, S queries, T keys, D head size.
+"""Defines the public op `attention` and its autograd function. Dimensions: B batch size, N query
+heads, M key heads, S queries, T keys, D head size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Computes the activation between the two layers of an expert. The activation is a gated
 activation, or any function that is applied to rows.
 
-T rows, G features of the first layer's output, I inner features.
+Dimensions: T rows, G features of the first layer's output, I inner features.
 """
 
 from __future__ import annotations

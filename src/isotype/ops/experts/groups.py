@@ -5,7 +5,7 @@ multiplies all rows of one expert. On other devices, a single part holds all row
 computes the matrix products of all experts. The host never waits for the number of rows of each
 expert.
 
-S rows of a part, sorted by expert; N and M features; R rank; E experts of a part.
+Dimensions: S rows of a part, sorted by expert; N and M features; R rank; E experts of a part.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ outputs of the experts need not be saved, and nothing is divided by the routing 
 These tensors are saved for backward: x, the order of the rows, the output of the first layer, x Aᵀ
 and h Aᵀ (rows x rank), and A and B in the dtype of the matrix products.
 
-T tokens, C experts per token, E experts, S = T C rows sorted by expert, H features, G features of
-the first layer's output, I inner features, R rank.
+Dimensions: T tokens, C experts per token, E experts, S = T C rows sorted by expert, H features, G
+features of the first layer's output, I inner features, R rank.
 """
 
 from __future__ import annotations

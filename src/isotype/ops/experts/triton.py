@@ -2,7 +2,7 @@
 do. They compute the activation between the two layers of an expert, the sum over the experts of a
 token, and the gradients of adapters in fp32.
 
-S rows sorted by expert, I inner features, N columns. A gradient is [M N].
+Dimensions: S rows sorted by expert, I inner features, N columns. A gradient is [M N].
 """
 
 from __future__ import annotations

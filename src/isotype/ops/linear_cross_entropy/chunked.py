@@ -1,6 +1,6 @@
 """Computes the gradients of a head and its inputs without storing all logits (tokens x vocabulary).
-There are two ways to compute these gradients. T tokens, N tokens that are not ignored, H hidden
-size, V vocabulary size.
+There are two ways to compute these gradients. Dimensions: T tokens, N tokens that are not ignored,
+H hidden size, V vocabulary size.
 
 `Chunks`, `HeadGradient`   Forward computes the gradients in chunks of rows. The logits are
                            overwritten by their gradient, and the head's gradient is accumulated in

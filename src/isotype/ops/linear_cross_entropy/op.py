@@ -1,5 +1,5 @@
 """Defines the op `linear_cross_entropy`, which computes the head and the loss together, and its
-autograd function. T tokens, H hidden size, V vocabulary size.
+autograd function. Dimensions: T tokens, H hidden size, V vocabulary size.
 """
 
 from __future__ import annotations

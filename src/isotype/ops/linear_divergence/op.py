@@ -1,5 +1,5 @@
 """The op `linear_divergence` computes divergences between the distributions of two heads, with
-gradients. T tokens, H and G hidden sizes, V vocabulary size.
+gradients. Dimensions: T tokens, H and G hidden sizes, V vocabulary size.
 
 The logits of both heads are computed for one chunk of rows at a time. If the student's head is
 frozen, forward computes the gradient of its hidden states from these logits. Otherwise backward

@@ -1,7 +1,7 @@
 """Defines the ops `modulated_layer_norm` and `gated_residual`, which diffusion transformers use.
 All tokens of a picture have the same scale, shift or gate.
 
-B pictures, T tokens, H hidden size.
+Dimensions: B pictures, T tokens, H hidden size.
 """
 
 from __future__ import annotations

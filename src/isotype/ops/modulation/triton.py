@@ -1,5 +1,5 @@
 """Triton kernels of the modulated LayerNorm and the gated residual. Each Triton program computes a
-tile of whole rows of one picture. B pictures, T tokens, H hidden size.
+tile of whole rows of one picture. Dimensions: B pictures, T tokens, H hidden size.
 
 For the gradients of scale, shift and gate, each Triton program sums over several tiles in fp32. A
 second sum adds the results of all programs. No kernel uses atomic additions, so the order of

@@ -7,9 +7,9 @@ on request) and returns a new tensor, which the caller rounds once.
  tensors  the weight's tensors; scales and zero points as in the file rows     the rows to decode;
     the first must be a multiple of `Layout.align` ->       wide[rows K]
 
-O out features, K in features, G groups of K. A word of 32 bits holds 8 numbers of 4 bits, or 4
-numbers of 8 bits, with the first number in the lowest bits. A byte holds two numbers of 4 bits,
-with the first in the low half.
+Dimensions: O out features, K in features, G groups of K. A word of 32 bits holds 8 numbers of 4
+bits, or 4 numbers of 8 bits, with the first number in the lowest bits. A byte holds two numbers of
+4 bits, with the first in the low half.
 
 Source: compressed-tensors 0.20 (`compressors/`), AutoGPTQ and GPTQModel (`qlinear`), AutoAWQ
 (`WQLinear_GEMM`), bitsandbytes 0.50 (`int8_vectorwise_dequant`), NVIDIA ModelOpt (`NVFP4QTensor`),

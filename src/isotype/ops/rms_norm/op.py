@@ -1,4 +1,4 @@
-"""The ops `rms_norm` and `add_rms_norm`. T rows, H hidden size."""
+"""Defines the ops `rms_norm` and `add_rms_norm`. Dimensions: T rows, H hidden size."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """RMSNorm kernels. Each Triton program computes a tile of whole rows. A tile holds several rows if
-they are short (for example, the 64 to 256 values of a head). H hidden size.
+they are short (for example, the 64 to 256 values of a head). H is the hidden size.
 
 For the weight's gradient, each Triton program sums over several tiles in fp32. A second sum adds
 the results of all programs. No kernel uses atomic additions, so the order of additions depends only

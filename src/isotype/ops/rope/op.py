@@ -1,6 +1,6 @@
-"""The op `rope` computes the rotary position embedding. B batch size, N query heads, M key heads, S
-positions, D head size, R rotated pairs; `*t` is the batch size, 1, or no dimension. A capital letter
-before brackets, as in `Q[B N S D]`, names a dtype.
+"""The op `rope` computes the rotary position embedding. Dimensions: B batch size, N query heads, M
+key heads, S positions, D head size, R rotated pairs; `*t` is the batch size, 1, or no dimension. A
+capital letter before brackets, as in `Q[B N S D]`, names a dtype.
 """
 
 from __future__ import annotations

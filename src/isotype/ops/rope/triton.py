@@ -1,7 +1,7 @@
 """Rotates q and k in one kernel launch. Each Triton program rotates a tile of heads of q or k at
 one position of one sequence. These heads use the same row of the tables.
 
-B batch size, N query heads, M key heads, S positions, D head size.
+Dimensions: B batch size, N query heads, M key heads, S positions, D head size.
 """
 
 from __future__ import annotations
