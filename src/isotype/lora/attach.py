@@ -323,8 +323,8 @@ def is_dora_layer(layer: Any) -> bool:
 
 
 def is_fused(layer: nn.Module) -> bool:
-    """Whether a call of this layer calls the forward that `fuse_lora` attached, without a wrapper
-    around it.
+    """Whether a call of this layer directly runs the forward that `fuse_lora` attached, with no
+    wrapper around this forward.
     """
     return FUSED in layer.__dict__ and layer.__dict__.get("forward") is layer.__dict__[FUSED]
 

@@ -6,7 +6,7 @@ no gradient, as in the paper and in PEFT. So the result is the same as in LoRA, 
 factor for each output feature. The norm of each row is computed as n² = |W|² + 2 s <W Aᵀ, B> + s²
 <B (A Aᵀ), B>, without computing W + s B A. |W|² is computed once per weight. n is fp32. At the
 start of training m / n is near 1, and there the distance between two bf16 numbers is as large as
-the changes of m / n by training.
+the changes that training makes to m / n.
 
 Dimensions: T tokens, K in features, O out features, R rank.
 """

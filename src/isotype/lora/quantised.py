@@ -198,8 +198,8 @@ class PackedWeight(nn.Parameter):
 
     @property
     def ds_shape(self) -> torch.Size:
-        """The shape of the weight. PEFT reads this attribute of DeepSpeed if a parameter's shape is
-        not the weight's shape.
+        """The shape of the weight. PEFT reads this attribute, which DeepSpeed defines, if a
+        parameter does not have the shape of the weight.
         """
         return self.quant_state.shape
 

@@ -745,8 +745,8 @@ class ContractChecker:
     def _check_python_numbers(
         self, function_name: str, args: tuple, kwargs: dict, tensor: Tensor
     ) -> None:
-        """Reports Python numbers that were rounded when `torch.tensor` or a similar function
-        created a tensor from them, or when one was written into a tensor.
+        """Reports Python numbers that were rounded, either when `torch.tensor` or a similar
+        function created a tensor from them, or when they were written into a tensor.
         """
         position = _NUMBER_ARGUMENTS[function_name]
         value = args[position] if len(args) > position else kwargs.get("data", kwargs.get("obj"))

@@ -1,5 +1,5 @@
-"""Finds whose code called an operator: the first frame of the Python stack that belongs neither to
-PyTorch nor to an observer. This module also finds code of the user's program that an optimizer's
+"""Finds the code that called an operator: the first frame of the Python stack that belongs neither
+to PyTorch nor to an observer. This module also finds code of the user's program that an optimizer's
 update runs.
 """
 

@@ -1,6 +1,6 @@
 """Describes the values of a training step that is observed. It finds the tensors in nested
-arguments and their storage, and describes one call of an operator. For each tensor it tracks the
-lineage, that is, whether it was computed from inputs, weights or buffers.
+arguments, finds the storage of a tensor, and describes one call of an operator. For each tensor it
+tracks the lineage, that is, whether it was computed from inputs, weights or buffers.
 """
 
 from __future__ import annotations

@@ -261,7 +261,8 @@ def choose_implementation(
 
 def uses_triton(x: Tensor) -> bool:
     """Whether the op's Triton kernels run on `x`. The kernels do not run for fp64, since they
-    compute in fp32, nor in a compiled graph, where Inductor fuses the op's formula.
+    compute in fp32. They do not run in a compiled graph either, since Inductor fuses the op's
+    formula there.
     """
     if torch.compiler.is_compiling():
         return False

@@ -58,9 +58,9 @@ def cpu_compiler() -> str | None:
 
 
 def library_folder() -> Path:
-    """Returns the folder in which libraries are stored. This is the folder that ISOTYPE_CACHE
-    names, or `isotype` in the user's cache folder, or a temporary folder. A folder is skipped if
-    this user cannot write to it, or if other users can write to it.
+    """Returns the folder in which libraries are stored. This is the folder in the environment
+    variable ISOTYPE_CACHE, or `isotype` in the user's cache folder, or a temporary folder. A folder
+    is skipped if this user cannot write to it, or if other users can write to it.
 
     ISOTYPE_CACHE=none means that tokens are not cached (`data.cache`). Libraries are still stored,
     in the temporary folder, because a library can only be loaded from a file.

@@ -3,8 +3,8 @@ backward does not read, and results that were kept from the forward.
 
 A layer under gradient checkpointing runs twice: once for its output, and again inside backward for
 the tensors that its gradients need. This module tells an op which of the two runs is in progress.
-Nothing is skipped if a hook reads a result of the layer, since the hook would read values that do
-not exist. Nothing is skipped in a compiled graph either, since both runs use the same graph.
+Nothing is skipped if a hook reads a result of the layer, since the hook would read values that were
+not computed. Nothing is skipped in a compiled graph either, since both runs use the same graph.
 """
 
 from __future__ import annotations

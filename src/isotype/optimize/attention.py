@@ -2,7 +2,7 @@
 up the attention function in a table, which is one of its globals.
 
 On a CPU, PyTorch's function takes three to four times as long as the op in bf16. On a GPU, the op
-computes packed documents, sliding windows and softcaps without a mask of positions x positions. The
+supports packed documents, sliding windows and softcaps without a mask of positions x positions. The
 output and the logsumexp of the op can also be kept, so that a recompute of the layer does not
 compute them again. The original function runs for calls that the op does not support (dropout, a
 bias, few queries as in generation, a compiled graph). It also runs for every other attention

@@ -330,7 +330,7 @@ def _sum(
     dtype: torch.dtype | None = None,
     **rest: Any,
 ) -> Tensor | None:
-    """Computes the sum of the log-probabilities of each row, which is V (mean of the logits -
+    """Computes the sum of the log-probabilities of each row, which is V * (mean of the logits -
     logsumexp).
     """
     means = None if rest or not is_last_dimension(x, dim) else row_means(x.logits)

@@ -145,8 +145,8 @@ def _concatenate_features(attended: Tensor, inner: Tensor) -> Tensor:
 
 
 class _ProbeLayer(nn.Module):
-    """Replaces a child module for the test by a simple function of one tensor, or of picture and
-    text.
+    """Replaces a child module in the test by a simple function. The input of this function is one
+    tensor, or one tensor for the picture and one for the text.
 
     extra_count  number of further outputs; each is a vector computed from the embedding, or at the
                  position `repeat_at` the rows again

@@ -295,7 +295,9 @@ class LogitTransform:
 
 
 class _TargetRequest:
-    """Holds the targets of a running forward, and the loss after the head has computed it."""
+    """Holds the targets of a forward that is running. After the head has computed the loss, it also
+    holds the loss.
+    """
 
     def __init__(self, targets: Targets, transform: LogitTransform) -> None:
         self.targets = targets

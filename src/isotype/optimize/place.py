@@ -60,8 +60,8 @@ def optimize(
     lora_branch: str = "compute",
 ) -> Manifest:
     """Replaces computations in a causal LM of transformers or a denoiser of diffusers by ops.
-    Modules are recognised by their structure, and their output is compared with that of the op for
-    a small test input. Only instances are changed, never classes.
+    Modules are recognised by their structure. The output of a module is compared with the output of
+    the op for a small test input. Only instances are changed, never classes.
 
     model      the model, or a PEFT model of it
     precision  a Precision, the name of a preset, the short text form (`bf16-pure grads=bf16`), or a

@@ -77,8 +77,8 @@ def first_element_index(tensor: Tensor) -> int:
 
 def gathered_weights(model: nn.Module) -> Iterator[Tensor]:
     """Yields the gathered weights. While a unit of FSDP runs, FSDP replaces the local part of each
-    weight by the gathered weight. It uses the same tensor objects each time, and only allocates and
-    frees their memory.
+    weight by the gathered weight. FSDP uses the same tensor objects each time, and only allocates
+    and frees their memory.
     """
     for unit in _fsdp_units(model):
         for group in unit._get_fsdp_state()._fsdp_param_groups:
