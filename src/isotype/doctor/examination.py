@@ -47,7 +47,8 @@ class Examination:
 
 
 def examine_path(path: Path) -> list[Examination]:
-    """Runs the parts that apply to a file or folder, or suggests their commands.
+    """Runs the parts of the doctor that apply to this file or folder. For parts that would run the
+    user's code, it only suggests the commands.
 
     Raises  UsageError for a path that does not exist
     """

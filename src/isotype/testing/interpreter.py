@@ -183,7 +183,9 @@ def repair_dot(original: Operation) -> Operation:
 
 
 def repair_fma(original: Operation) -> Operation:
-    """Wraps the fused multiply-add so that bf16, fp16 and fp32 are rounded once, as on a GPU."""
+    """Wraps the fused multiply-add so that its result (in bf16, fp16 or fp32) is rounded only once,
+    as on a GPU.
+    """
 
     def operator(self: Any, x: Any, y: Any, z: Any) -> Any:
         if is_bf16(z):
@@ -242,7 +244,8 @@ def _is_half_precision(tensor: Any) -> bool:
 
 
 def repair_sum(original: Operation) -> Operation:
-    """Wraps the reduction `sum` so that bf16 and fp16 are summed in their dtype."""
+    """Wraps the reduction `sum` so that bf16 values and fp16 values are summed in their own dtype.
+    """
 
     def operator(self: Any, tensor: Any) -> Any:
         if not _is_half_precision(tensor):

@@ -1,4 +1,6 @@
-"""Translates the YAML file of an ai-toolkit job. Only the first process of the job is read."""
+"""Translates the YAML file of an ai-toolkit job to an Isotype configuration. Only the first process
+of the job is read.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from .transforms import ConfigDraft, SourceKey
 
 
 def refusal_reason(source: Source) -> str | None:
-    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
-    returns None.
+    """Returns an explanation if the file uses a training method that Isotype does not offer.
+    Otherwise returns None.
     """
     kind = str(source.get("type") or "sd_trainer")
     network = str(source.get("network.type") or "lora").lower()
@@ -63,7 +65,7 @@ _FULL_RANK = 100_000
 
 def _refuse_if_enabled(alternative: str) -> transforms.Handler:
     """Returns a handler that reports the key as not offered if it is switched on. It is used for
-    keys that have further values for off, which are not in `OFF_VALUES`.
+    keys that can also be switched off by values that are not in `OFF_VALUES`.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -263,8 +265,8 @@ _DEFAULTS = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds the defaults of ai-toolkit that differ from the defaults of Isotype. Adds the sources of
-    pictures too.
+    """Adds ai-toolkit's defaults to the new configuration where they differ from the defaults of
+    Isotype. Also adds the folders or data sets with the pictures.
     """
     if transforms.is_enabled(source.get("network.lokr_full_rank")):  # overrides `network.linear`
         draft.settings |= {"adapter.r": _FULL_RANK, "adapter.alpha": float(_FULL_RANK)}

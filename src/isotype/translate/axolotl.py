@@ -1,5 +1,5 @@
-"""Translates axolotl's YAML. Keys that axolotl passes on to Hugging Face's Trainer are translated
-by the table of `hugging_face`.
+"""Translates a YAML file of axolotl to an Isotype configuration. Keys that axolotl passes on to
+Hugging Face's Trainer are translated by the table of `hugging_face`.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ _RL_METHODS = ("dpo", "ipo", "orpo", "simpo", "kto")
 
 
 def _read_objective(draft: ConfigDraft) -> str | None:
-    """Returns the training objective. It reads the keys of the whole file, because some settings
-    may come before the key that names the method.
+    """Returns the training objective. The function reads all keys of the file, because the key that
+    names the training method may come after settings that depend on this method.
     """
     if draft.source_values.get("reward_model"):
         return "reward"
@@ -108,8 +108,8 @@ def _convert_rl(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def refusal_reason(source: Source) -> str | None:
-    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
-    returns None.
+    """Returns an explanation if the file uses a training method that Isotype does not offer.
+    Otherwise returns None.
     """
     if (rl := source.find_key("rl")) and rl.value not in (None, "", False, *_RL_METHODS):
         return (
@@ -286,7 +286,9 @@ def _name_by_type(
 def _name_turns(
     entry: dict[str, Any], strategy: str, dataset: dict[str, Any], *, row_format: bool
 ) -> None:
-    """Writes into the entry how the data names the list of turns, and the keys and roles of a turn."""
+    """Writes into the entry which names the data uses for the list of turns, and for the keys and
+    the roles of a turn.
+    """
     default_keys = ("from", "value") if strategy == "sharegpt" else ("role", "content")
     default_field = "conversations" if strategy == "sharegpt" else "messages"
     properties = dict(dataset.get("message_property_mappings") or {})
@@ -504,7 +506,9 @@ HANDLERS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds axolotl's defaults that differ from Isotype's."""
+    """Adds axolotl's defaults to the new configuration where they differ from the defaults of
+    Isotype.
+    """
     draft.settings.setdefault("adapter.kind", "none")
     draft.set_adapter_defaults("none")
     draft.set_defaults(

@@ -1,5 +1,5 @@
-"""Translates the shell script that starts one of diffusers' example scripts, such as
-`train_dreambooth_lora_flux.py`.
+"""Translates a shell script to an Isotype configuration if it starts one of diffusers' example
+scripts, such as `train_dreambooth_lora_flux.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from .transforms import ConfigDraft
 
 
 def refusal_reason(source: Source) -> str | None:
-    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
-    returns None.
+    """Returns an explanation if the file uses a training method that Isotype does not offer.
+    Otherwise returns None.
     """
     if transforms.is_enabled(source.get("train_text_encoder_ti")):
         return "train_text_encoder_ti: textual inversion is not offered"
@@ -128,7 +128,9 @@ HANDLERS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds the scripts' defaults that differ from Isotype's."""
+    """Adds the defaults of diffusers' scripts to the new configuration where they differ from the
+    defaults of Isotype.
+    """
     has_lora = "lora" in source.method or source.get("rank") is not None
     draft.set_adapter_defaults("lora" if has_lora else "none", 4)
     if (

@@ -1,8 +1,8 @@
-"""Translates Hugging Face's `TrainingArguments`, TRL's trainers (Python, YAML or command line), and
-Unsloth's notebooks, which use both.
+"""Translates settings to an Isotype configuration: those of Hugging Face's `TrainingArguments`, of
+TRL's trainers (Python, YAML or command line), and of Unsloth's notebooks, which use both.
 
-Other tools that train on text use parts of this module for their tables: the entries for the
-arguments of Trainer, and the settings of preference methods.
+The modules of other tools that train on text use parts of this module for their own tables. These
+parts are the entries for the arguments of Trainer, and the settings of preference methods.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _loss_name(value: object) -> str:
 
 
 def _read_objective(draft: ConfigDraft) -> str | None:
-    """Returns the training objective. It reads the keys of the whole file, because some settings
-    may come before the key that names the method.
+    """Returns the training objective. The function reads all keys of the file, because the key that
+    names the training method may come after settings that depend on this method.
     """
     losses = _LOSSES.get(str(draft.source_values.get("trl_method")), {})
     return losses.get(_loss_name(draft.source_values.get("loss_type")) or next(iter(losses), ""))
@@ -78,9 +78,9 @@ def frozen_part_handler(target: str) -> transforms.Handler:
 def preference_handler(
     name: str, *objectives: str, read_objective: Callable[[ConfigDraft], str | None]
 ) -> transforms.Handler:
-    """Returns a handler that sets `preference.NAME` if the file's objective is one of `objectives`.
-    `read_objective` reads the objective from the keys of the whole file, because the method may
-    come after the setting.
+    """Returns a handler that sets `preference.NAME` if the training objective of the file is one of
+    `objectives`. `read_objective` reads the objective from all keys of the file, because the key
+    that names the training method may come after the setting.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -135,8 +135,8 @@ def _convert_method(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def refusal_reason(source: Source) -> str | None:
-    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
-    returns None.
+    """Returns an explanation if the file uses a training method that Isotype does not offer.
+    Otherwise returns None.
     """
     methods = [source_key for source_key in source.keys if source_key.name == "trl_method"]
     sft_classes = source.called_names & {"SFTTrainer", "SFTConfig"}
@@ -335,7 +335,7 @@ def _convert_mixture(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def _convert_schedule_kwargs(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `lr_scheduler_kwargs`. Only the minimum of the learning rate is offered."""
+    """Translates `lr_scheduler_kwargs`. Only the minimum of the learning rate can be translated."""
     details = source_key.value if isinstance(source_key.value, dict) else {}
     rate = details.get("min_lr_rate")
     if (
@@ -624,8 +624,8 @@ HANDLERS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds the defaults of Hugging Face's trainers that differ from the defaults of Isotype. If the
-    file does not use PEFT, every weight is trained.
+    """Adds the defaults of Hugging Face's trainers to the new configuration where they differ from
+    the defaults of Isotype. If the file does not use PEFT, every weight is trained.
     """
     has_peft = source.find_key(
         "lora_r", "lora_alpha", "lora_target_modules"

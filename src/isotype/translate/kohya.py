@@ -1,4 +1,6 @@
-"""Translates the commands of kohya's sd-scripts, the TOML of a run, and the TOML of its datasets."""
+"""Translates a training command of kohya's sd-scripts to an Isotype configuration, with the TOML
+files that describe the run and its datasets.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from .transforms import ConfigDraft, SourceKey
 
 
 def refusal_reason(source: Source) -> str | None:
-    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
-    returns None.
+    """Returns an explanation if the file uses a training method that Isotype does not offer.
+    Otherwise returns None.
     """
     module = str(source.get("network_module") or "")
     if (
@@ -314,8 +316,8 @@ HANDLERS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds the defaults of kohya's scripts that differ from the defaults of Isotype. Adds the
-    sources of pictures too.
+    """Adds the defaults of kohya's scripts to the new configuration where they differ from the
+    defaults of Isotype. Also adds the folders or data sets with the pictures.
     """
     is_full_training = not source.get("network_module") and not source.get("network_dim")
     if not draft.set_adapter_defaults("none" if is_full_training else "lora", 4, 1.0):

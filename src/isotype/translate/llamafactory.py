@@ -1,5 +1,6 @@
-"""Translates LLaMA-Factory's YAML, JSON and `llamafactory-cli train --...`. Keys of Hugging Face's
-Trainer are translated by the table of `hugging_face`.
+"""Translates a YAML or JSON file of LLaMA-Factory, or a command `llamafactory-cli train --...`, to
+an Isotype configuration. Keys of Hugging Face's Trainer are translated by the table of
+`hugging_face`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _PREF_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"
 
 
 def _read_objective(draft: ConfigDraft) -> str | None:
-    """Returns the training objective. It reads the keys of the whole file, because some settings
-    may come before the key that names the method.
+    """Returns the training objective. The function reads all keys of the file, because the key that
+    names the training method may come after settings that depend on this method.
     """
     stage = draft.source_values.get("stage")
     if stage == "dpo":
@@ -52,8 +53,8 @@ def _convert_pref_ftx(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def refusal_reason(source: Source) -> str | None:
-    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
-    returns None.
+    """Returns an explanation if the file uses a training method that Isotype does not offer.
+    Otherwise returns None.
     """
     stage = source.get("stage")
     loss = source.get("pref_loss") or "sigmoid"
@@ -196,7 +197,7 @@ def _convert_dataset(
     draft: ConfigDraft, name: str, description: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Translates an entry of dataset_info.json into an entry of data.train. Returns the new entry,
-    and notes.
+    and notes for the user.
     """
     hub = description.get("hf_hub_url")
     file_name = description.get("file_name", f"{name}.json")
@@ -359,7 +360,9 @@ HANDLERS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds LLaMA-Factory's defaults that differ from Isotype's."""
+    """Adds LLaMA-Factory's defaults to the new configuration where they differ from the defaults of
+    Isotype.
+    """
     draft.set_adapter_defaults("lora", 8, alpha_per_rank=2.0)
     draft.set_defaults(
         {

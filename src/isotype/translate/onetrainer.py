@@ -1,5 +1,5 @@
-"""Translates OneTrainer's JSON. Its datasets, which OneTrainer calls concepts, are in the same file
-or in a file that it names.
+"""Translates a JSON file of OneTrainer to an Isotype configuration. The datasets, which OneTrainer
+calls concepts, are in the same file or in a file that this file names.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _ADAPTER_KINDS = {"LORA": "lora", "FINE_TUNE": "none"}
 
 
 def refusal_reason(source: Source) -> str | None:
-    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
-    returns None.
+    """Returns an explanation if the file uses a training method that Isotype does not offer.
+    Otherwise returns None.
     """
     method = str(source.get("training_method") or "LORA")
     peft = str(source.get("peft_type") or "LORA")
@@ -256,8 +256,8 @@ HANDLERS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds the defaults of OneTrainer that differ from the defaults of Isotype. Adds the sources of
-    pictures too.
+    """Adds OneTrainer's defaults to the new configuration where they differ from the defaults of
+    Isotype. Also adds the folders or data sets with the pictures.
     """
     if not draft.set_adapter_defaults("lora", 16, 1.0):
         pictures.drop_adapter_files(draft)

@@ -1,6 +1,6 @@
-"""For tools that train on pictures, this module reads the keys of their files, with the line of
-each key. It also defines handlers that several of these tools use. The keys of the N-th dataset are
-named `dataset.N.KEY`.
+"""Reads the configuration files of tools that train on pictures, and returns their keys with the
+line of each key. It also defines handlers that several of these tools use. The keys of the N-th
+dataset are named `dataset.N.KEY`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def read_picture_keys(tool: str, tree: Tree, path: Path) -> list[SourceKey]:
 
 
 def _kohya_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
-    """Yields the keys of all TOML tables in a file. The names of the tables are left out."""
+    """Yields the keys of all TOML tables in a file. The keys are yielded without the names of their
+    tables.
+    """
     for key, value in tree.data.items():
         if isinstance(value, dict) and key != "general":
             for inner, inner_value in value.items():
@@ -119,7 +121,9 @@ def kohya_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
 
 
 def _kohya_subset_keys(tree: Tree, label_prefix: str) -> Iterator[SourceKey]:
-    """Yields the keys of all subsets. A subset inherits the keys of its dataset and of [general]."""
+    """Yields the keys of every subset in a dataset configuration of kohya. A subset inherits the
+    keys of its dataset and of [general].
+    """
     data = tree.data
     count = 0
     for i, dataset in enumerate(data.get("datasets", [])):
@@ -236,8 +240,9 @@ def _read_tree(file: Path, reader: Callable[[str], Tree]) -> Tree:
 
 
 def redact_key(source_key: SourceKey) -> SourceKey:
-    """Returns a key in whose value all secrets are replaced. A secret is recognised by the name of
-    the key, by the form of the secret, or by a command-line flag before it.
+    """Returns a copy of the key in which every secret in the value is replaced. A secret is
+    recognised by the name of the key, by the form of the secret, or by a command-line flag before
+    it.
     """
     return replace(source_key, value=_redact_value(source_key.name, source_key.value))
 
@@ -316,7 +321,7 @@ def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
 def _simpletuner_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
     """Yields the keys of SimpleTuner's dataset file. If the file does not exist, yields nothing.
     Its path is relative to the folder in which SimpleTuner is started, which is a folder above the
-    configuration. So the file is searched in each of these folders.
+    configuration. So the function looks for the file in each of these folders.
     """
     if (
         not isinstance(file_name, str)
@@ -413,8 +418,9 @@ def picture_source(
 
 
 def set_sources(draft: ConfigDraft, sources_by_setting: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Sets `images.train` and similar settings in the shortest form. If the only resolution of a
-    source is the resolution of the run, it is left out of the entry of the source.
+    """Sets `images.train` and similar settings, and leaves out everything that is not needed. If
+    the only resolution of a source is the resolution of the run, the entry of this source contains
+    no resolution.
     """
     for setting, sources in sources_by_setting.items():
         for source in sources:

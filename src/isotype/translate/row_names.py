@@ -1,5 +1,5 @@
-"""In the data of another tool, the keys of a row and of a chat message (a turn) may have other
-names than in Isotype. This module writes these names into `columns` and `roles` of an entry of
+"""Another tool's data may use other names for the keys of a row and of a chat message (a turn) than
+Isotype does. This module writes these names into the settings `columns` and `roles` of an entry in
 data.train.
 """
 

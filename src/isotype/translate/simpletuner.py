@@ -1,5 +1,5 @@
-"""Translates SimpleTuner's config.env, JSON and TOML files, and the dataset file that they name
-(multidatabackend.json).
+"""Translates a configuration file of SimpleTuner (config.env, JSON or TOML) to an Isotype
+configuration, with the dataset file that it names (multidatabackend.json).
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ _SCHEDULES = {
 
 
 def refusal_reason(source: Source) -> str | None:
-    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
-    returns None.
+    """Returns an explanation if the file uses a training method that Isotype does not offer.
+    Otherwise returns None.
     """
     values = {source_key.name: source_key.value for source_key in source.keys}
     locations = {
@@ -566,8 +566,8 @@ HANDLERS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds the defaults of SimpleTuner that differ from the defaults of Isotype. Adds the datasets
-    too.
+    """Adds SimpleTuner's defaults to the new configuration where they differ from the defaults of
+    Isotype. Also adds the datasets.
     """
     is_flux = str(source.get("model_family")) == "flux"
     if draft.set_adapter_defaults("none", 16):

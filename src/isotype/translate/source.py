@@ -147,8 +147,8 @@ class Source:
         return next((source_key.value for source_key in self.keys if source_key.name == name), None)
 
     def find_key(self, *prefixes: str) -> SourceKey | None:
-        """Returns the first key that has one of these names, or whose name begins with one of them
-        and a dot.
+        """Returns the first key that has one of these names or lies below one of them. For example,
+        `loss.beta` lies below `loss`.
         """
         return next(
             (
@@ -294,7 +294,7 @@ def _read_script(text: str, path: Path) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """The training program of a command.
+    """The training program that a command starts.
 
     executable    an executable such as `trl` or `axolotl`; "" for a Python script
     script        the file of a Python script; "" for an executable

@@ -1,4 +1,6 @@
-"""Translates torchtune's recipes: YAML with components, or `tune run RECIPE key=value`."""
+"""Translates a recipe of torchtune to an Isotype configuration. The recipe is a YAML file with
+components, or a command `tune run RECIPE key=value`.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ _MLP_MODULES = ["gate_proj", "up_proj", "down_proj"]
 
 
 def refusal_reason(source: Source) -> str | None:
-    """If Isotype does not offer the training method of this file, returns the reason. Otherwise
-    returns None.
+    """Returns an explanation if the file uses a training method that Isotype does not offer.
+    Otherwise returns None.
     """
     for source_key in source.keys:
         value = str(source_key.value)
@@ -287,7 +289,9 @@ HANDLERS: dict[str, transforms.Handler] = {
 
 
 def add_defaults(draft: ConfigDraft, source: Source) -> None:
-    """Adds torchtune's defaults that differ from Isotype's."""
+    """Adds torchtune's defaults to the new configuration where they differ from the defaults of
+    Isotype.
+    """
     recipe = f"{source.method} {draft.source_values.get('recipe', '')}"
     draft.settings.setdefault("adapter.kind", "lora" if "lora" in recipe else "none")
     draft.set_adapter_defaults("lora", 8, 16.0)

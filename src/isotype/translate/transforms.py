@@ -151,8 +151,9 @@ class ConfigDraft:
         return "" if value is None else str(value).lower()
 
     def set(self, source_key: SourceKey, target: str, value: Any, note: str = "") -> None:
-        """Sets one setting from one key. The key is reported as `changed` if there is a note, or if
-        the new value differs from the value in the file.
+        """Sets the setting `target`, and records the key from which its value comes. The key is
+        reported as `changed` if there is a note, or if the new value differs from the value in the
+        file.
         """
         self.settings[target] = value
         self.sources[target] = source_key
@@ -174,8 +175,8 @@ class ConfigDraft:
         self.outcomes.append(Outcome(source_key, Fate.NOT_OFFERED, note=alternative))
 
     def add_precision_key(self, source_key: SourceKey) -> None:
-        """Stores a key that concerns the precision. Several such keys together decide the
-        precision, so they are reported only when all of them are known.
+        """Stores a key that affects the choice of the precision. Several such keys together decide
+        the precision, so they are reported only when all of them are known.
         """
         self.precision_keys.append(source_key)
 
@@ -217,8 +218,8 @@ def same_handler(handler: Handler, names: str) -> dict[str, Handler]:
 def handlers_by_reason(
     make_handler: Callable[[str], Handler], keys_by_reason: Mapping[str, str]
 ) -> dict[str, Handler]:
-    """Returns the handler of each key. `keys_by_reason` maps a reason to a text with the keys,
-    separated by spaces.
+    """Returns a handler for each key in `keys_by_reason`. `keys_by_reason` maps a reason to a text
+    with the keys, separated by spaces.
     """
     return {
         name: handler
@@ -463,7 +464,9 @@ def report_no_effect(reason: str) -> Handler:
 
 
 def report_changed(note: str) -> Handler:
-    """Returns a handler that reports `note`. In the note, {} is replaced by the value of the key."""
+    """Returns a handler that reports the key as changed, and adds this note. In the note, {} is
+    replaced by the value of the key.
+    """
     return lambda draft, source_key: draft.report_changed(
         source_key, note.replace("{}", str(source_key.value))
     )
@@ -484,9 +487,10 @@ def report_not_offered(alternative: str) -> Handler:
 
 
 def accept_only(accepted: str, reason: str, alternative: str) -> Handler:
-    """Returns a handler for a key with which Isotype offers only one behaviour. The `accepted`
-    values, which mean this behaviour, are reported as having no effect. All other values are
-    reported as not offered. In `alternative`, {} is replaced by the value of the key.
+    """Returns a handler for a key that Isotype does not need, because Isotype always behaves in the
+    same way. The `accepted` values of the key ask for this behaviour, so they are reported as
+    having no effect. All other values are reported as not offered. In `alternative`, {} is replaced
+    by the value of the key.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:

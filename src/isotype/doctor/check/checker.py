@@ -91,8 +91,8 @@ def _make_finding(
 
 
 def nothing_recognised_finding(checked: CheckResult, paths: Iterable[str]) -> Finding | None:
-    """Returns a finding of severity note if no file was recognised. Without it the empty report
-    would look as if all files had been checked.
+    """Returns a note for the report if no file was recognised as a configuration. Without this
+    note, an empty report would look as if all files had been checked.
     """
     if checked.records or checked.findings:
         return None
@@ -165,8 +165,9 @@ MAIN_TOOLS = (
 
 
 def group_runs(collection: Collection, device: str | None) -> list[Facts]:
-    """Returns one `Facts` per run. A main document holds the arguments of a trainer; it forms a run
-    together with the documents that belong to it. The remaining documents form separate runs.
+    """Returns one `Facts` per run. A main document is a document with the arguments of a trainer.
+    Each main document forms a run together with the documents that belong to it. The remaining
+    documents form separate runs.
     """
     main_documents = [(folder, d) for folder, d in collection.documents if d.tool in MAIN_TOOLS]
     used_ids: set[int] = set()
@@ -269,9 +270,9 @@ def _allows_several_documents(tool: str, documents: list[Document]) -> bool:
 
 
 def _runs_without_main(documents: list[Document], device: str | None) -> list[Facts]:
-    """Returns the runs of a folder in which no file contains the arguments of a trainer. All
-    documents of the folder form one run. If several files belong to the same tool, each of these
-    files forms a separate run.
+    """Returns the runs of a folder in which no file contains the arguments of a trainer. If several
+    files in the folder belong to the same tool (DeepSpeed, accelerate or a model), each of these
+    files forms a separate run. All other documents of the folder form one run.
     """
     counts = Counter(document.tool for document in documents)
     repeated = {tool for tool in ("deepspeed", "accelerate", "model") if counts[tool] > 1}

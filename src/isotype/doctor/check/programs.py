@@ -134,8 +134,8 @@ class _ProgramReader:
         return self.documents
 
     def _get_document(self, tool: str, **attributes: Any) -> Document:
-        """Returns the document of a tool, and creates it if necessary. Each call that creates a
-        trainer's arguments gets a separate document.
+        """Returns the document of a tool, and creates it if necessary. It always creates a new
+        document for a trainer's arguments, because a program may create several sets of arguments.
         """
         document = None
         if tool not in ("hf", "lightning"):

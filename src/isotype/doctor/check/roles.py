@@ -1,6 +1,6 @@
-"""Determines the precision of each role of a run from the settings of its tools. A role is a part
-of training that has its own dtype, such as the loaded weights, the trained weights or the
-computation.
+"""Determines the precision of each role in a training run, from the settings of the tools that the
+run uses. A role is a part of training that has its own dtype, such as the loaded weights, the
+trained weights or the computation.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def set_hf_roles(record: Record) -> None:
 
 
 def _set_swift_roles(record: Record) -> None:
-    """Sets what a file of ms-swift states. It decides mixed precision by rules of its own, which
-    are not repeated here.
+    """Sets the dtypes that a file of ms-swift gives. ms-swift decides mixed precision by its own
+    rules, and this function does not repeat these rules.
     """
     facts = record.facts
     record.tool = "ms-swift"
@@ -437,7 +437,7 @@ def _onetrainer_dtype(setting: Setting | None) -> str | None:
 
 
 def set_onetrainer_roles(record: Record) -> None:
-    """Sets the dtypes that a file of OneTrainer states."""
+    """Sets the dtypes that are given in a configuration file of OneTrainer."""
     facts = record.facts
     train = facts.get("onetrainer.train_dtype")
     weights = facts.get("onetrainer.weight_dtype")
@@ -610,7 +610,9 @@ def _find_target_device(facts: Facts) -> Device | None:
 
 
 def _set_derived_roles(record: Record) -> None:
-    """Sets the roles whose values follow from other roles. The same rules apply to all tools."""
+    """Sets roles whose values can be derived from other roles, such as the dtype of the gradients
+    from the dtype of the trained weights. The same rules apply to all tools.
+    """
     trained = record.value("trained")
     if trained:
         setting = record.deciding_setting("gradients") or record.deciding_setting("trained")

@@ -137,7 +137,7 @@ FALSE_WORDS = ("false", "no", "off", "0", "none", "null", "")
 
 def parse_boolean(value: Any) -> bool | None:
     """Parses a boolean in all the spellings that trainers accept. Returns None for a value that is
-    not a boolean (`auto`).
+    not a boolean, such as `auto`.
     """
     if isinstance(value, bool) or value is None:
         return value

@@ -34,8 +34,8 @@ class Tree:
     lines: dict[KeyPath, int] = field(default_factory=dict)
 
     def leaves(self) -> Iterator[tuple[str, Any, int | None]]:
-        """Yields (dotted key, value, line) for each leaf. An empty container, or a list that
-        contains only plain values, also counts as a leaf.
+        """Yields (dotted key, value, line) for each single value in the file. An empty container,
+        or a list that contains only plain values, also counts as a single value.
         """
         yield from self._walk_leaves(self.data, ())
 
@@ -72,8 +72,8 @@ def read_json(text: str) -> Tree:
 
 
 def _blank_match(match: re.Match[str]) -> str:
-    """Replaces a comment or a comma by blanks of the same length, and keeps its line breaks.
-    Returns a string literal unchanged.
+    """Replaces each character of a comment or a comma by a blank, except line breaks. Returns a
+    string literal unchanged.
     """
     if match[0].startswith('"'):
         return match[0]
@@ -209,7 +209,7 @@ def read_toml(text: str) -> Tree:
 
 
 def _array_path(path: KeyPath, counts: dict[KeyPath, int]) -> KeyPath:
-    """Returns the full path of a table. If the table belongs to an array of tables, the path
+    """Returns the full path of a TOML table. If the table belongs to an array of tables, the path
     includes the index of the array's last entry.
     """
     complete: KeyPath = ()

@@ -58,8 +58,8 @@ _TIE_ORDER = (
 
 
 def identify_tool(data: Any, name: str = "") -> str | None:
-    """Returns the namespace of the tool, or None if the keys are not about training. The name of
-    the file adds points to some tools.
+    """Returns the name of the tool to which these settings belong, or None if they are not about
+    training. If the name of the file is typical of a tool, this tool gets extra points.
     """
     if not isinstance(data, dict) or not data:
         return None
@@ -94,8 +94,8 @@ _MIN_DISTINCTIVE = 4
 
 
 def _has_enough_keys(data: dict[str, Any], keys: set[str], tools: list[str]) -> bool:
-    """Whether the keys of a large file belong to one of the tools. A file of a tool that is not in
-    the table shares a few keys with some of them.
+    """True if one of the tools knows enough keys of the file. Only large files are checked. If a
+    large file shares only a few keys with a tool, it may belong to a tool that is not in the table.
     """
     if len(data) < _MANY_KEYS or {"checkpoint", "model"} & set(tools):
         return True
@@ -118,7 +118,9 @@ def _collect_keys(data: dict[str, Any]) -> set[str]:
 
 
 def _score_tools(data: dict[str, Any], keys: set[str], file_name: str) -> dict[str, int]:
-    """Returns the score of each tool. `file_name` must be in lower case."""
+    """Returns for each tool how many points it gets for the keys of a file. `file_name` must be in
+    lower case.
+    """
     scores = {
         tool: 3 * len(keys & set(tool_keys.distinctive)) + len(keys & set(tool_keys.ordinary))
         for tool, tool_keys in TOOL_KEYS.items()
@@ -172,7 +174,7 @@ def _is_environment(data: dict[str, Any]) -> bool:
 
 
 def _is_torchtitan(data: dict[str, Any]) -> bool:
-    """Whether the file has torchtitan's sections, which are tables."""
+    """True if the file has the sections of torchtitan, such as a table `training`."""
     training = data.get("training")
     if not isinstance(training, dict):
         return False

@@ -162,7 +162,9 @@ def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]
 
 
 def _collect_log_flags(lines: Iterable[str], flags: set[str]) -> Iterator[str]:
-    """Yields the lines unchanged, and adds the flags that occur in them to `flags`."""
+    """Yields the lines unchanged. If the words of a flag occur in a line, the flag is added to
+    `flags`.
+    """
     for line in lines:
         flags.update(find_log_flags(line))
         yield line
@@ -365,7 +367,7 @@ def _recognised_line(text: str, error: RecognisedError) -> str:
 
 def _log_line(incident: Incident, error: RecognisedError) -> int:
     """Returns the line number of the error in the log. For a traceback this is its first line. For
-    other text it is the line that shows which error it is.
+    other text it is the first line in which the error can be recognised.
     """
     if incident.exception is None:
         for offset, line in enumerate(incident.text.splitlines()):
@@ -452,8 +454,8 @@ def describe_confidence(causes: Sequence[Cause], command: str) -> str:
 
 
 def find_deciding_command(error: RecognisedError, code: str) -> str:
-    """Returns a command that can tell which of the causes is true. (It sees more than a log
-    contains.)
+    """Returns a command that can tell which of the possible causes is true. This command uses facts
+    that a log does not contain.
     """
     if _OTHER_FRAMEWORK.search(error.text):
         return ""

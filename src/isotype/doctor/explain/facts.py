@@ -77,7 +77,8 @@ class ErrorFacts(sheets.Facts):
     user, inner               the innermost frame of the user's code, and of all code
     frame, place, line        the frame that `frames ~ regex` found, and descriptions of it
 
-    An ending such as `as dtype` in `NAME as dtype` converts the text of a fact.
+    In `NAME as dtype`, the ending `as dtype` converts the text of the fact to a dtype. There are
+    other endings too.
     """
 
     fact_functions = {

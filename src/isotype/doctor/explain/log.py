@@ -88,7 +88,8 @@ def _convert_box_line(box: _RichBox, line: str) -> list[str]:
 
 def _continues_message(box: _RichBox, line: str) -> bool:
     """True if a line continues the previous line. rich breaks a line only if the next word does not
-    fit. So a line with room for the next word ends at a line break of the message itself.
+    fit. If the previous line had room for the next word, the line break belongs to the message
+    itself.
     """
     text = line[len(box.head) :]
     if not line.startswith(box.head) or not text.strip() or text[0].isspace():
@@ -247,7 +248,9 @@ class Incident:
 
 
 def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
-    """Yields every exception and every passage of other text. They are ordered by their last lines."""
+    """Yields every exception in a log, and every passage of other text. They are sorted by the
+    position of their last line in the log.
+    """
     open_incidents: dict[str, Incident] = {}
     ranks_with_cause: set[str] = (
         set()
@@ -257,7 +260,7 @@ def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
     prefixes: dict[str, re.Pattern[str]] = {}
 
     def close_incidents(*incidents: Incident | None) -> Iterator[Incident]:
-        """Yields these incidents, except those without a message."""
+        """Yields those of the given incidents that have a message."""
         yield from (incident for incident in incidents if incident is not None and incident.message)
 
     def flush_passage() -> Iterator[Incident]:

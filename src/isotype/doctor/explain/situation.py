@@ -154,8 +154,8 @@ _CALLBACK_NAMES = re.compile(
 
 
 def _frame_flags(frame: Frame, outer: Frame | None, inner: Frame | None) -> set[str]:
-    """Returns the flags that a frame shows. `outer` is the frame that called this frame, and
-    `inner` is the frame that this frame called.
+    """Returns the flags for which a frame is evidence, such as `trainer` or `custom backward`.
+    `outer` is the frame that called this frame, and `inner` is the frame that this frame called.
     """
     code = frame.code
     function = frame.function.rpartition(".")[2]
@@ -181,7 +181,7 @@ def _frame_flags(frame: Frame, outer: Frame | None, inner: Frame | None) -> set[
 
 
 def _may_name(flag: str, frame: Frame, outer: Frame | None) -> bool:
-    """True if the name of the frame's function is allowed to show this flag."""
+    """True if the name of the frame's function can be used as evidence for this flag."""
     if flag == "callback":
         is_called_by_library = outer is not None and is_library(outer.file)
         function = frame.function.rpartition(".")[2]

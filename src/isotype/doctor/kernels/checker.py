@@ -124,7 +124,7 @@ def check(
 def _explicit_combination(
     unwrapped: UnwrappedKernel, label: str, types: Mapping[str, str], constexprs: Mapping[str, Any]
 ) -> Combination:
-    """The combination of one entry in `signatures`.
+    """Returns the combination of argument types that one entry in `signatures` describes.
 
     Raises  UsageError with the names of unknown or missing parameters
     """
@@ -328,8 +328,9 @@ class Usage:
 def check_machine_code(
     function: Any, observations: Sequence[Observation], targets: Sequence[Any]
 ) -> tuple[list[Finding], list[str]]:
-    """Compiles one combination for each set of pointer dtypes and each target to machine code.
-    Returns the findings, and one line of text about the resources of each compiled program.
+    """Compiles a kernel to machine code for each target. Of all combinations with the same pointer
+    dtypes, only one is compiled. Returns the findings, and one line of text about the resources of
+    each compiled program.
     """
     findings: list[Finding] = []
     usages: list[str] = []

@@ -171,8 +171,8 @@ def diagnose_dot_operands(site: FailureSite) -> Fault | None:
 
 
 def find_typed_operands(site: FailureSite) -> list[ast.AST]:
-    """Returns the operands with a known type in the expression or loop where Triton stopped. If one
-    of them contains another, only the outer operand is returned.
+    """Returns the operands whose type is known, from the expression or loop at which Triton
+    stopped. If one of them contains another, only the outer operand is returned.
     """
     root = site.node.iter if isinstance(site.node, ast.For) else site.node
     typed_nodes = [n for n in ast.walk(root) if n in site.frame.dtypes and n is not site.node]
@@ -436,8 +436,8 @@ def _unrecognised_fault(site: FailureSite) -> Fault:
 
 
 def find_low_precision_sums(kernel: str, observation: Observation) -> list[Fault]:
-    """Returns the faults KN020 of a combination that compiled. They are found from the dtypes of
-    the expressions in the kernel's syntax tree.
+    """Returns a fault KN020 for each sum that a compiled kernel accumulates in bf16 or fp16. The
+    sums are found from the dtypes of the expressions in the kernel's syntax tree.
     """
     frames = [
         frame

@@ -60,8 +60,9 @@ _CREATION_FUNCTIONS = (
 
 
 def find_fixed_dtypes(function: Any) -> dict[str, str]:
-    """Returns the type (such as `*fp32`) of each pointer parameter that always has the same dtype,
-    because a launch in the file of the kernel passes a tensor that is created with this dtype.
+    """Finds the pointer parameters for which a launch in the kernel's file passes a tensor that is
+    created with an explicit dtype. Such a parameter always has this dtype. Returns the type (such
+    as `*fp32`) of each of these parameters.
     """
     fixed_types = dict[str, str]()
     tree = _parse_source(function)

@@ -126,7 +126,7 @@ def _value_shape(value: Any) -> tuple[int, ...]:
 
 
 def _root_error(error: BaseException) -> BaseException:
-    """Triton nests its CompilationErrors. Returns the exception from which they all started."""
+    """Returns the innermost of Triton's nested CompilationErrors, which is the original error."""
     visited: set[int] = set()
     while id(error) not in visited:
         visited.add(id(error))
@@ -156,7 +156,9 @@ def _error_message(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _record_visits(observation: Observation) -> Iterator[None]:
-    """Wraps `visit` and `set_value` of Triton's code generator during one compilation."""
+    """Wraps `visit` and `set_value` of Triton's code generator during one compilation, to record
+    the types of the visited nodes.
+    """
     from triton.compiler.code_generator import CodeGenerator
 
     visit = CodeGenerator.visit

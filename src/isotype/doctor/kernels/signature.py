@@ -252,8 +252,8 @@ def is_float_pointer(type_name: Any) -> bool:
 
 
 def remove_duplicates(combinations: Sequence[Combination]) -> list[Combination]:
-    """Removes equal combinations. From several equal combinations it keeps the one with the highest
-    `reach`, at the position of the first.
+    """Removes equal combinations. Of several equal combinations it keeps the one with the highest
+    `reach`, and puts it at the position of the first one.
     """
     unique: dict[str, Combination] = {}
     for combination in combinations:

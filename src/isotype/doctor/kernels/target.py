@@ -144,8 +144,8 @@ def _check_module(module: ModuleType, targets: Sequence[str], report: Report) ->
 
 
 def _lower_inferred(finding: Finding) -> Finding:
-    """Makes a note of a finding about a signature that was inferred from the source of a file: it
-    is not known whether a caller passes such tensors.
+    """Lowers the severity of a finding to `note` if the signature of the kernel was inferred from a
+    source file. In this case it is not known whether any caller passes such tensors.
     """
     is_inferred = dict(finding.details).get("reach") == Reach.INFERRED.description
     return replace(finding, severity=Severity.NOTE) if is_inferred else finding

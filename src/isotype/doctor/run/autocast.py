@@ -53,8 +53,8 @@ def read_autocast_state(frames: Sequence[CallFrame]) -> AutocastState:
 
 
 def find_other_region(frames: Sequence[CallFrame]) -> AutocastState | None:
-    """Returns an autocast region that is in one of the user's functions on the stack but does not
-    include the line that was running there. Returns None if there is no such region.
+    """Searches the user's functions on the stack for an autocast region that does not contain the
+    running line. Returns the autocast state of this region, or None if there is no such region.
     """
     for frame in frames:
         scope = frame.scope
@@ -188,7 +188,9 @@ def _read_trainer_region(owner: Any, location: str) -> AutocastState:
 
 
 def read_mixed_precision(accelerator: Any) -> str | None:
-    """`mixed_precision` of an Accelerator: `no`, `bf16`, `fp16` or `fp8`; None for other objects."""
+    """Returns the value of `mixed_precision` of an Accelerator: `no`, `bf16`, `fp16` or `fp8`.
+    Returns None for other objects.
+    """
     if type(accelerator).__name__ != "Accelerator":
         return None
     state = getattr(accelerator, "state", None)

@@ -57,7 +57,9 @@ class ModelNames:
         return self._modules.get(id(module)) or type(module).__name__
 
     def tensor_path(self, tensor: Any) -> str | None:
-        """The path of a parameter or buffer, also for a view of it."""
+        """Returns the path of a parameter or buffer. For a view, returns the path of the parameter
+        or buffer to which the view belongs.
+        """
         if not isinstance(tensor, torch.Tensor):
             return None
         path = self._tensors.get(id(tensor))

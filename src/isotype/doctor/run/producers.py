@@ -3,7 +3,8 @@ goes backward through the source code: from a name to its assignment, from a cal
 dtype to its operand, and from a parameter to the argument that the caller passed.
 
 Variables are read with the values that they had at the failure. The search continues at an
-expression only if its value has the dtype in question, or if its value cannot be read.
+expression only if the value of this expression has the dtype that is searched for, or if the value
+cannot be read.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Producer:
 def find_producer(
     node: ast.AST, frames: Sequence[CallFrame], index: int, dtype: torch.dtype, names: ModelNames
 ) -> Producer:
-    """Starts at the expression `node` of the frame at `index`, and finds the expression that gave
-    its value the dtype `dtype`.
+    """Finds the expression that gave the value of `node` the dtype `dtype`. `node` is an expression
+    in the frame with the number `index`, and the search starts there.
     """
     return _Search(frames, dtype, names).follow(node, index)
 
@@ -141,8 +142,9 @@ class _Search:
     def follow_widest(
         self, nodes: Sequence[ast.AST], node: ast.AST, index: int, line: int
     ) -> Producer:
-        """Continues the search at the first operand that has the dtype in question. If no operand
-        has this dtype, the operation itself gave its result the dtype.
+        """Continues the search at the first operand that has the dtype that is searched for, or
+        else at the first operand whose value cannot be read. If there is no such operand, the
+        operation itself gave its result the dtype.
         """
         for operand in nodes:
             value = read_value(operand, self.frames[index])
@@ -201,7 +203,7 @@ class _Search:
         return self.producer("unknown", node, index)
 
     def has_other_dtype(self, binding: Any, name: str, frame: CallFrame) -> bool:
-        """True if this assignment would have given the name a value of another dtype."""
+        """True if the assigned value has a dtype other than the dtype that is searched for."""
         if not isinstance(binding, ast.Assign):
             return False
         assigned = _assigned_expression(binding, name)
@@ -232,8 +234,8 @@ class _Search:
         return self.follow(value, index, binding.lineno)
 
     def follow_argument(self, scope: ast.AST, name: str, node: ast.AST, index: int) -> Producer:
-        """Continues the search, from a parameter of a function, at the argument that the next outer
-        frame passed for it.
+        """If the search has reached a parameter of a function, continues it at the argument that
+        the caller passed for this parameter.
         """
         outer = index - 1
         while outer >= 0 and self.frames[outer].is_forwarding:
@@ -273,8 +275,8 @@ def _is_skipped(binding: ast.AST, scope: ast.AST, frame: CallFrame) -> bool:
 
 def _assigned_expression(binding: ast.Assign, name: str) -> ast.expr | None:
     """Returns the expression whose value an assignment gives to a name. If the assignment unpacks a
-    tuple, this is the element for the name. If it unpacks the result of a call, this is the call.
-    None if the expression cannot be determined.
+    tuple, returns the element that is assigned to the name. If the assignment unpacks the result of
+    a call, returns the call. Returns None if the expression cannot be determined.
     """
     target = binding.targets[0]
     value = binding.value

@@ -76,9 +76,10 @@ def _make_finding(
 def _make_operand_finding(
     code: str, evidence: Evidence, operand: Operand, **values: Any
 ) -> Finding:
-    """Returns a finding about one operand. Its text contains the user's expression for the operand,
-    the operand's dtype, and the line at which the user's code passes the operand to another
-    function. `values` replaces these values in the text or adds further values.
+    """Returns a finding about one operand of the expression that failed. Its text contains the
+    user's expression for the operand, the operand's dtype, and the line at which the user's code
+    passes the operand to another function. The arguments `values` replace these parts of the text,
+    or add further parts.
     """
     producer = evidence.producer_of(operand)
     facts = {
@@ -365,8 +366,9 @@ def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
 
 
 def _target_of_loss(evidence: Evidence, dtype_name: str) -> tuple[str, str]:
-    """Returns the expression for the target of the loss, and its location. It is an argument of the
-    call that computed the loss on which the user called backward.
+    """Returns the expression for the target of the loss, and its location. The target is an
+    argument of the call that computed the loss. The loss is the tensor on which the user called
+    backward.
     """
     frame = evidence.user_frame
     call = frame.expression
@@ -603,7 +605,9 @@ def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
 
 
 def _setting_dtype(setting: str) -> torch.dtype | None:
-    """The autocast dtype of `SFTConfig.bf16=True` and `Accelerator.mixed_precision=bf16`."""
+    """Returns the autocast dtype that a setting asks for, for example bf16 for
+    `SFTConfig.bf16=True` or for `Accelerator.mixed_precision=bf16`.
+    """
     match = re.search(r"\.(bf16|fp16)=True|mixed_precision=(bf16|fp16)", setting)
     if match is None:
         return None

@@ -46,8 +46,8 @@ make_finding = load_finding_formatter(Path(__file__).with_name("findings.txt"))
 
 
 def site_detail(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
-    """Returns a detail of a finding that shows a line of code and its location. Returns no detail
-    if `site` is None.
+    """Returns a line of code and its location in the form in which a finding stores its details.
+    Returns an empty tuple if `site` is None.
     """
     if site is not None:
         return ((label, f"{site}: {site.text}"),)
@@ -68,8 +68,8 @@ class ModuleNames:
         self._roots: list[weakref.ref[torch.nn.Module]] = []
 
     def register(self, root: torch.nn.Module) -> None:
-        """Records the paths of all modules in a model, which is called a root. If this root
-        contains a model that was registered before, the modules of that model get new, longer
+        """Records the paths of all modules in a model. The model itself is called a root. If this
+        root contains a model that was registered before, the modules of that model get new, longer
         paths.
         """
         paths = {module: clean_path(path) for path, module in root.named_modules()}
@@ -137,8 +137,9 @@ class ModuleNames:
 
 
 def is_due(count: int, full_count: int) -> bool:
-    """True if an expensive check should run when it has become possible for the count-th time. It
-    runs the first `full_count` times, and later only if the count is a power of two.
+    """True if an expensive check should run now. `count` tells how often the check has been
+    possible so far. The check runs the first `full_count` times, and later only if `count` is a
+    power of two.
     """
     return count <= full_count or not count & (count - 1)
 
@@ -214,7 +215,7 @@ class Context:
         return True
 
     def is_engine_cast(self) -> bool:
-        """True if the running cast was made by autograd, which casts the gradient that the backward
+        """True if autograd itself makes the running cast, to convert the gradient that the backward
         of a custom Function returned. This is the case if no Python frame of that backward is on
         the stack any more.
         """
@@ -295,7 +296,7 @@ EVENTS = (
 class Watcher:
     """Detects one kind of silent fault: a fault that raises no error.
 
-    reports  the findings; the watcher chooses their keys
+    reports  the findings of the watcher, by keys that the watcher chooses
     """
 
     def __init__(self, context: Context) -> None:
@@ -337,7 +338,9 @@ class Watcher:
         """Called when an op widened one of its operands to the dtype of another operand."""
 
     def on_cast(self, origin: Origin, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Called after a cast by the program, by autocast or by autograd (`origin.kind`)."""
+        """Called after a cast. `origin.kind` tells whether the program, autocast or autograd made
+        the cast.
+        """
 
     def on_step_start(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before an optimizer steps."""

@@ -140,8 +140,8 @@ _DECISION_TEMPLATES = {
 def describe_cause(
     odd_operand: Operand, op: str, dtype_counts: Counter[torch.dtype], autocast: str
 ) -> str:
-    """Describes which line decided the dtype, and through which steps the tensor reached the op
-    that failed.
+    """Describes which line decided the dtype of `odd_operand`, and which ops passed the tensor on
+    until it reached the op that failed.
     """
     deciding_origin = odd_operand.origin.deciding_origin()
     location = deciding_origin.location()
@@ -293,9 +293,9 @@ class Failures:
         self._explain(error, op.name, list(op.operands(args, kwargs)))
 
     def explain_call_error(self, error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
-        """Explains an error of a torch function. It is used if a check in a composite op or in
-        Python code raised the error, and not an op. `args` are the arguments that the program
-        passed.
+        """Explains an error that a torch function raised. This method is used if the error comes
+        from a check in a composite op or in Python code, and not from a single op. `args` are the
+        arguments that the program passed.
         """
         name = getattr(func, "__name__", str(func))
         if name in ("backward", "grad"):
@@ -308,8 +308,8 @@ class Failures:
     def rerun_forward(
         self, error: Exception, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> None:
-        """Runs a forward again that failed while it was not observed. This finds the operands of
-        the op that failed.
+        """Repeats a forward that failed while the tracer did not observe it. The second run finds
+        the operands of the op that failed.
         """
         if hasattr(error, _FINDING_ATTRIBUTE) or not _mentions_dtype(error):
             return
@@ -327,7 +327,8 @@ class Failures:
 
     def explain_exception(self, error: BaseException) -> Finding | None:
         """Returns the explanation of an exception that ended the program, or of its cause. If an op
-        failed, the explanation already exists. If a check in Python code failed, it is built now.
+        failed, the explanation already exists. If a check in Python code failed, the explanation is
+        built now.
         """
         chain: list[BaseException] = []
         exception: BaseException | None = error
@@ -455,8 +456,8 @@ class Failures:
         )
 
     def _describe_earlier_cast(self, operands: Sequence[Operand]) -> str:
-        """Describes a cast of the model that was made after a tensor, such as an optimizer state or
-        a cache, had been created with the model's old dtype.
+        """Describes a cast of the model that left another tensor in the model's old dtype. Such a
+        tensor, for example an optimizer state or a cache, was created before the cast.
         """
         context = self._context
         current_dtypes = {name: tensor.dtype for _, name, tensor in context.names.tensors()}
@@ -637,8 +638,9 @@ def _explain_unscale(context: Context, error: BaseException, evidence: Evidence)
 def _explain_mixed_unit(
     context: Context, error: BaseException, evidence: Evidence
 ) -> Finding | None:
-    """Explains the error that FSDP raises if the parameters of one unit have two dtypes. A unit is
-    a set of modules whose parameters FSDP combines into one tensor (FSDP1) or one group (FSDP2).
+    """Explains the error that FSDP raises if the parameters in one FSDP unit do not all have the
+    same dtype. A unit is a set of modules whose parameters FSDP combines into one tensor (FSDP1) or
+    one group (FSDP2).
     """
     if len(evidence.parameters) < 2:
         evidence.parameters = defaultdict(list)
@@ -712,8 +714,9 @@ _CHECK_EXPLAINERS: tuple[
 def _explain_by_tensors(
     context: Context, error: BaseException, evidence: Evidence
 ) -> Finding | None:
-    """Explains an error of any other check. The explanation lists the tensors in the frame that
-    failed, and for each tensor the steps that gave it its dtype.
+    """Explains an error from a check for which this module has no special explanation. The
+    explanation lists the tensors in the frame that failed, and for each tensor the steps that gave
+    it its dtype.
     """
     operands = [
         Operand.from_tensor(context, label, tensor) for label, tensor in evidence.tensors[:12]

@@ -90,8 +90,8 @@ class Origin:
         origins. It skips promotions, ops that kept the dtype, and casts that autocast inserted.
 
         A cast to the dtype of another tensor, such as `.to(x.dtype)`, did not decide the dtype
-        itself. In this case the result is the origin that first gave a tensor in the chain this
-        dtype.
+        itself. In this case the method returns the earliest origin in the chain that gave a tensor
+        this dtype.
         """
         decision = self._nearest_decision()
         while decision.kind == "cast" and decision.follows_tensor and decision.upstream is not None:
@@ -217,8 +217,8 @@ class Provenance:
         return f"{op} in {module}" if module else op
 
     def record(self, op: Operator, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
-        """Sets the origin of a floating-point result of an op. If the op keeps the dtype, this is
-        the origin of its operand. Otherwise it is a new origin.
+        """Sets the origin of a floating-point result of an op. If the op keeps the dtype, the
+        result gets the origin of the operand. Otherwise the result gets a new origin.
         """
         context = self._context
         if op.is_view and inputs:

@@ -146,8 +146,9 @@ class Parameters(Watcher):
             self._last_evaluation[id(module)] = self._calls[id(module)]
 
     def on_step_end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Finds parameters that are trained with rounded values. Either they had a wider dtype in
-        earlier steps, or an evaluation cast them to a narrower dtype.
+        """Finds parameters that the optimizer trains although a cast has rounded their values.
+        Either the parameters had a wider dtype in earlier steps, or an evaluation cast them to a
+        narrower dtype.
         """
         parameters = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -385,8 +386,9 @@ class BlockedGradients(Watcher):
 
 
 class DequantisedLayers(Watcher):
-    """Checks, after a forward in training, whether all weights are plain tensors although the
-    configuration of the model says that it is quantised.
+    """Finds models that should be quantised but are not. After a forward in training, this class
+    checks whether all weights are plain tensors although the configuration of the model says that
+    the model is quantised.
     """
 
     def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:

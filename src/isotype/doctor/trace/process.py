@@ -57,8 +57,8 @@ class DefaultDtypeChange:
 
 
 class DefaultDtype(Watcher):
-    """Watches `torch.set_default_dtype`. A function leaks the new dtype if it contains code that
-    restores the old dtype but ended before this code ran.
+    """Watches `torch.set_default_dtype`. Finds functions that set a new default dtype and do not
+    restore the old one, for example because they end before the code that restores it has run.
     """
 
     def __init__(self, context: Context) -> None:
@@ -96,9 +96,9 @@ class DefaultDtype(Watcher):
         self.find_leak()
 
     def find_leak(self) -> DefaultDtypeChange | None:
-        """Returns a change of the default dtype that should have been undone: the function that
-        made the change contains code to undo it, but has ended without doing so. Returns None if
-        there is no such change.
+        """Returns a change of the default dtype that should have been undone. The function that
+        made this change contains code to undo it, but has ended without running this code. Returns
+        None if there is no such change.
         """
         change = self._current_change
         if change is None or torch.get_default_dtype() != change.new_dtype:
@@ -122,8 +122,8 @@ class DefaultDtype(Watcher):
             self._unrestored_changes.setdefault(code, change)
 
     def explain(self) -> Finding | None:
-        """Returns a finding if a default dtype is in force that a function should have restored,
-        else None.
+        """Returns a finding if a function has changed the default dtype and has ended without
+        restoring it. Otherwise returns None.
         """
         change = self.find_leak()
         if change is not None:

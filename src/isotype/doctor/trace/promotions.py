@@ -1,6 +1,7 @@
 """Detects unwanted promotions. In a promotion, an op widens an activation because another operand
-has a wider dtype. It is reported if its wide result is used further: in another module, in a matrix
-product, or as output of the model. The module also counts the gradients that autograd casts.
+has a wider dtype. A promotion is reported if its wide result is used in another module or in a
+matrix product, or is an output of the model. The module also counts the gradients that autograd
+casts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .origin import ORIGIN_ATTRIBUTE, Origin
 
 @dataclass(slots=True)
 class Promotion:
-    """All promotions of activations that one op makes at one line.
+    """All promotions in which the same op at the same line of code widens an activation.
 
     spread  the places that used the widened tensor before it was cast back
     """
@@ -119,9 +120,9 @@ class Promotions(Watcher):
             )
 
     def findings(self) -> list[Finding]:
-        """Returns one finding for each line that decided the wide dtype of promotions whose results
-        were used further. Lines that the explanation of an error already contains are not reported
-        again.
+        """Returns one finding for each line of code that caused promotions. Only promotions whose
+        wide results were used further are reported. Lines that the explanation of an error already
+        contains are not reported again.
         """
         explained = self._context.failures.explained_origins
         decisions: dict[tuple[str, Any, torch.dtype], list[Promotion]] = {}

@@ -126,8 +126,8 @@ class Positions(Watcher):
             self._record(quantity, low_dtype, largest, angle)
 
     def _check_earlier_rounding(self, angle: torch.Tensor) -> None:
-        """Checks fp32 angles that were computed from integers which an earlier cast rounded, such
-        as a timestep in the model's dtype.
+        """Checks fp32 angles that were computed from rounded integers. An earlier cast may have
+        rounded these integers, for example a timestep that was cast to the model's dtype.
         """
         origin = next(
             (
@@ -146,9 +146,9 @@ class Positions(Watcher):
             )
 
     def _low_precision_table(self, angle: torch.Tensor) -> torch.dtype | None:
-        """Returns the dtype of the low-precision buffer (such as inv_freq) of the running module
-        from which the angles were computed. Returns None if the angles are not multiples of such a
-        buffer.
+        """Finds the low-precision buffer (such as inv_freq) of the running module from which the
+        angles were computed, and returns its dtype. Returns None if the angles are not multiples of
+        such a buffer.
         """
         if not self._context.stack or angle.ndim == 0:
             return None
@@ -200,9 +200,10 @@ def _is_range(values: torch.Tensor) -> bool:
 
 
 def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
-    """True if each of the last four rows of angles is a multiple of the table of frequencies. (The
-    factor is the position.) A row may be twice as long as the table. It then contains each value
-    twice: either its two halves are equal, or each value is followed by the same value.
+    """True if each of the last four rows of `angle` is equal to the table of frequencies times a
+    number. This number is the position of the row. A row may be twice as long as the table. It then
+    contains each value twice: either its two halves are equal, or each value is followed by the
+    same value.
     """
     count = table.numel()
     width = angle.shape[-1]

@@ -1,5 +1,5 @@
-"""Runs code under a trace: `with isotype.trace(model):`, or a program given as `SCRIPT.py [args]`
-or `FILE.py:FUNCTION`.
+"""Runs code under a trace. The code is the body of a `with isotype.trace(model):` block, or a
+program that is given as `SCRIPT.py [args]` or `FILE.py:FUNCTION`.
 """
 
 from __future__ import annotations

@@ -67,14 +67,14 @@ _MAX_ITEMS = 16
 
 
 class WatchSchedule:
-    """Counts the forwards and steps of each kind. If forwards or steps of the same kind are
-    repeated, it switches the tracer off for most of them.
+    """Counts the forwards and steps of each kind. If the program repeats forwards or steps of the
+    same kind, the schedule switches the tracer off for most of them.
 
     The tracer uses PyTorch's modes, which call Python code for every op. Most of the time of a
     trace is spent in these calls. So only the first eight forwards of each kind are watched. Most
     later forwards of this kind, their backwards and the optimizer steps run without the modes and
     hooks. Other code of the program (losses, metrics, averages, assignments, casts) is always
-    watched. A forward is also watched while the program adds to a low-precision sum over several
+    watched. A forward is also watched while the program adds up a low-precision sum over several
     forwards. If a dtype error occurs in an unwatched forward, this forward runs again with the
     tracer to explain the error.
     """
@@ -98,8 +98,8 @@ class WatchSchedule:
 
     @property
     def checks_values(self) -> bool:
-        """True if values are checked in the running forward, and not only dtypes. Checking values
-        takes more time.
+        """True if the tracer checks not only dtypes but also values in the running forward.
+        Checking values takes more time.
         """
         return self._forward_number <= FIRST_WATCHED // 2 or self.is_sampled
 
@@ -111,7 +111,7 @@ class WatchSchedule:
 
     # ---- forwards
     def start_forward(self, module: torch.nn.Module, args: tuple) -> bool:
-        """Called at the start of a root module's forward. Returns True if this forward will not be
+        """Called at the start of each forward of a model. Returns True if this forward will not be
         watched.
         """
         while self._finished_hooks:
@@ -165,9 +165,9 @@ class WatchSchedule:
             self._finished_hooks.pop().remove()
 
     def _forward_key(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        """Returns a key for the kind of the forward, and the sizes of its inputs, rounded up to
-        powers of two. Two forwards are of the same kind if module, mode, autocast and the dtypes of
-        the inputs are the same.
+        """Returns a key that is the same for all forwards of the same kind. Also returns the sizes
+        of the inputs, rounded up to powers of two. Two forwards are of the same kind if module,
+        mode, autocast and the dtypes of the inputs are the same.
         """
         device = self._context.device
         sizes = []
@@ -376,7 +376,8 @@ class Tracer(Context):
     # ---- the modes
     def _run_call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Runs a torch function that the program called. The name of the function is used to
-        describe casts and factory calls. If the function raises an error, the error is explained.
+        describe casts and calls that create tensors. If the function raises an error, the error is
+        explained.
         """
         name = func.__name__
         outer_call = self.current_call

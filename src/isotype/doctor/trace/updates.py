@@ -97,8 +97,8 @@ class Updates(Watcher):
         return dict.fromkeys(UPDATE_OPS, (self.before_update, self.after_update))
 
     def before_update(self, op: Operator, args: tuple, kwargs: dict) -> list[_Sample] | None:
-        """Computes in fp32 how the op should change its destinations. This is done only for the
-        destinations whose update is to be compared this time.
+        """Computes in fp32 how the op should change the tensors that it writes to. This is done
+        only for the tensors whose change will be compared with this result.
         """
         is_list = not isinstance(args[0], torch.Tensor)
         targets = args[0] if is_list else args[:1]
@@ -269,8 +269,8 @@ class Updates(Watcher):
         )
 
     def _archive(self, key: tuple[int, str]) -> None:
-        """Removes an entry from the watched tensors. If the tensor lost updates by rounding, the
-        entry is stored for the findings.
+        """Removes an entry from the tensors that are watched. If rounding has made updates of the
+        tensor ineffective, the entry is kept so that it can be reported.
         """
         updated_tensor = self._updated_tensors.pop(key, None)
         if updated_tensor is not None and self._is_lost(updated_tensor):
@@ -491,8 +491,7 @@ class Sums(Watcher):
             running_sum.is_compensation = True
 
     def is_growing(self) -> bool:
-        """True if the last forward, or its backward, added to a sum to which earlier forwards had
-        added too.
+        """True if the last forward or its backward added to a sum that grows over several forwards.
         """
         previous_forward = self._context.forward_count - 1
         return any(

@@ -1,9 +1,9 @@
 """One run of the checked function under one setting (unchanged, in fp64, or as plain PyTorch) and
 its outcome.
 
-The autograd engine silently casts gradients. So the module records the gradients that hand-written
-backwards receive and return before the engine casts them. `Fault` is the type of the results of
-rules.
+The autograd engine silently casts gradients. So the module records the gradients that a
+hand-written backward receives and those that it returns, before the engine casts them. Rules return
+values of the type `Fault`.
 """
 
 from __future__ import annotations
@@ -355,8 +355,8 @@ def floating_tensors(result: Any) -> list[Tensor]:
 
 
 def incoming_gradient(output: Tensor, index: int) -> Tensor:
-    """Returns the gradient that is passed to an output. It is exact in every dtype (multiples of
-    1/8 up to 2), not all ones, and the same in every run.
+    """Returns the gradient that backward receives for one output of the checked function. It is
+    exact in every dtype (multiples of 1/8 up to 2), not all ones, and the same in every run.
     """
     generator = torch.Generator().manual_seed(1000 + index)
     magnitudes = torch.randint(3, 17, output.shape, generator=generator)
@@ -378,8 +378,8 @@ def make_fault(
     **values: Any,
 ) -> Fault:
     """Returns a finding and its key. Two findings with the same key describe the same fault. The
-    key contains the code and the values of `key`. If `key` is empty, it contains the code, the
-    location and the severity.
+    returned key contains the code and the arguments `key`. Without these arguments, it contains the
+    code, the location and the severity.
 
     values  values for the placeholders in the text that findings.txt has for this code
     """

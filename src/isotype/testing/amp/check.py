@@ -81,7 +81,7 @@ class Report:
         return [f for f in self.findings if f.severity >= severity]
 
     def codes(self, severity: Severity = Severity.WARNING) -> list[str]:
-        """Returns the codes of the findings at or above `severity`, each once."""
+        """Returns the codes of the findings at or above `severity`, without duplicates."""
         return sorted({f.code for f in self.at_least(severity)})
 
     def render(self) -> str:
@@ -102,8 +102,8 @@ class Occurrence(NamedTuple):
 
 
 def merge_findings(occurrences: Sequence[Occurrence]) -> list[Finding]:
-    """Returns one finding for each fault. This is the most severe finding of the fault, with a list
-    of all settings in which the fault occurred.
+    """Merges all findings about the same fault into one finding. The result is the most severe of
+    these findings, with a list of all settings in which the fault occurred.
     """
     worst: dict[tuple[object, ...], Finding] = {}
     settings_by_key: dict[tuple[object, ...], dict[str, None]] = {}
@@ -391,8 +391,8 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _drop_repeated_notes(findings: list[Finding]) -> list[Finding]:
-    """Removes findings of severity note for guessed combinations, if there is a warning or an error
-    with the same code for the same function.
+    """Removes a finding of severity note if there is a warning or an error with the same code for
+    the same function.
     """
     faults = [finding for finding in findings if finding.severity > Severity.NOTE]
     reported = {(fault.code, fault.place.symbol) for fault in faults}

@@ -243,8 +243,9 @@ class _Recorder:
 
 
 def _adds_to_first(op: Operator, args: tuple, kwargs: dict, output: Tensor) -> bool:
-    """True if an addition may be part of a running sum in its first argument. This is the case if
-    the addition writes in place, or if its result has the same shape as the first argument.
+    """True if an addition may add to a running sum that is stored in its first argument. This is
+    the case if the addition writes in place, or if its result has the same shape as the first
+    argument.
     """
     if not args or not isinstance(args[0], Tensor):
         return False
@@ -258,8 +259,8 @@ def _copy_floats(tree: Any) -> tuple[Tensor, ...]:
 
 
 def _user_location() -> Place | None:
-    """Returns the innermost line of the user's code that runs inside `attempt`, or None if there is
-    none.
+    """Returns the innermost running line of the user's code. Only code that `attempt` has called is
+    searched. Returns None if there is no such line.
 
     The frames themselves are not stored. A stored frame would keep its tensors alive, and autograd
     would then copy gradients that it can otherwise use without a copy.
@@ -316,8 +317,8 @@ def locate(
 
 
 def _last_of_busiest_sum(steps: list[_Step]) -> int | None:
-    """Returns the last step at the line that adds most often to a low-precision tensor, or None if
-    no line adds more than once.
+    """Finds the line that adds most often to a low-precision tensor, and returns the number of the
+    last step at this line. Returns None if no line adds more than once.
     """
     counts: Counter[Place] = Counter()
     last: dict[Place, int] = {}
@@ -336,8 +337,8 @@ def _last_of_busiest_sum(steps: list[_Step]) -> int | None:
 def _first_inexact(
     located_steps: list[int], errors: list[float], input_errors: list[float]
 ) -> int | None:
-    """Returns the first step whose error is much larger than the error of its inputs, and is not
-    much smaller than the error of the final result.
+    """Returns the first step at which the error grows a lot. The error of this step is much larger
+    than the error of its inputs, and not much smaller than the error of the final result.
     """
     if not located_steps:
         return None

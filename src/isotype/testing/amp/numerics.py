@@ -1,8 +1,9 @@
 """Rules about numerical errors.
 
-AC006, AC007  results with a larger error than rounding to their dtypes can cause
-AC022         a value that is computed from a weight and is rounded before it is used. In bf16 this
-              is the sum in `x * (1 + weight)` (found in four norms of transformers 5.23)
+AC006, AC007  results whose error is too large to be caused by rounding to their dtypes
+AC022         a value that is computed from a weight and is rounded before it is used. An example is
+              the sum in `x * (1 + weight)` if it is computed in bf16 (found in four norms of
+              transformers 5.23)
 
 The error of a result is its difference from the exact result. To get the exact results, the inputs
 are rounded to the narrow dtypes, and then the reference (or the function itself) computes in fp64.
@@ -13,9 +14,9 @@ exists, errors are not checked. There is no other tolerance.
 
 For AC022, a linear regression over many rows computes, for each column, how the error depends on
 the exact value. Rounding errors of activations differ from row to row and average out. The rounding
-error of a weight is the same in every row, so it changes the slope of its column. A weight was
-rounded if the slopes of the columns differ by more than the random differences between rows can
-explain.
+error of a weight is the same in every row, so it changes the slope that the regression finds for
+the column of this weight. A weight was rounded if the slopes of the columns differ by more than the
+random differences between rows can explain.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class Numerics:
     """Measures the errors of one function on one sample. The exact results are computed only once
     for each dtype combination.
 
-    different_results  the results that differ from the reference in fp64 too, whose error is no
-                       question of precision
+    different_results  the results that differ from the reference even in fp64, so that rounding
+                       cannot be the cause
     """
 
     subject: Subject
@@ -93,15 +94,16 @@ class Numerics:
     _truths: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
 
     def with_sample(self, sample: Sample) -> Numerics:
-        """Returns the same measurement for another sample."""
+        """Returns an object that measures the errors of the same function on another sample."""
         return Numerics(
             self.subject, self.reference, sample, self.inside_fp32, self.different_results
         )
 
     def truth(self, setting: Setting) -> dict[str, Tensor]:
-        """Returns the exact results: those of the reference, or else of the checked function
-        itself, in fp64. If the function raises an error in fp64, they are computed in fp32. If it
-        raises an error in fp32 too, there are no exact results.
+        """Returns the exact results, which are computed in fp64. They are the results of the
+        reference, or of the checked function itself if there is no reference. If the function
+        raises an error in fp64, they are computed in fp32. If the function raises an error in fp32
+        too, there are no exact results.
         """
         if setting.dtypes not in self._truths:
             self._truths[setting.dtypes] = self._compute_truth(setting)
@@ -141,8 +143,8 @@ class Numerics:
         )
 
     def compare_in_fp64(self) -> tuple[Outcome, dict[str, Difference]]:
-        """Returns the run of the function in fp64, and the results in which it differs from the
-        reference there.
+        """Runs the function and the reference in fp64. Returns the run of the function, and the
+        results that differ.
         """
         outcome = self._attempt_in_fp64(fp64_arithmetic)
         differences: dict[str, Difference] = {}
@@ -234,8 +236,8 @@ class Numerics:
         return _distance(actual, expected) <= REORDERING_STEPS * step * size
 
     def _yardstick(self, setting: Setting) -> tuple[dict[str, Tensor], str]:
-        """Returns the results of the plain code whose error determines the allowed error, and the
-        name of this code for messages.
+        """Runs the plain code whose error determines the allowed error. Returns its results, and a
+        name for this code that is used in messages.
         """
         if self.reference is not None and self.inside_fp32:
             outcome = attempt(
@@ -266,7 +268,9 @@ def _exact_twin() -> Iterator[None]:
 
 
 def _find_factor(actual: Tensor, expected: Tensor) -> float | None:
-    """Returns the number by which the expected values have to be multiplied; None if there is none."""
+    """Returns the number by which the expected values must be multiplied to get the actual values.
+    Returns None if there is no such number.
+    """
     if not bool(torch.isfinite(actual).all() & torch.isfinite(expected).all()):
         return None
     factor = float((actual * expected).sum() / expected.square().sum())
@@ -329,7 +333,9 @@ def precision_faults(outcome: Outcome, setting: Setting, numerics: Numerics) -> 
 
 
 def different_function_faults(numerics: Numerics) -> tuple[list[Fault], frozenset[str]]:
-    """Returns AC023 for results that differ from the reference in fp64, and their names."""
+    """Returns a fault AC023 if results differ from the reference even in fp64. Also returns the
+    names of these results.
+    """
     outcome, differences = numerics.compare_in_fp64()
     if not differences:
         return [], frozenset()
@@ -355,8 +361,8 @@ def different_function_faults(numerics: Numerics) -> tuple[list[Fault], frozense
 
 
 def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], str | None]:
-    """Returns a fault AC007 if an error appears only with thousands of rows. The second result is
-    the reason why this could not be checked, or None.
+    """Returns a fault AC007 if an error appears only with thousands of rows. The second value is
+    None, or the reason why the function could not be checked with so many rows.
     """
     subject = numerics.subject
     sample = numerics.sample
@@ -393,9 +399,9 @@ def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], 
 def _grows_linearly(
     short_outcome: Outcome, outcome: Outcome, sample: Sample, long_sample: Sample
 ) -> bool:
-    """True if the number of output elements grew in proportion to the number of rows. If it grows
-    with the square of the rows (as in attention, or if the weights were mistaken for rows), a run
-    with thousands of rows would take too long.
+    """True if the number of output elements grew in proportion to the number of rows. If the number
+    of elements grows with the square of the number of rows (as in attention, or if the weights were
+    mistaken for rows), a run with thousands of rows would take too long.
     """
     growth = _count_rows(long_sample) * _count_results(short_outcome)
     return _count_results(outcome) * _count_rows(sample) <= 1.5 * growth
@@ -407,7 +413,9 @@ def _largest_excess(excesses: list[Excess]) -> Excess:
 
 
 def _count_rows(sample: Sample) -> int:
-    """Returns the first size of the first tensor that has at least one dimension."""
+    """Returns the size of the first dimension of a tensor. This is the first tensor that is not a
+    scalar.
+    """
     for slot in sample.slots:
         tensor = sample.tensor(slot)
         if tensor.dim():
@@ -530,7 +538,9 @@ def rounded_weight_faults(numerics: Numerics, setting: Setting) -> list[Fault]:
 
 
 def _are_correlated(slopes: Tensor, repeated_slopes: Tensor) -> bool:
-    """True if the slopes from one set of rows are similar to the slopes from another set of rows."""
+    """True if the slopes that were measured on one set of rows are similar to the slopes that were
+    measured on another set of rows.
+    """
     if slopes.shape != repeated_slopes.shape:
         return False
     coefficients = torch.corrcoef(torch.stack([slopes, repeated_slopes]))
@@ -589,8 +599,8 @@ def _vary_rows(sample: Sample, seed: int) -> Sample | None:
 
 
 def _regress_columns(actual: Tensor, expected: Tensor) -> tuple[Tensor, float] | None:
-    """For each column, fits the error as a multiple of the exact value. Returns these multiples
-    (the slopes) and their noise.
+    """For each column, fits the error as a slope times the exact value. Returns the slopes, and an
+    estimate of their random error.
     """
     truth = expected.flatten(0, -2)  # [rows columns]
     error = actual.flatten(0, -2) - truth

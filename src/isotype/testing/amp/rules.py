@@ -77,8 +77,8 @@ def accepted_failure_reason(
     does_reference_run: bool | None,
     has_contract: bool,
 ) -> str | None:
-    """Returns the reason why the function may raise this exception under this setting, or None if
-    the exception is a fault.
+    """Returns the reason why it is accepted that the function raises this exception under this
+    setting. Returns None if the exception is a fault.
 
     does_reference_run  whether the reference runs under this setting; None without a reference
     has_contract        whether a contract declares that this combination runs
@@ -216,8 +216,8 @@ def _input_role(operand_name: str, tensor: Tensor, outcome: Outcome) -> str:
 
 
 def _same_storage(tensor: Tensor, candidates: list[Tensor]) -> bool:
-    """True if one of the candidates has the same memory and the same dtype as the tensor. False if
-    the tensor has no memory.
+    """True if one of the candidates has the same memory and the same dtype as the tensor. Returns
+    False if the tensor has no memory address.
     """
     try:
         address = tensor.untyped_storage().data_ptr()
@@ -454,9 +454,10 @@ def _declared_output_faults(
 def _declared_gradient_faults(
     outcome: Outcome, setting: Setting, contract: OpContract, letters: dict[str, str]
 ) -> list[Fault]:
-    """Returns a fault AC014 for each gradient whose dtype differs from the contract. Only gradients
-    of the arguments themselves are checked. If the function casts an argument first, this cast
-    changes the dtype of its gradient.
+    """Returns a fault AC014 for each gradient whose dtype differs from the dtype in the contract.
+    Only gradients of the arguments themselves are checked. If the function first casts an argument,
+    the gradient of the cast argument is not checked, because the backward of the cast still changes
+    its dtype.
     """
     names = {id(tensor): argument for argument, tensor in outcome.tensors.items()}
     faults = []

@@ -85,7 +85,9 @@ class Sample:
         return leaf
 
     def built_dtypes(self) -> dict[str, torch.dtype]:
-        """For each group, returns the original dtype of its first tensor."""
+        """Returns the original dtype of each group of tensors, which is the dtype of the first
+        tensor in the group.
+        """
         dtypes: dict[str, torch.dtype] = {}
         for slot in self.slots:
             dtypes.setdefault(slot.group, self.tensor(slot).dtype)
@@ -227,7 +229,9 @@ _FACTOR_NAME = re.compile(r"(?i)^(?:.*[_.])?(?:w\d+_?[ab]|lora_?(?:[ab]|down|up)
 
 
 def _tie_factors(slots: list[Slot]) -> list[Slot]:
-    """Gives the factors of one adapter the same group: a library makes them in one dtype."""
+    """Gives all factors of one adapter the same group, because adapter libraries create them with
+    the same dtype.
+    """
     factors = [slot for slot in slots if _FACTOR_NAME.match(slot.name)]
     if len(factors) < 2:
         return slots
@@ -292,8 +296,9 @@ def _guess_groups(tensors: Sequence[Tensor]) -> list[str]:
     their groups.
 
     If the tensors have different dtypes, they are grouped by dtype. If all have the same dtype, the
-    shapes decide: tensors whose first size is the same as that of the first tensor are activations,
-    and the others are weights. (A trainer keeps weights in another dtype than activations.)
+    shapes decide: a tensor is an activation if its first dimension has the same size as the first
+    dimension of the first tensor, and otherwise a weight. (Trainers often keep weights and
+    activations in different dtypes.)
     """
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
     if len(dtypes) > 1:
@@ -334,9 +339,9 @@ def lengthen(sample: Sample, rows: int) -> Sample | None:
     """Returns a longer sample with at least `rows` rows. These are drawn at random from the rows of
     the sample, with repetition. Returns None if this is not possible.
 
-    The random indices select entries of the first dimension. They are applied to every tensor with
-    the same first size as the first tensor, except weights. So labels stay with the rows to which
-    they belong.
+    The random indices select entries of the first dimension. They are applied to every tensor whose
+    first dimension has the same size as that of the first tensor, except weights. So labels stay
+    with the rows to which they belong.
     """
     inputs = [sample.tensor(slot) for slot in sample.slots if slot.group != PARAM]
     first = next((tensor for tensor in inputs if tensor.dim()), None)
@@ -363,7 +368,9 @@ def lengthen(sample: Sample, rows: int) -> Sample | None:
 
 
 def count_rows(sample: Sample) -> set[int]:
-    """Returns the leading size of the first input, and its number of rows."""
+    """Returns the size of the first dimension of the first input, and the number of rows (vectors
+    along the last dimension) in this input.
+    """
     inputs = [sample.tensor(slot) for slot in sample.slots if slot.group != PARAM]
     first = next((tensor for tensor in inputs if tensor.dim()), None)
     if first is None:
@@ -398,7 +405,9 @@ class Setting:
         return dict(self.dtypes)
 
     def lowest(self, sample: Sample) -> torch.dtype:
-        """Returns the narrowest dtype of the call, to which results may be rounded."""
+        """Returns the narrowest dtype that occurs in the call. Results may be rounded to this
+        dtype.
+        """
         dtypes = sample.dtypes_in_play(self.group_dtypes)
         if self.autocast:
             dtypes |= {self.autocast}
@@ -471,7 +480,9 @@ def settings(sample: Sample, groups: tuple[str, ...], *, is_exhaustive: bool) ->
 def _candidate_settings(
     sample: Sample, groups: tuple[str, ...], is_exhaustive: bool
 ) -> Iterator[Setting]:
-    """Yields the combinations in this order. Some of them may be equal."""
+    """Yields the combinations in the order in which they should be tried. The same combination may
+    occur more than once.
+    """
     low_as_built = set(LOW) & sample.dtypes_in_play(None)
     autocasts = (None, *LOW)
     for autocast in autocasts:
@@ -506,7 +517,9 @@ def _split_setting(
     weights: torch.dtype,
     autocast: torch.dtype,
 ) -> Setting:
-    """Returns the setting in which weights have one dtype and all other groups have another."""
+    """Returns the setting with the dtype `weights` for weights, and the dtype `inputs` for all
+    other tensors.
+    """
     dtypes = []
     for group in groups:
         dtype = weights if group.startswith(PARAM) else inputs

@@ -184,8 +184,8 @@ def _is_disabled(call: ast.Call) -> bool:
 
 
 def _last_name(node: ast.AST) -> str:
-    """The last part of a dotted name: `a.b.c` -> c, `c` -> c. For a call, the result is the name of
-    the function. For any other node, the result is "".
+    """Returns the last part of a dotted name, for example `c` for `a.b.c`. For a call, returns the
+    last part of the function's name. For any other node, returns "".
     """
     if isinstance(node, ast.Call):
         return _last_name(node.func)

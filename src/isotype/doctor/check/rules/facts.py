@@ -239,7 +239,7 @@ class RuleFacts(sheets.Facts):
     unknown TOOL.KEY       whether a program computes the value of the setting
 
     An ending converts a fact. `NAME as dtype` and similar endings convert the value of a setting.
-    `NAME as key`, `NAME as name` and `NAME as half` use the key of the setting.
+    `NAME as key`, `NAME as name` and `NAME as half` convert the key of the setting.
     """
 
     fact_functions = {
@@ -286,7 +286,9 @@ class RuleFacts(sheets.Facts):
         return set() if name in _KEYS else None
 
     def setting(self, names: str) -> Setting | None:
-        """Returns the setting of the first name in `one|another` that the run has as a setting."""
+        """Looks up the names in `one|another` in this order, and returns the first setting that the
+        run has.
+        """
         return next(
             (value for name in names.split("|") if isinstance(value := self.get(name), Setting)),
             None,

@@ -28,7 +28,9 @@ _EXCLUSIVE_PAIRS = (
 
 
 def _enabled_siblings(record: Record) -> Iterator[tuple[Setting, Setting]]:
-    """The pairs of `bf16` and `fp16` settings that are both on in the same section of any tool."""
+    """Yields each pair of a `bf16` and an `fp16` setting that are in the same section of a file and
+    are both on.
+    """
     for document in record.facts.documents:
         if document.tool in ("env", "checkpoint", "code"):
             continue

@@ -272,8 +272,8 @@ class Recorder(TorchFunctionMode):
 
 
 def _collect_gradients(entries: Sequence[Entry]) -> Iterator[Tensor]:
-    """Yields the gradients of all parameters and leaf tensors that the entries use, without
-    duplicates.
+    """Yields the gradients of all parameters and leaf tensors that the recorded calls use. Each
+    gradient is yielded only once.
     """
     leaves: dict[int, Tensor] = {}
     for entry in entries:

@@ -142,8 +142,8 @@ class Event:
         return self.parts or self.makes_nan or self.has_finite_inputs
 
     def root(self) -> Event:
-        """Goes back from this event to the events from which its inputs came, and returns the first
-        of them.
+        """Goes back from this event to the event that produced one of its inputs, and so on.
+        Returns the event at which this chain starts.
         """
         for item in self.inputs:
             link = item.origin
@@ -288,8 +288,8 @@ class Watch:
 
 
 def _read_settings(op: Operator, args: tuple) -> dict[str, Any]:
-    """Returns, by name, the arguments of an operator that are numbers or booleans, and the tensors
-    that are not floating-point, such as the labels of a loss.
+    """Returns some arguments of an operator by their names: numbers, booleans, and tensors that are
+    not floating-point, such as the labels of a loss.
     """
     schema = getattr(op.func, "_schema", None)
     if schema is None:
@@ -364,8 +364,8 @@ class Replay:
                 self._run_entry(entry)
 
     def run_backward(self) -> None:
-        """Runs forward and backward again. The gradients of the program are saved before and
-        restored afterwards.
+        """Runs forward and backward again. The gradients of the program are saved before this run
+        and restored after it.
         """
         gradients = {}
         for model in self.models:
@@ -409,7 +409,9 @@ class Replay:
             self._replaced[id(tensor)] = new_tensor
 
     def _replace(self, value: Any) -> Any:
-        """Returns the value in which recorded tensors are replaced by the same tensors of this run."""
+        """Returns a copy of a value in which each recorded tensor is replaced by the corresponding
+        tensor of this run.
+        """
         if isinstance(value, Tensor):
             return self._replaced.get(id(value), value)
         if type(value) in (list, tuple):
@@ -443,7 +445,9 @@ class Replay:
 
 
 def watch_update(function: Callable[[], Any]) -> Watch:
-    """Runs an update of an optimizer and collects its events."""
+    """Runs an update of an optimizer, and collects the operators in it whose results contain NaN or
+    inf.
+    """
     watch = Watch({})
     watch.find_site = _optimizer_site
     with make_tape(watch.run):

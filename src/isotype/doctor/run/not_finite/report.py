@@ -141,7 +141,9 @@ def _find_bad_data(step: Step) -> Finding | None:
 
 
 def _explain_result(entry: Entry) -> Finding | None:
-    """The finding about a function without gradient that makes NaN or inf from finite values."""
+    """Returns the finding about a function that has no gradient and returns NaN or inf although all
+    its inputs are finite.
+    """
     inputs = [tensor for _, tensor in _named_arguments(entry)]
     is_bad = not all(_is_finite(tensor) for tensor in entry.outputs)
     if not is_bad or entry.name.rstrip("_") in CONSTANT_WRITERS:
@@ -401,9 +403,9 @@ def _unknown(step: Step, reason: str) -> Finding:
 
 
 def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module]) -> Finding:
-    """Returns the finding about an update after which weights contain NaN or inf. The update of the
-    first such weight is run again. It uses the gradient of the weight, and the optimizer states as
-    they are after the update.
+    """Returns the finding about an update after which weights contain NaN or inf. To find the
+    cause, the function repeats the update of the first weight with NaN or inf. The repeated update
+    uses the gradient of the weight, and the optimizer states as they are after the original update.
     """
     group, parameter = next(
         (group, p)

@@ -37,8 +37,8 @@ class Shadows:
 
     def prepare(self, op: Operator, args: tuple, kwargs: dict) -> Callable[[Any], None] | None:
         """Must be called before the operator runs, because the operator may overwrite its inputs.
-        Returns a function that must be called with the result and then stores the shadow. Returns
-        None if the result needs no shadow.
+        Returns a function that stores the shadow of the result. The caller must call this function
+        with the result of the operator. Returns None if the result needs no shadow.
         """
         tensors = _collect_tensors((args, kwargs))
         has_shadow = any(t in self._shadows or t.dtype in NARROW_FLOATS for t in tensors)
@@ -90,7 +90,7 @@ class Shadows:
                 self._store(item, shadow)
 
     def _store_result(self, result: Any) -> None:
-        """Stores the values of the run itself as shadows."""
+        """Stores the results that the run itself computed, converted to fp32, as their shadows."""
         for tensor in _collect_tensors(result):
             if tensor.dtype in NARROW_FLOATS:
                 self._shadows[tensor] = tensor.float()
