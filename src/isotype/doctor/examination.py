@@ -4,8 +4,8 @@ check    runs on configurations and on the settings in programs
 explain  runs on logs
 
 The parts `kernels`, `conform` and `trace` import or run the user's code. So the doctor does not
-start them itself: for Triton kernels, autograd functions and training scripts it only prints the
-command.
+start these parts itself. For Triton kernels, autograd functions and training scripts, it only
+prints the command.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Loads the objects that the command line names: the module of a file or a dotted name, and an
-object in it.
+"""Loads the objects that the command line names. The command line names a module (by its file or
+its dotted name) and an object in this module.
 """
 
 from __future__ import annotations

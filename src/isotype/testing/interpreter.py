@@ -1,4 +1,4 @@
-"""Runs Triton kernels on a CPU. It uses Triton's interpreter and repairs the faults of this
+"""Runs Triton kernels on a CPU. The module uses Triton's interpreter and repairs the faults of this
 interpreter, so that the results are correct. Kernels need only the usual decorator `@triton.jit`.
 
     with interpreted():
@@ -6,11 +6,12 @@ interpreter, so that the results are correct. Kernels need only the usual decora
 
 Neither TRITON_INTERPRET=1 nor a particular order of imports is needed. Within the block, ordinary
 JIT functions that are launched run in the interpreter. At the end of the block everything is
-restored. The interpreter of Triton 3.9 has several faults. It stores bf16 values as integers with
-the same bits (uint16), and it adds, multiplies, compares and reduces these integers. When it
-converts fp32 to bf16, it truncates instead of rounding. It sums fp16 in fp32. It does not wrap
-Python floats, so that `.to` on a float fails. In the repaired interpreter, every operator converts
-its bf16 operands to a wider dtype, computes, and rounds the result once, to nearest even.
+restored. The interpreter of Triton 3.9 has several faults. The interpreter stores bf16 values as
+integers with the same bits (uint16), and it adds, multiplies, compares and reduces these integers.
+When it converts fp32 to bf16, it truncates instead of rounding. It sums fp16 in fp32. The
+interpreter does not convert Python floats to its own type, so `.to` fails on a float. In the
+repaired interpreter, every operator converts its bf16 operands to a wider dtype, computes, and
+rounds the result once, to nearest even.
 """
 
 from __future__ import annotations
@@ -514,7 +515,7 @@ def _run_launch(
     function: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any], hooks: list[Any]
 ) -> None:
     """Runs one launch. `triton.language` is patched once for the kernel and all device functions
-    that it calls. It is restored afterwards, also after an error.
+    that it calls. `triton.language` is restored afterwards, also after an error.
     """
     names = list(triton_interpreter.inspect.signature(function).parameters)
     interpreting = triton.knobs.runtime.interpret
@@ -537,8 +538,8 @@ def _run_launch(
 
 @functools.cache
 def _language_replacements() -> list[Replacement]:
-    """Returns the replacements that the interpreter makes in `triton.language`. They are cached,
-    since computing them takes ten times longer than a small kernel.
+    """Returns the replacements that the interpreter makes in `triton.language`. The replacements
+    are cached, because it takes ten times longer to compute them than to run a small kernel.
     """
     replacements: list[Replacement] = []
     scope = triton_interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))

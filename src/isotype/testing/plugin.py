@@ -1,6 +1,6 @@
-"""The pytest plugin. It adds a fixture `ampcheck` and a marker `interpreted`. If the check of the
-fixture fails, pytest prints the report of the check instead of a traceback. The marker lets the
-Triton kernels of a test run on the CPU.
+"""The pytest plugin. The plugin adds a fixture `ampcheck` and a marker `interpreted`. If the check
+of the fixture fails, pytest prints the report of the check instead of a traceback. The marker lets
+the Triton kernels of a test run on the CPU.
 
     def test_silu_mul(ampcheck):
         ampcheck(silu_mul, (gate, up), reference=silu_mul_reference)

@@ -1,5 +1,5 @@
-"""Translates settings to an Isotype configuration: those of Hugging Face's `TrainingArguments`, of
-TRL's trainers (Python, YAML or command line), and of Unsloth's notebooks, which use both.
+"""Translates the settings of Hugging Face's `TrainingArguments`, TRL's trainers (Python, YAML or
+command line) and Unsloth's notebooks to an Isotype configuration.
 
 The modules of other tools that train on text use parts of this module for their own tables. These
 parts are the entries for the arguments of Trainer, and the settings of preference methods.
@@ -57,8 +57,8 @@ def _read_objective(draft: ConfigDraft) -> str | None:
 
 def frozen_part_handler(target: str) -> transforms.Handler:
     """Returns a handler for a key that freezes a vision tower or projector. If the key is switched
-    off, this part is trained in the same way as the rest of the model: with an adapter, or with all
-    of its weights.
+    off, this part is trained in the same way as the rest of the model, either with an adapter or
+    with all of its weights.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -95,8 +95,8 @@ def preference_handler(
 
 
 def add_text_defaults(draft: ConfigDraft) -> None:
-    """Adds a default that all tools for text have: if there is no evaluation data, they train on
-    every row. Removes settings that these tools ignore for preference methods.
+    """Adds a default that all tools for text have. If there is no evaluation data, these tools
+    train on every row. Removes settings that these tools ignore for preference methods.
     """
     if "data.eval" in draft.settings:
         draft.settings.pop("data.eval_split", None)
@@ -311,8 +311,8 @@ def _hub_dataset_handler(key: str, default_values: tuple[str, ...]) -> transform
 
 
 def _convert_mixture(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `dataset_mixture.datasets` of the alignment handbook and TRL: id or path, config,
-    split and weight. Columns are ignored.
+    """Translates `dataset_mixture.datasets` of the alignment handbook and TRL. The translated keys
+    are the id or path, the config, the split and the weight of a data set. Columns are ignored.
     """
     entries = []
     for dataset in source_key.value:
@@ -387,8 +387,8 @@ convert_liger = transforms.set_if_enabled(
 
 
 def _convert_push(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `push_to_hub`. The repository is `hub_model_id`. If it is not set, the repository
-    has the name of the output folder, as in transformers.
+    """Translates `push_to_hub`. The repository is `hub_model_id`. If no repository is set, its name
+    is the name of the output folder, as in transformers.
     """
     if not transforms.is_enabled(source_key.value):
         draft.report_no_effect(source_key, "off")

@@ -127,7 +127,7 @@ def _parse_samples(text: str) -> list[Any]:
 
 
 def _convert_keep_tokens(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `keep_tokens` of the run or of a subset. It has an effect only if
+    """Translates `keep_tokens` of the run or of a subset. `keep_tokens` has an effect only if
     `shuffle_caption` is switched on for the same run or subset.
     """
     if transforms.is_enabled(

@@ -1,6 +1,6 @@
 """Reads the configuration files of tools that train on pictures, and returns their keys with the
-line of each key. It also defines handlers that several of these tools use. The keys of the N-th
-dataset are named `dataset.N.KEY`.
+line of each key. The module also defines handlers that several of these tools use. The keys of the
+N-th dataset are named `dataset.N.KEY`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _SECRET_FLAG = re.compile(rf"(--?{_SECRET_NAME}[= ]+)\S+", re.I)
 
 
 def detect_program_tool(program: str) -> str | None:
-    """Returns the tool to which a training script belongs: kohya for `flux_train_network.py`,
-    diffusers for `train_dreambooth_lora_flux.py`.
+    """Returns the tool to which a training script belongs. For example, `flux_train_network.py`
+    belongs to kohya, and `train_dreambooth_lora_flux.py` belongs to diffusers.
     """
     return next(
         (tool for pattern, tool in _PROGRAM_PATTERNS if pattern.match(program.rpartition("/")[2])),
@@ -220,8 +220,8 @@ def _onetrainer_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
 
 
 def find_file(file_name: str, *folders: Path) -> Path | None:
-    """Finds a file that another file names. It searches in these folders, first for the path of the
-    file and then for its name only. Returns None if there is no such file.
+    """Finds a file that another file names. The function searches in the given folders, first for
+    the path of the file and then for its name only. Returns None if there is no such file.
     """
     candidates = [
         *(folder / file_name for folder in folders),
@@ -320,8 +320,9 @@ def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
 
 def _simpletuner_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
     """Yields the keys of SimpleTuner's dataset file. If the file does not exist, yields nothing.
-    Its path is relative to the folder in which SimpleTuner is started, which is a folder above the
-    configuration. So the function looks for the file in each of these folders.
+    The path of the dataset file is relative to the folder in which SimpleTuner is started. This
+    folder is above the folder of the configuration. So the function looks for the file in each of
+    these folders.
     """
     if (
         not isinstance(file_name, str)
@@ -368,8 +369,8 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 def dataset_handler(
     table: Mapping[str, transforms.Handler], label: str = "dataset"
 ) -> transforms.Handler:
-    """Returns a handler for the keys of datasets, such as `dataset.0.KEY`. It does not set the
-    sources of pictures themselves; `set_sources` does this.
+    """Returns a handler for the keys of datasets, such as `dataset.0.KEY`. The handler does not set
+    the sources of the pictures, because `set_sources` does this.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -506,9 +507,9 @@ def _optimizer_name(draft: ConfigDraft) -> str:
 
 def convert_rate(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates a learning rate. DAdapt and similar optimizers find their learning rate
-    themselves. With them, the rate in the file is only a factor of this learning rate, and it is
-    usually 1.0. Isotype replaces these optimizers by AdamW, with a learning rate that is usual for
-    AdamW.
+    themselves. For these optimizers, the rate in the file is only a factor by which this learning
+    rate is multiplied. The factor is usually 1.0. Isotype replaces these optimizers by AdamW, with
+    a learning rate that is usual for AdamW.
     """
     optimizer = _optimizer_name(draft)
     if transforms.OPTIMIZERS.get(optimizer) != "prodigy" and (
@@ -554,7 +555,9 @@ def convert_min_snr(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def convert_timestep(target: str) -> transforms.Handler:
-    """Returns a handler for a timestep between 0 and 1000. It divides the timestep by 1000."""
+    """Returns a handler for a timestep between 0 and 1000. The handler divides the timestep by
+    1000.
+    """
     return transforms.convert_to(
         target, lambda value: float(value) / 1000, "a share of 1000 timesteps"
     )
@@ -592,7 +595,9 @@ def drop_text_encoders(draft: ConfigDraft) -> None:
 
 
 def drop_adapter_files(draft: ConfigDraft) -> None:
-    """Removes the settings about adapter files. This is needed for a run that trains every weight."""
+    """Removes the settings about adapter files. The settings must be removed for a run that trains
+    every weight.
+    """
     for key in ("run.adapters_every", "run.adapter_format"):
         draft.settings.pop(key, None)
 

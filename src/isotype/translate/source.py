@@ -1,5 +1,5 @@
-"""Reads a file of another tool: its keys with their lines, and the tool to which it belongs.
-Programs are only parsed, as in `isotype doctor check`, and never run.
+"""Reads the keys of another tool's file with their lines, and finds out to which tool the file
+belongs. Programs are only parsed, as in `isotype doctor check`, and never run.
 """
 
 from __future__ import annotations
@@ -323,8 +323,8 @@ def _find_program(arguments: list[str]) -> _Program | None:
 def _named_config(
     program: _Program, arguments: list[str], lines: list[int], keys: list[SourceKey], path: Path
 ) -> SourceKey | None:
-    """Returns the configuration file that a command names. It is the value of `--config`, or the
-    first argument of `axolotl train`, `llamafactory-cli train` and LLaMA-Factory's `train.py`.
+    """Returns the configuration file that a command names. The file is the value of `--config`, or
+    the first argument of `axolotl train`, `llamafactory-cli train` and LLaMA-Factory's `train.py`.
     """
     if program.executable == "tune":
         return None
@@ -341,8 +341,8 @@ def _named_config(
 
 
 def _find_config(name: str, path: Path) -> Path | None:
-    """Finds a file that a command of the script `path` names. Its name may be relative to the
-    folder of the script, to a folder above it, or to the working directory.
+    """Finds a file that a command of the script `path` names. The name of the file may be relative
+    to the folder of the script, to a folder above it, or to the working directory.
     """
     return find_file(name, path.parent, *path.absolute().parents[1:4], Path("."))
 
@@ -405,7 +405,9 @@ def _command_source(
     method: str,
     line: int,
 ) -> Source:
-    """Returns the source of a command: its tool, its keys, and the keys of the files that it names."""
+    """Returns the `Source` of a command. It contains the tool and the keys of the command, and the
+    keys of the files that the command names.
+    """
     options = {source_key.name: source_key.value for source_key in keys}
     tool = _COMMAND_TOOLS.get(program.executable) or identify_tool(options)
     picture_tool = detect_program_tool(program.script)

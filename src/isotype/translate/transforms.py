@@ -256,8 +256,9 @@ def copy_values(**sections: str) -> dict[str, Handler]:
 
 
 def _convert_by_schema(target: str) -> Handler:
-    """Returns a handler that converts the value to the type of `target` in the schema: a positive
-    integer, a number, a boolean or text. Values for lists and mappings are not changed.
+    """Returns a handler that converts the value to the type that `target` has in the schema. The
+    type may be a positive integer, a number, a boolean or text. Values for lists and mappings are
+    not changed.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -358,10 +359,10 @@ def set_if_enabled(
 
 
 def require_key(key: str, accepted: str, convert: Handler, reason: str) -> Handler:
-    """Returns a handler for a key that has an effect only together with another key. It calls
-    `convert` if the file's value of `key` is one of the `accepted` values. If `accepted` is `on`,
-    `key` must be switched on. If `accepted` is empty, `key` must not be set. In all other cases the
-    handler reports that its own key has no effect.
+    """Returns a handler for a key that has an effect only together with another key. The handler
+    calls `convert` if the value of `key` in the file is one of the `accepted` values. If `accepted`
+    is `on`, `key` must be switched on. If `accepted` is empty, `key` must not be set. In all other
+    cases the handler reports that its own key has no effect.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -474,7 +475,7 @@ def report_changed(note: str) -> Handler:
 
 def report_not_offered(alternative: str) -> Handler:
     """Returns a handler for a feature that Isotype does not offer. If the key is switched on, it is
-    reported as not offered. Otherwise it is reported as having no effect.
+    reported as not offered. If the key is not switched on, it is reported as having no effect.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:

@@ -296,9 +296,9 @@ def _refuse_contradictions(path: Path, findings: list[Finding]) -> None:
 
 
 def _set_precision(draft: ConfigDraft, record: Record | None) -> None:
-    """Sets the precision preset that corresponds to the settings of the other tool. It uses the
-    precision that `isotype doctor check` determined (`record`). Then it reports what became of each
-    key that concerns the precision.
+    """Sets the precision preset that corresponds to the settings of the other tool. The function
+    uses the precision that `isotype doctor check` determined (`record`). Then the function reports
+    for each key about the precision how it was translated.
     """
     chosen, note = _choose_precision(draft, record)
     draft.settings.update(chosen)
@@ -378,8 +378,8 @@ _PRESET_REASONS = {
 def _choose_preset(
     compute: str | None, trained: str | None, parameters: str | None, *, has_adapter: bool
 ) -> str:
-    """Chooses a preset from three dtypes: the dtype of matrix products, of the trained weights and
-    of the loaded weights. Returns "" if the preset should depend on the device.
+    """Chooses a preset from the dtypes of matrix products, of the trained weights and of the loaded
+    weights. Returns "" if the preset should depend on the device.
     """
     if compute == "fp16":
         return "fp16-mixed"

@@ -188,9 +188,9 @@ def group_runs(collection: Collection, device: str | None) -> list[Facts]:
 
 
 def _documents_of_run(folder: Path, main: Document, collection: Collection) -> list[Document]:
-    """Returns the documents that belong to a main document. These are the options of its launcher,
-    the files that it names, and for each tool the documents in the same folder or in a folder above
-    or below it.
+    """Returns the documents that belong to a main document. Documents with the options of its
+    launcher belong to it, and also the files that it names. For each tool, the documents in the
+    same folder, or in a folder above or below it, belong to it too.
     """
     launchers = [d for _, d in collection.documents if _launches_main(d, main)]
     referenced = _referenced_files(main, *launchers)

@@ -1,5 +1,5 @@
-"""Reads the settings in programs: calls in Python files, commands and exports in shell scripts, and
-env files. For each tool, its settings are collected in one document.
+"""Reads settings from calls in Python files, from commands and exports in shell scripts, and from
+env files. The settings of each tool are collected in one document.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class _ProgramReader:
         return self.documents
 
     def _get_document(self, tool: str, **attributes: Any) -> Document:
-        """Returns the document of a tool, and creates it if necessary. It always creates a new
-        document for a trainer's arguments, because a program may create several sets of arguments.
+        """Returns the document of a tool, and creates it if necessary. The arguments of a trainer
+        always get a new document, because a program may create several sets of arguments.
         """
         document = None
         if tool not in ("hf", "lightning"):
@@ -288,8 +288,8 @@ _CAST_METHODS = {"half": "torch.float16", "bfloat16": "torch.bfloat16", "float":
 def _casts_before_training(
     calls: list[Call],
 ) -> Iterator[tuple[Call, str]]:
-    """Returns the casts of models that the program itself defines: `model = Net().half()`, or
-    `model.half()` before an optimizer is created with `model.parameters()`.
+    """Returns the casts of models that the program itself defines. Examples are `model =
+    Net().half()`, and `model.half()` before an optimizer is created with `model.parameters()`.
     """
     trained = {c.owner: c.line for c in reversed(calls) if c.name == "parameters"}
     for call in calls:
@@ -377,8 +377,8 @@ def _documents_from_command(command: shell.Command, display_path: str) -> list[D
 
 
 def _add_overrides(document: Document, arguments: list[str], lines: list[int]) -> None:
-    """Adds the settings of `tune run RECIPE key=value`: each value, and the name of the recipe,
-    which tells whether adapters are trained.
+    """Adds the settings of a command `tune run RECIPE key=value`. It adds each value, and the name
+    of the recipe, because this name tells whether adapters are trained.
     """
     document.tool = "torchtune"
     recipe_parts: list[str] = []

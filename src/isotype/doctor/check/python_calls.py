@@ -132,8 +132,8 @@ def _dotted_name(node: ast.expr) -> str:
 
 
 def _single_assignments(tree: ast.Module) -> dict[str, ast.expr]:
-    """Returns the values of the names that are assigned exactly once in the file. Such a name has
-    the same value wherever it is used.
+    """Returns the values of the names that are assigned exactly once in the file. A name that is
+    assigned only once has the same value wherever it is used.
     """
     values: dict[str, ast.expr | None] = {}
     for node in ast.walk(tree):

@@ -289,8 +289,8 @@ def _loop_autocast(facts: Facts) -> Setting | None:
 
 
 def _axolotl_bf16_mode(bf16: Setting | None) -> str:
-    """The mode of axolotl's bf16 setting: `unset`, `True`, `False`, or the value as text (`auto`,
-    `full`).
+    """Returns the mode of axolotl's bf16 setting, which is `unset`, `True`, `False`, or the value
+    as text (`auto`, `full`).
     """
     if bf16 is None:
         return "unset"
@@ -415,7 +415,7 @@ def set_torchtitan_roles(record: Record) -> None:
 
 
 def set_aitoolkit_roles(record: Record) -> None:
-    """Sets what a job of ai-toolkit states: the dtype of its first process."""
+    """Sets the dtypes from the first process of an ai-toolkit job."""
     facts = record.facts
     process = "aitoolkit.config.process.0"
     dtype = facts.get(f"{process}.train.dtype")

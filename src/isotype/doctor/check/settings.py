@@ -1,12 +1,13 @@
-"""Defines what the checks read: a setting with its file and line (`Setting`), the settings of one
-file (`Document`), everything known about one run (`Facts`), and the precision with which the run
-will train (`Record`).
+"""Defines the objects that the checks read. A `Setting` is one setting with its file and line, a
+`Document` contains the settings of one file, `Facts` contains everything that is known about one
+run, and a `Record` contains the precision with which the run will train.
 
 A role is a part of training that has its own dtype, such as the loaded weights or the computation.
 The record contains the dtype of each role and the setting that decided this dtype. `roles.py` makes
 the same kind of record from the settings of every tool, so each rule about precision is written
 only once. The functions at the end of the module read settings that have a different place in each
-tool: the model's dtype, half precision, quantisation, adapters, DeepSpeed and FSDP.
+tool. These settings are the model's dtype, half precision, quantisation, adapters, DeepSpeed and
+FSDP.
 """
 
 from __future__ import annotations
@@ -269,7 +270,7 @@ class Decision:
 
 @dataclass
 class Record:
-    """The precision with which a run will train: one decision for each role.
+    """The precision with which a run will train. It contains one decision for each role.
 
     adapter         whether adapters are trained; None if no setting says so
     quantised_bits  the bits per weight of a quantised base model; None if it is not quantised
@@ -364,8 +365,8 @@ QUANTIZATION_SECTION = "quantization_config"
 
 
 def model_dtype(facts: Facts) -> tuple[str | None, Setting | None]:
-    """Returns the dtype in which the weights are loaded, and the setting that decides it. This is
-    the dtype that the user requested, or else the dtype of the checkpoint.
+    """Returns the dtype in which the weights are loaded, and the setting that decides it. The dtype
+    is the one that the user requested, or else the dtype of the checkpoint.
     """
     requested = facts.get(*MODEL_DTYPE_KEYS)
     if requested is not None and parse_dtype(requested.value):
@@ -410,7 +411,8 @@ def detect_quantisation(record: Record, *prefixes: str) -> None:
 
 def detect_adapter(record: Record, *names: str) -> None:
     """Determines whether adapters are trained. The first of these settings that the user wrote
-    decides this. If the user wrote none of them, calls of PEFT in the program decide it.
+    decides whether adapters are trained. If the user wrote none of them, calls of PEFT in the
+    program decide it.
     """
     facts = record.facts
     if setting := next(filter(None, map(facts.get_written, names)), None):

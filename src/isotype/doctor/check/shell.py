@@ -83,7 +83,7 @@ _COMPOUND = {"if", "then", "else", "fi", "for", "do", "done", "while", "function
 
 
 def read_script(text: str) -> Script:
-    """Parses a script as a shell does: `;`, `&&`, `|` and line breaks separate commands."""
+    """Parses a script as a shell does. Commands are separated by `;`, `&&`, `|` and line breaks."""
     script = Script()
     shell_words: list[_ShellWord] = []
     shell_word: _ShellWord | None = None
@@ -160,8 +160,8 @@ def _read_command(script: Script, shell_words: list[_ShellWord]) -> None:
 
 
 def read_options(arguments: Sequence[str], lines: Sequence[int] = ()) -> list[Option]:
-    """Reads the options of a command line: `--name value`, `--name=value`, `--name a b` or
-    `--flag`. Dashes in names become underscores.
+    """Reads the options of a command line, which may have the form `--name value`, `--name=value`,
+    `--name a b` or `--flag`. Dashes in names become underscores.
 
     lines  the line number of each argument
     """

@@ -184,7 +184,9 @@ def _is_torchtitan(data: dict[str, Any]) -> bool:
 
 
 def _is_aitoolkit(data: dict[str, Any]) -> bool:
-    """Whether the file is a job of ai-toolkit: a word `job`, and a list of processes."""
+    """True if the file is a job of ai-toolkit. Such a file has a word as the value of `job`, and a
+    list of processes.
+    """
     config = data.get("config")
     return "job" in data and isinstance(config, dict) and isinstance(config.get("process"), list)
 

@@ -422,7 +422,7 @@ _OTHER_FRAMEWORK = re.compile(r"\b(?:jax|jnp|lax|tensorflow|tf)\b|zero-based\) w
 
 
 def decides_cause(causes: Sequence[Cause]) -> bool:
-    """True if the text proves the first cause. This is the case if the text contains evidence for
+    """True if the text proves the first cause. The text proves a cause if it contains evidence for
     this cause that does not fit another cause.
     """
     best_cause = causes[0]

@@ -1,5 +1,5 @@
-"""Defines the names that conditions in the text files of `explain` (`families/*.txt`) can use.
-These names give facts from the text and the traceback of an error.
+"""Defines the names that conditions in the text files of `explain` (`families/*.txt`) can use. The
+names give facts from the text and the traceback of an error.
 """
 
 from __future__ import annotations

@@ -248,8 +248,8 @@ class Incident:
 
 
 def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
-    """Yields every exception in a log, and every passage of other text. They are sorted by the
-    position of their last line in the log.
+    """Yields every exception in a log, and every passage of other text. The exceptions and passages
+    are sorted by the position of their last line in the log.
     """
     open_incidents: dict[str, Incident] = {}
     ranks_with_cause: set[str] = (

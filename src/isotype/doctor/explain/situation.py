@@ -1,5 +1,5 @@
-"""Reads the facts of a traceback: whose code failed, what the program was doing (generate,
-backward, callback, ...), and which function the user's line called with which tensors.
+"""Reads facts from a traceback. The facts tell whose code failed, what the program was doing
+(generate, backward, callback, ...), and which function the user's line called with which tensors.
 `RecognisedError` contains these facts together with the operator and the dtypes from the message.
 """
 
@@ -77,8 +77,8 @@ class Situation:
 
     @property
     def caller_frame(self) -> Frame | None:
-        """The innermost frame that is not in torch. It is used if the traceback contains no frame
-        of the user's code.
+        """The innermost frame that is not in torch. This frame is used if the traceback contains no
+        frame of the user's code.
         """
         return next(
             (
@@ -246,8 +246,8 @@ def find_report_flags(text: str) -> frozenset[str]:
 
 
 def find_log_flags(line: str) -> Iterator[str]:
-    """Yields the flags (such as `resumed`) whose words occur in a line of a log. This can be any
-    line, also one far from the traceback.
+    """Yields the flags (such as `resumed`) whose words occur in a line of a log. The line may be
+    far away from the traceback.
     """
     if _LOG_HINTS.search(line):
         for flag, pattern in _LOG_PATTERNS.items():
@@ -256,8 +256,8 @@ def find_log_flags(line: str) -> Iterator[str]:
 
 
 def find_quoted_code(text: str) -> Frame | None:
-    """For a text that contains no traceback, returns the code that the text quotes: the line that an
-    arrow marks, or else the last call of an operator. Returns None if no code is quoted.
+    """Returns the code that a text without a traceback quotes. This is the line that an arrow
+    marks, or else the last call of an operator in the text. Returns None if no code is quoted.
     """
     match = next(iter([*_QUOTED_CODE.finditer(text)][-1:]), None)
     if match:
@@ -424,8 +424,8 @@ class RecognisedError:
 
     @property
     def torch_half(self) -> str:
-        """The 16-bit float dtype to which a fix casts, as code. This is fp16 if the text names a
-        GPU that does not support bf16.
+        """The 16-bit float dtype to which a fix casts, as code. The dtype is fp16 if the text names
+        a GPU that does not support bf16.
         """
         half = "fp16" if "card without bf16" in self.situation else self.half
         return f"torch.{torch_dtype_name(half)}"

@@ -1,6 +1,6 @@
 """Calls a function that launches Triton kernels (a wrapper) with CPU tensors, once for each input
-dtype. It then compiles the launched kernels for the argument types with which Triton's launcher
-would compile them.
+dtype. Then the module compiles the launched kernels for the argument types with which Triton's
+launcher would compile them.
 
 The launches are only recorded, and no kernel is run (`trap_launches`). `compile_matrix` is the same
 check in the form of an assertion for tests.
@@ -42,8 +42,8 @@ MAX_CONFIGURATIONS = 8
 
 @dataclass
 class Launch:
-    """One call `kernel[grid](...)`: the kernel function and its arguments. The arguments include
-    the values that an autotuning configuration sets.
+    """One call `kernel[grid](...)`, stored as the kernel function and its arguments. The arguments
+    include the values that an autotuning configuration sets.
     """
 
     function: Any
@@ -52,8 +52,9 @@ class Launch:
 
     def combination(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Combination:
         """Returns the combination for which Triton's launcher would compile the kernel with these
-        arguments. It consists of the types of the arguments, the values of the constexprs (the
-        integer 1 and None count as constexprs), and the divisibility of integers and pointers.
+        arguments. A combination consists of the types of the arguments, the values of the
+        constexprs (the integer 1 and None count as constexprs), and the divisibility of integers
+        and pointers.
         """
         from triton._utils import find_paths_if, get_iterable_path
         from triton.compiler.compiler import make_backend
@@ -97,8 +98,9 @@ def _mock_tensor(value: Any) -> Any:
 
 
 class _SkippedLaunch:
-    """The return value of a launch that was recorded but not run. Some code reads from the return
-    value how many registers the compiled kernel uses; it gets small numbers here.
+    """The return value of a launch that was recorded but not run. Some programs read from the
+    return value how many registers the compiled kernel uses. They get small numbers from this
+    object.
     """
 
     n_regs = 32

@@ -208,9 +208,9 @@ def build_findings(function: Any, observations: Sequence[Observation]) -> list[F
 
 
 def _is_due_to_guess(group: FaultGroup, observations: Sequence[Observation]) -> bool:
-    """True if a failure was probably caused by the arguments that this module guessed. This is the
-    case if the failure is not a dtype error, the combination was inferred from the source, and
-    other combinations compile.
+    """True if a failure was probably caused by the arguments that this module guessed. A failure is
+    probably due to the guess if it is not a dtype error, the combination was inferred from the
+    source, and other combinations compile.
     """
     some_compile = any(not o.failed for o in observations)
     return (

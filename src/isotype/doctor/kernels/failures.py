@@ -1,10 +1,11 @@
 """Explains why a compilation failed. The explanation (a `Fault`) names the variable, its two
 dtypes, the cause and the fix.
 
-Each `diagnose_` function recognises one kind of Triton message: a variable that changes its dtype
-in a run-time branch (KN001) or in a loop (KN002), the operands of `tl.dot` (KN003), and math
-functions (KN004). Other messages become KN009, which quotes the message and lists the dtypes at
-that expression. In kernels that compile, sums in low precision are reported (KN020).
+Each `diagnose_` function recognises one kind of Triton message. The messages are about a variable
+that changes its dtype in a run-time branch (KN001) or in a loop (KN002), about the operands of
+`tl.dot` (KN003), and about math functions (KN004). Other messages become KN009, which quotes the
+message and lists the dtypes at that expression. In kernels that compile, sums in low precision are
+reported (KN020).
 """
 
 from __future__ import annotations
@@ -516,7 +517,9 @@ def _iterate_sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, s
 
 
 def _accumulator_name(statement: ast.AST) -> str | None:
-    """The variable to which a statement adds: `x += y`, `x = x + y`, `x = tl.dot(a, b, x)`."""
+    """Returns the variable to which a statement adds, for example `x` in `x += y`, `x = x + y` or
+    `x = tl.dot(a, b, x)`.
+    """
     if (
         isinstance(statement, ast.AugAssign)
         and isinstance(statement.target, ast.Name)

@@ -61,8 +61,8 @@ _CREATION_FUNCTIONS = (
 
 def find_fixed_dtypes(function: Any) -> dict[str, str]:
     """Finds the pointer parameters for which a launch in the kernel's file passes a tensor that is
-    created with an explicit dtype. Such a parameter always has this dtype. Returns the type (such
-    as `*fp32`) of each of these parameters.
+    created with an explicit dtype. A parameter of this kind always has the same dtype. Returns the
+    type (such as `*fp32`) of each of these parameters.
     """
     fixed_types = dict[str, str]()
     tree = _parse_source(function)
@@ -480,8 +480,8 @@ def _infer_type(
 
 
 def returns_value(function: Any) -> bool:
-    """True if the function returns a value. Such a function is not a kernel. It is checked together
-    with the kernels that call it.
+    """True if the function returns a value. A function that returns a value is not a kernel. It is
+    checked together with the kernels that call it.
     """
     values = [node.value for node in ast.walk(function.parse()) if isinstance(node, ast.Return)]
     return any(

@@ -1,5 +1,5 @@
 """Runs Triton's front end on one combination of argument types, and records the dtype of every
-expression in the kernel. From these dtypes it finds the step that gave a value its dtype.
+expression in the kernel. From these dtypes, the module finds the step that gave a value its dtype.
 
 Triton compiles a kernel by visiting its syntax tree, and each visit of an expression returns a
 typed value. One compilation is enough to record all these types. A failure can then be explained
@@ -224,9 +224,8 @@ def _record_visits(observation: Observation) -> Iterator[None]:
 
 
 def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
-    """Runs Triton's front end (syntax tree to TTIR) on one combination for one target. This is
-    enough to find dtype errors, because all of them are raised by the front end. One run takes 10
-    to 60 ms.
+    """Runs Triton's front end (syntax tree to TTIR) on one combination for one target. The front
+    end is enough to find dtype errors, because it raises all of them. One run takes 10 to 60 ms.
     """
     from triton._C.libtriton import ir
     from triton.compiler import ASTSource
@@ -338,7 +337,9 @@ def _is_module_call(node: ast.Call) -> bool:
 
 
 def call_name(node: ast.AST) -> str:
-    """The name of the called function: `dot` for `tl.dot(...)`; "" if the node is no call."""
+    """Returns the name of the called function, for example `dot` for `tl.dot(...)`. Returns "" if
+    the node is not a call.
+    """
     if not isinstance(node, ast.Call):
         return ""
     if isinstance(node.func, ast.Attribute):
@@ -497,8 +498,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class FailureSite:
-    """The place where a compilation failed: the innermost function of the user's code, the node,
-    and the message.
+    """The place where a compilation failed. It consists of the innermost function of the user's
+    code, the node, and the message.
     """
 
     frame: Frame
@@ -532,8 +533,8 @@ class FailureSite:
 
 
 def scalar_dtype(text: str) -> str:
-    """The dtype of a block type: `fp32` for `fp32[constexpr[256]]` (Triton 3.9) and `<[256], fp32>`
-    (older versions).
+    """Returns the dtype of a block type, for example `fp32` for `fp32[constexpr[256]]` (Triton 3.9)
+    and for `<[256], fp32>` (older versions).
     """
     name = re.sub(r"^<\[.*\], *(.+)>$", r"\1", text.strip()).partition("[")[0]
     return {"int1": "bool"}.get(name, name)

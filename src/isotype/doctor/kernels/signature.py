@@ -1,5 +1,6 @@
-"""The input of one compilation: a kernel without its decorators, a target, the type of each
-parameter, the values of the constexprs, and how likely it is that a caller uses this combination.
+"""Defines the input of one compilation. It consists of a kernel without its decorators, a target,
+the type of each parameter, and the values of the constexprs. It also tells how likely it is that a
+caller uses this combination.
 """
 
 from __future__ import annotations

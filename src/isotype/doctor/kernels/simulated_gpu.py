@@ -102,8 +102,8 @@ class _CpuMode(TorchFunctionMode):
 
 
 def _patch_function(func: Any) -> Any:
-    """Returns a replacement for a function such as `torch.empty`. It is needed because `_CpuMode`
-    does not see the calls in backward and inside custom operators.
+    """Returns a replacement for a function such as `torch.empty`. The replacement is needed because
+    `_CpuMode` does not see the calls in backward and inside custom operators.
     """
 
     def call_on_cpu(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Determines the autocast state at the line that failed. When an exception hook runs, the program
-has already left every autocast region. So the state is read from the frames: from the `with`
-statements around the lines that were running, and from functions that have an autocast decorator.
+has already left every autocast region. So the module determines the state from the stack frames. It
+reads the `with` statements around the lines that were running, and the autocast decorators of
+functions.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def starts_thread(frame: CallFrame) -> bool:
 
 
 def _state_of_decorator(frame: CallFrame) -> AutocastState | None:
-    """Returns the autocast state that the function's decorator sets: `@torch.autocast(...)`,
-    `custom_fwd`, `custom_bwd`.
+    """Returns the autocast state that the decorator of a function sets. The decorator is
+    `@torch.autocast(...)`, `custom_fwd` or `custom_bwd`.
     """
     if f"{os.sep}torch{os.sep}amp" not in frame.file:
         return None
@@ -151,8 +152,8 @@ def _read_region(node: ast.expr, frame: CallFrame) -> AutocastState | None:
 
 
 def _read_constructor(node: ast.Call, function: type, frame: CallFrame) -> AutocastState:
-    """Returns the autocast state that a call of `torch.autocast` sets. The arguments of the call
-    are only read: no code of the program is run to compute them.
+    """Returns the autocast state that a call of `torch.autocast` sets. The function only reads the
+    arguments of this call. It runs no code of the program to compute them.
     """
     arguments = list(node.args)
     device = function.__module__.split(".")[1]  # torch.cuda.amp, torch.cpu.amp
@@ -188,8 +189,8 @@ def _read_trainer_region(owner: Any, location: str) -> AutocastState:
 
 
 def read_mixed_precision(accelerator: Any) -> str | None:
-    """Returns the value of `mixed_precision` of an Accelerator: `no`, `bf16`, `fp16` or `fp8`.
-    Returns None for other objects.
+    """Returns the attribute `mixed_precision` of an Accelerator, which is `no`, `bf16`, `fp16` or
+    `fp8`. Returns None for other objects.
     """
     if type(accelerator).__name__ != "Accelerator":
         return None

@@ -1,5 +1,5 @@
 """Reads the values of expressions from the variables of a frame, without running code of the
-program. It can read names, stored attributes and items of containers. For common calls it
+program. The module can read names, stored attributes and items of containers. For common calls it
 determines the dtype of the result.
 """
 

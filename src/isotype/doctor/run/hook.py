@@ -1,5 +1,5 @@
-"""Exception hooks that print the explanation of a dtype error under its traceback: for a program,
-for its threads, and for a notebook.
+"""Exception hooks that print the explanation of a dtype error under its traceback. There are hooks
+for a program, for its threads, and for a notebook.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def _explain(error: BaseException) -> tuple[Finding, dict[str, Any]] | None:
 
 
 def explain_to_stderr(error: BaseException, *, json_file: str | None = None) -> None:
-    """Prints the explanation of an exception, and writes its facts to a file. It prints nothing for
-    an exception that is not about dtypes. An error in the explanation itself is printed in one
-    line.
+    """Prints the explanation of an exception, and writes its facts to a file. The function prints
+    nothing for an exception that is not about dtypes. An error in the explanation itself is printed
+    in one line.
     """
     if "torch" not in sys.modules or not isinstance(error, Exception):
         return

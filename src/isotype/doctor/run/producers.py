@@ -1,6 +1,6 @@
 """Finds the expression that gave a tensor its dtype. The search starts at the line that failed and
-goes backward through the source code: from a name to its assignment, from a call that keeps the
-dtype to its operand, and from a parameter to the argument that the caller passed.
+goes backward through the source code. It goes from a name to its assignment, from a call that keeps
+the dtype to its operand, and from a parameter to the argument that the caller passed.
 
 Variables are read with the values that they had at the failure. The search continues at an
 expression only if the value of this expression has the dtype that is searched for, or if the value

@@ -1,6 +1,6 @@
 """Rules that determine the cause of an exception from the facts in its stack frames (`Evidence`).
-Each rule recognises one cause: it returns a finding, or None if this is not the cause. Only the
-first finding is reported. The texts of the findings are in `causes.txt`.
+Each rule recognises one cause. It returns a finding if it recognises its cause, and otherwise None.
+Only the first finding is reported. The texts of the findings are in `causes.txt`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _FLOAT_LOSSES = frozenset(
 
 
 def decide_cause(evidence: Evidence) -> Finding:
-    """Returns the finding of the first rule that recognises the cause. If no rule recognises it,
-    returns RN000, a note that lists the facts.
+    """Returns the finding of the first rule that recognises the cause. If no rule recognises the
+    cause, returns RN000, a note that lists the facts.
     """
     for rule in RULES:
         finding = rule(evidence)
@@ -129,14 +129,16 @@ def _first_of_other_dtype(operands: Sequence[Operand]) -> Operand:
 
 
 def _describe(operand: Operand) -> str:
-    """Describes an operand for use in a sentence: `fp32 x`, `bf16 layers.0.weight`."""
+    """Describes an operand for use in a sentence, for example as `fp32 x` or `bf16
+    layers.0.weight`.
+    """
     return f"{operand.dtype_name} {operand.path or operand.label}"
 
 
 def _passed(evidence: Evidence, operand: Operand, producer: Producer) -> str:
-    """Returns the user's expression for an operand. It is put in brackets if this is needed to call
-    a method on it. If it is not known which expression of the user's code gave the operand, the
-    result is the only argument of the user's call.
+    """Returns the user's expression for an operand. The expression is put in brackets if this is
+    needed to call a method on it. If it is not known which expression in the user's code produced
+    the operand, the result is the only argument of the user's call.
     """
     text = producer.passed
     call = evidence.user_frame.expression
@@ -385,7 +387,7 @@ def _target_of_loss(evidence: Evidence, dtype_name: str) -> tuple[str, str]:
 
 
 def _find_loss_name(node: Any) -> str | None:
-    """The name of the first loss in an autograd graph: `HuberLoss`."""
+    """Returns the name of the first loss in an autograd graph, such as `HuberLoss`."""
     pending = [node]
     visited: set[Any] = set()
     while pending and len(visited) < _MAX_GRAPH_NODES:
@@ -615,8 +617,8 @@ def _setting_dtype(setting: str) -> torch.dtype | None:
 
 
 def _outermost_call(evidence: Evidence) -> CallFrame:
-    """Returns the user's frame that calls the model. This is the last frame before the first frame
-    that belongs to a module.
+    """Returns the user's frame that calls the model. The frame is the last one before the first
+    frame that belongs to a module.
     """
     caller = evidence.user_frame
     for frame in evidence.frames:
@@ -688,9 +690,9 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
 
 
 def _odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:
-    """The operand whose dtype differs from the model's dtype. Without a model, it is the operand
-    whose dtype differs from the dtype of most operands. If two dtypes are equally frequent, it is
-    the operand with the wider dtype.
+    """The operand whose dtype differs from the model's dtype. If no model is known, returns the
+    operand whose dtype differs from the dtype of most operands. If two dtypes are equally frequent,
+    it is the operand with the wider dtype.
     """
     counts = Counter(operand.dtype for operand in operands)
     usual = evidence.majority_dtype

@@ -1,5 +1,5 @@
-"""Reads precision settings from the objects that the variables of the stack frames hold: trainers,
-accelerate's and DeepSpeed's objects, loss scalers and optimizers.
+"""Reads precision settings from objects in the variables of the stack frames. The objects are
+trainers, objects of accelerate and DeepSpeed, loss scalers and optimizers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """`isotype doctor trace` runs a program unchanged and records the origin of each floating-point
-tensor's dtype. It explains dtype errors and finds faults that raise no error.
+tensor's dtype. The command explains dtype errors and finds faults that raise no error.
 """
 
 from .session import trace

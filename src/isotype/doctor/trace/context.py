@@ -96,8 +96,8 @@ class ModuleNames:
         )
 
     def register_live_modules(self) -> None:
-        """Registers the models that exist but have not run yet. They are needed to explain an error
-        that occurs while a model is wrapped or prepared.
+        """Registers the models that exist but have not run yet. These models are needed to explain
+        an error that occurs while a model is wrapped or prepared.
         """
         modules = [
             candidate
@@ -145,8 +145,8 @@ def is_due(count: int, full_count: int) -> bool:
 
 
 class Context:
-    """The state of a trace: the running module and call, the names and origins of tensors, and the
-    other parts of the trace.
+    """The state of a trace. It contains the running module and call, the names and origins of
+    tensors, and the other parts of the trace.
     """
 
     suspend: Any
@@ -216,8 +216,8 @@ class Context:
 
     def is_engine_cast(self) -> bool:
         """True if autograd itself makes the running cast, to convert the gradient that the backward
-        of a custom Function returned. This is the case if no Python frame of that backward is on
-        the stack any more.
+        of a custom Function returned. Autograd makes the cast if no Python frame of that backward
+        is on the stack any more.
         """
         if not isinstance(
             torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction
@@ -230,15 +230,15 @@ class Context:
         return caller_frame is not None and caller_frame.f_code.co_name == "_engine_run_backward"
 
     def is_autocast_cast(self) -> bool:
-        """True if the running cast was inserted by autocast. This is the case if autocast is on and
-        the program did not call a cast.
+        """True if the running cast was inserted by autocast. Autocast inserted the cast if autocast
+        is on and the program did not call a cast.
         """
         return self.is_caller_autocast_on and self.call_name() not in _CAST_FUNCTIONS
 
     def infer_origin(self, tensor: torch.Tensor) -> Origin:
-        """Determines the origin of a tensor that no traced op created. Such a tensor is a parameter
-        that has no name yet, a parameter whose dtype has changed, or a tensor that was created
-        outside the trace.
+        """Determines the origin of a tensor that no traced op created. The tensor may be a
+        parameter that has no name yet, a parameter whose dtype has changed, or a tensor that was
+        created outside the trace.
         """
         entry = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
         if entry is not None and entry[0].kind in ("parameter", "buffer"):
@@ -269,8 +269,8 @@ class Context:
 
     def failure_dtype_counts(self) -> Counter[torch.dtype]:
         """Counts the parameter elements for each dtype in the whole model that is running. In a
-        loss, or between two forwards, these are the parameters of the model that ran last. If no
-        model has run yet, these are the parameters of all models.
+        loss, or between two forwards, the function counts the parameters of the model that ran
+        last. If no model has run yet, it counts the parameters of all models.
         """
         running = self.stack[0].module if self.stack else None
         if running is None or next(running.parameters(), None) is None:
@@ -294,7 +294,7 @@ EVENTS = (
 
 
 class Watcher:
-    """Detects one kind of silent fault: a fault that raises no error.
+    """Detects one kind of silent fault. A silent fault is a fault that raises no error.
 
     reports  the findings of the watcher, by keys that the watcher chooses
     """
@@ -323,7 +323,7 @@ class Watcher:
     def op_hooks(self) -> dict[str, tuple[BeforeHook, AfterHook | None]]:
         """Returns two hooks for each op, by the name of the op. The first hook is called before the
         op, with (op, args, kwargs). The second hook is called after the op, with the result of the
-        first hook. It is not called if this result is None.
+        first hook. The second hook is not called if the first hook returns None.
         """
         return {}
 

@@ -83,8 +83,8 @@ class Operand:
         return format_dtype(self.dtype)
 
     def describe_chain(self) -> tuple[str, str]:
-        """Returns a detail of a finding: the dtype and shape of the operand, and the steps that
-        gave it its dtype.
+        """Returns the dtype and shape of the operand, and the steps that gave it its dtype, as text
+        for the details of a finding.
         """
         written = f"   last written by {self.writer}" if self.writer else ""
         return self.label, "\n".join(
@@ -478,9 +478,9 @@ class Failures:
 
 
 def _parameter_names(func: Any) -> list[str]:
-    """Returns the names of the positional arguments of a torch function. They are read from its
-    signature. A builtin function has no signature, so its names are read from the first line of its
-    documentation.
+    """Returns the names of the positional arguments of a torch function. The names are read from
+    the signature of the function. A builtin function has no signature, so its names are read from
+    the first line of its documentation.
     """
     try:
         return list(inspect.signature(func).parameters)
@@ -609,8 +609,8 @@ def _check_finding(
 
 
 def _explain_unscale(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
-    """Explains an error of GradScaler.unscale_: the gradients are fp16 because the trainable
-    parameters are.
+    """Explains an error of GradScaler.unscale_. It is raised if the gradients are fp16 because the
+    trainable parameters are fp16.
     """
     trainable = [
         (n, p)
@@ -681,8 +681,8 @@ _CHECKPOINT_METADATA = re.compile(
 def _explain_recompute(
     context: Context, error: BaseException, evidence: Evidence
 ) -> Finding | None:
-    """Explains an error of torch.utils.checkpoint: the recomputed tensors have another dtype than
-    the saved tensors.
+    """Explains an error of torch.utils.checkpoint. It is raised if the recomputed tensors have
+    another dtype than the saved tensors.
     """
     finding: Finding | None = context.autocast.recomputation_finding(_first_line(error))
     if finding is not None:

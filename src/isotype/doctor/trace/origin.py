@@ -2,10 +2,10 @@
 keeps the dtype, its result gets the origin of its operand. So the origins of a tensor form a chain
 that ends at the line that decided the dtype.
 
-An origin is stored as an attribute of its tensor. It is also stored on the tensor's storage,
-because autograd returns saved tensors as new Python objects that share only the storage. torch.save
-and pickle do not write origins, because they would then also write every object to which an origin
-refers.
+An origin is stored as an attribute of its tensor. The origin is also stored on the tensor's
+storage, because autograd returns saved tensors as new Python objects that share only the storage.
+torch.save and pickle do not write origins, because they would then also write every object to which
+an origin refers.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Origin:
 
     def deciding_origin(self) -> Origin:
         """Returns the origin that decided the dtype. The search goes back along the chain of
-        origins. It skips promotions, ops that kept the dtype, and casts that autocast inserted.
+        origins. The search skips promotions, ops that kept the dtype, and casts that autocast
+        inserted.
 
         A cast to the dtype of another tensor, such as `.to(x.dtype)`, did not decide the dtype
         itself. In this case the method returns the earliest origin in the chain that gave a tensor
@@ -113,7 +114,8 @@ class Origin:
 
     @property
     def follows_tensor(self) -> bool:
-        """Whether a cast takes the dtype of another tensor: `.to(x.dtype)`, `.type_as(x)`."""
+        """True if a cast takes the dtype of another tensor, as in `.to(x.dtype)` or `.type_as(x)`.
+        """
         return self.site is not None and bool(_FOLLOWING_CAST.search(self.site.text or ""))
 
     def describe(self) -> str:

@@ -1,8 +1,8 @@
 """Detects parameters and buffers that change their dtype while the program runs. A cast to a
 narrower dtype and back rounds the values permanently.
 
-It also detects frozen layers of quantised checkpoints that let no gradient through, and quantised
-checkpoints whose weights were converted back to plain tensors.
+The module also detects two faults of quantised checkpoints. In one, frozen layers let no gradient
+through. In the other, the weights were converted back to plain tensors.
 """
 
 from __future__ import annotations
@@ -332,9 +332,9 @@ _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class BlockedGradients(Watcher):
     """Checks whether each frozen linear layer passes the gradient of its output to its input.
 
-    Some layers do not, because they round their activations. In transformers this concerns W8A8
-    models of compressed-tensors, which round under no_grad, and models of torchao, which use
-    `round`. The gradients of a LoRA adapter then have a relative error of 97%.
+    Some layers pass no gradient on, because they round their activations. In transformers this
+    concerns W8A8 models of compressed-tensors, which round under no_grad, and models of torchao,
+    which use `round`. The gradients of a LoRA adapter then have a relative error of 97%.
     """
 
     def __init__(self, context: Context) -> None:

@@ -1,10 +1,9 @@
-"""Watches the settings that apply to the whole process: autocast, the default dtype, and
-torch.compile.
+"""Watches autocast, the default dtype and torch.compile, which are settings of the whole process.
 
 `Autocast` finds recomputations (by activation checkpointing) that ran under another autocast state
-than the forward. It also finds ops that use a cached copy of a weight after the weight has changed.
-`DefaultDtype` finds functions that set the default dtype and do not restore it. `CompiledRegions`
-runs compiled regions eagerly, because the trace cannot observe compiled code.
+than the forward. `Autocast` also finds ops that use a cached copy of a weight after the weight has
+changed. `DefaultDtype` finds functions that set the default dtype and do not restore it.
+`CompiledRegions` runs compiled regions eagerly, because the trace cannot observe compiled code.
 """
 
 from __future__ import annotations
@@ -166,8 +165,8 @@ def _is_running(code: CodeType) -> bool:
 
 
 def _restores_dtype(code: CodeType) -> bool:
-    """True if a function contains code that restores the default dtype. Such a function reads the
-    old dtype, or sets the dtype more than once.
+    """True if a function contains code that restores the default dtype. A function that restores
+    the dtype reads the old dtype, or sets the dtype more than once.
     """
     calls = [i.argval for i in dis.get_instructions(code) if isinstance(i.argval, str)]
     return "get_default_dtype" in calls or calls.count("set_default_dtype") > 1

@@ -182,7 +182,7 @@ def _build_finding(group: list[Promotion]) -> Finding:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes in binary units: `3 bytes`, `1.5 MiB`."""
+    """Formats a number of bytes in binary units, for example `3 bytes` or `1.5 MiB`."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             if unit == "bytes":

@@ -1,5 +1,5 @@
-"""Detects values that a low-precision dtype cannot represent: positions, timesteps, rotary angles,
-log-probabilities, and activations that overflow in fp16.
+"""Detects values that a low-precision dtype cannot represent. The values are positions, timesteps,
+rotary angles, log-probabilities, and activations that overflow in fp16.
 
 bf16 represents integers exactly only up to 256, and the sine of a rounded angle is wrong.
 Log-probabilities near -8 are 0.03 to 0.06 apart in bf16; in a measurement, a sum of 128 of them had
@@ -201,9 +201,9 @@ def _is_range(values: torch.Tensor) -> bool:
 
 def _are_multiples(angle: torch.Tensor, table: torch.Tensor) -> bool:
     """True if each of the last four rows of `angle` is equal to the table of frequencies times a
-    number. This number is the position of the row. A row may be twice as long as the table. It then
-    contains each value twice: either its two halves are equal, or each value is followed by the
-    same value.
+    number. This number is the position of the row. A row may be twice as long as the table. Then
+    the row contains each value twice. Either its two halves are equal, or each value is followed by
+    the same value.
     """
     count = table.numel()
     width = angle.shape[-1]
@@ -252,7 +252,8 @@ def _build_finding(rounded: RoundedValue) -> Finding:
 
 
 class Overflows(Watcher):
-    """Checks the fp16 outputs of modules. It stops at the first output that is not finite."""
+    """Checks the fp16 outputs of modules. The check stops at the first output that is not finite.
+    """
 
     def on_module_exit(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.reports or not self._context.schedule.checks_values:

@@ -89,7 +89,7 @@ class trace:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The program to run: a script, or a function of a file."""
+    """The program to run, which is a script or a function in a file."""
 
     path: Path
     function: str | None
@@ -122,7 +122,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a traced program: the trace, and the exception that ended it."""
+    """The result of a traced program. It consists of the trace, and the exception that ended the
+    program.
+    """
 
     session: trace
     error: BaseException | None

@@ -104,8 +104,8 @@ class WatchSchedule:
         return self._forward_number <= FIRST_WATCHED // 2 or self.is_sampled
 
     def reset(self) -> None:
-        """Resets all counts. This is done after an error, and after the dtype of a parameter has
-        changed.
+        """Resets all counts. The counts are reset after an error, and after the dtype of a
+        parameter has changed.
         """
         self._counts.clear()
 
@@ -202,9 +202,9 @@ class WatchSchedule:
 
     # ---- backwards, and steps of an optimizer
     def should_skip_backward(self) -> bool:
-        """Called when a backward begins. Returns True if the backward should not be watched. This
-        is the case after a forward that was not watched, because its tensors have no recorded
-        origins.
+        """Called when a backward begins. Returns True if the backward should not be watched. A
+        backward is not watched after a forward that was not watched, because the tensors of this
+        forward have no recorded origins.
         """
         should_skip = self._has_unwatched_forward
         self._has_unwatched_forward = False

@@ -1,13 +1,13 @@
 """Detects updates that rounding makes ineffective. For an in-place op on a low-precision tensor,
-the module repeats the op in fp32 on a sample of the elements, and compares the two changes. It also
-compares low-precision sums over many steps with the same sums in fp32, because the small errors of
-the single additions can become a large error of the sum.
+the module repeats the op in fp32 on a sample of the elements, and compares the two changes. The
+module also compares low-precision sums over many steps with the same sums in fp32, because many
+small errors of additions can become a large error of the sum.
 
-This covers everything that is updated in place: optimizers (single, foreach and fused), optimizer
-states, weight decay, averaged weights and accumulators. Stochastic rounding is not reported: the
-values that it writes are exact in the low precision, so they change the tensor by the same amount
-as in fp32. A tensor counts as a sum if only `add_` or `sub_` writes to it. Examples are `.grad`
-over micro-batches, a buffer, or the total of a metric.
+The module checks everything that is updated in place, such as weights by an optimizer (single,
+foreach or fused) or by weight decay, optimizer states, averaged weights and accumulators.
+Stochastic rounding is not reported. The values that it writes are exact in the low precision, so
+they change the tensor by the same amount as in fp32. A tensor counts as a sum if only `add_` or
+`sub_` writes to it. Examples are `.grad` over micro-batches, a buffer, or the total of a metric.
 """
 
 from __future__ import annotations
@@ -307,8 +307,8 @@ class Updates(Watcher):
             self._archive(key)
 
     def findings(self) -> list[Finding]:
-        """At most two findings: one for the parameters and one for other tensors that are updated
-        in place.
+        """Returns at most two findings. The first is about parameters, and the second is about
+        other tensors that are updated in place.
         """
         for key in list(self._updated_tensors):
             self._archive(key)
@@ -376,8 +376,9 @@ def _lost_updates_finding(
 
 
 def _loss_facts(lost_updates: list[UpdatedTensor]) -> dict[str, Any]:
-    """Returns facts for a finding: the dtype, its rounding unit, how much of the fp32 change really
-    happened (in percent), and how many of the elements did not change (in percent).
+    """Returns the facts for the text of a finding. They are the dtype, its rounding unit, how much
+    of the fp32 change really happened (in percent), and how many of the elements did not change (in
+    percent).
     """
     low_name = format_dtype(lost_updates[0].dtype)
     share = (

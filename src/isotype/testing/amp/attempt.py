@@ -355,8 +355,9 @@ def floating_tensors(result: Any) -> list[Tensor]:
 
 
 def incoming_gradient(output: Tensor, index: int) -> Tensor:
-    """Returns the gradient that backward receives for one output of the checked function. It is
-    exact in every dtype (multiples of 1/8 up to 2), not all ones, and the same in every run.
+    """Returns the gradient that backward receives for one output of the checked function. The
+    values of this gradient are exact in every dtype (multiples of 1/8 up to 2), are not all equal
+    to one, and are the same in every run.
     """
     generator = torch.Generator().manual_seed(1000 + index)
     magnitudes = torch.randint(3, 17, output.shape, generator=generator)
@@ -390,8 +391,8 @@ def make_fault(
 
 
 def faulty_method_location(subject: Subject, outcome: Outcome, stage: str) -> Place:
-    """Returns the location of the hand-written method that has the fault. If there is none, returns
-    the location of the checked function.
+    """Returns the location of the hand-written method that has the fault. If no hand-written method
+    has the fault, returns the location of the checked function.
     """
     if outcome.calls:
         function = outcome.calls[0].function

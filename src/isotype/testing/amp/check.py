@@ -329,8 +329,8 @@ class _Check:
 
     def _check_numerics(self, outcomes: dict[Setting, Outcome]) -> None:
         """Checks numerical errors. If the function has no reference and no hand-written backward,
-        there is nothing to compare with. In this case the check only reports weights that are
-        rounded before they are used.
+        there is nothing to compare with. If there is nothing to compare with, the check only
+        reports weights that are rounded before they are used.
         """
         settings_to_check = [
             s for s in outcomes if not s.is_backward_in_autocast and s.is_produced_by_trainer
@@ -409,8 +409,8 @@ _OPTIONS = ("reference", "params", "contract")
 
 @dataclass(frozen=True)
 class Target:
-    """The arguments of `ampcheck`: a function, its inputs, and the options `reference`, `params`
-    and `contract`.
+    """The arguments of `ampcheck`, which are a function, its inputs, and the options `reference`,
+    `params` and `contract`.
     """
 
     function: Any
@@ -419,8 +419,8 @@ class Target:
 
 
 def load_target(text: str) -> Target:
-    """Loads a function without parameters and calls it. It must return `(callable, inputs)` or
-    `(callable, inputs, options)`. Returns these values as a `Target`.
+    """Loads a function without parameters and calls it. The function must return `(callable,
+    inputs)` or `(callable, inputs, options)`. Returns these values as a `Target`.
 
     text    FILE or FILE:NAME; the name is `build` by default
     Raises  UsageError with a message of one line, if the file or the function cannot be used

@@ -243,8 +243,8 @@ class _Recorder:
 
 
 def _adds_to_first(op: Operator, args: tuple, kwargs: dict, output: Tensor) -> bool:
-    """True if an addition may add to a running sum that is stored in its first argument. This is
-    the case if the addition writes in place, or if its result has the same shape as the first
+    """True if an addition may add to a running sum that is stored in its first argument. An
+    addition may do so if it writes in place, or if its result has the same shape as the first
     argument.
     """
     if not args or not isinstance(args[0], Tensor):

@@ -8,9 +8,10 @@ AC022         a value that is computed from a weight and is rounded before it is
 The error of a result is its difference from the exact result. To get the exact results, the inputs
 are rounded to the narrow dtypes, and then the reference (or the function itself) computes in fp64.
 The allowed error is `SLACK` times the error that plain PyTorch code makes with the same dtypes.
-This plain code is called the yardstick. It is the reference, if there is one. Otherwise it is the
-forward of the function as ordinary code that autograd differentiates (its plain twin). If neither
-exists, errors are not checked. There is no other tolerance.
+This plain code is called the yardstick. The yardstick is the reference, if there is one. Otherwise
+it is the forward of the function, run as ordinary code that autograd differentiates (the plain twin
+of the function). If there is no reference and no plain twin, errors are not checked. There is no
+other tolerance.
 
 For AC022, a linear regression over many rows computes, for each column, how the error depends on
 the exact value. Rounding errors of activations differ from row to row and average out. The rounding
@@ -194,9 +195,9 @@ class Numerics:
         return errors, excesses
 
     def find_captured_rows(self) -> str | None:
-        """Returns the reason why the inputs cannot get more rows: a tensor that the function
-        refers to, and that has an entry for each row. With more rows the function would read past
-        the end of this tensor. Returns None if there is no such tensor.
+        """Finds a tensor that the function refers to and that has one entry for each row. With more
+        rows, the function would read past the end of this tensor. Returns a text that says so.
+        Returns None if there is no such tensor.
         """
         row_counts = count_rows(self.sample)
         subjects = [self.subject]
@@ -413,8 +414,8 @@ def _largest_excess(excesses: list[Excess]) -> Excess:
 
 
 def _count_rows(sample: Sample) -> int:
-    """Returns the size of the first dimension of a tensor. This is the first tensor that is not a
-    scalar.
+    """Returns the number of rows, which is the size of the first dimension of the first tensor that
+    is not a scalar.
     """
     for slot in sample.slots:
         tensor = sample.tensor(slot)
@@ -431,8 +432,8 @@ def _count_results(outcome: Outcome) -> int:
 def _precision_fault(
     code: str, excess: Excess, outcome: Outcome, setting: Setting, subject: Subject, sample: Sample
 ) -> Fault:
-    """Returns the finding for one result whose error is too large. Its location is the line at
-    which the precision was lost.
+    """Returns the finding for one result whose error is too large. The location of the finding is
+    the line at which the precision was lost.
     """
     imprecise_step = locate(subject, sample, setting, is_long_sum=code == "AC007")
     error = format_error(excess.error)
@@ -500,8 +501,8 @@ OUTLIER_FACTOR = 6.0  # a row whose error exceeds this multiple of the median er
 
 def rounded_weight_faults(numerics: Numerics, setting: Setting) -> list[Fault]:
     """Returns a fault AC022 if a weight is rounded before it is used. The check is made only under
-    settings in which all tensors have the same low-precision dtype. It is not made if there are no
-    weights or no rows.
+    settings in which all tensors have the same low-precision dtype. The check is not made if there
+    are no weights or no rows.
     """
     subject = numerics.subject
     sample = numerics.sample

@@ -552,8 +552,8 @@ def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
 
 def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
     """Returns a fault AC009 if the gradients are different when the incoming gradient is an
-    expanded tensor. Such a gradient comes from `f(x).sum().backward()`: it is a single number that
-    is expanded to the shape of the output.
+    expanded tensor. For example, `f(x).sum().backward()` passes such a gradient, which is a single
+    number that is expanded to the shape of the output.
     """
     subject = numerics.subject
     sample = numerics.sample

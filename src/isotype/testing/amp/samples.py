@@ -37,8 +37,9 @@ TRAINED = tuple(map(to_torch, TRAINING_FLOATS))
 
 @dataclass(frozen=True)
 class Slot:
-    """Describes one tensor of a sample: its name, its index in the flattened arguments, its group,
-    and whether it requires a gradient. All tensors of a group have the same dtype.
+    """Describes one tensor of a sample. It contains the name of the tensor, its index in the
+    flattened arguments, its group, and whether it requires a gradient. All tensors of a group have
+    the same dtype.
 
     group  `input`, `param`, the letter that a contract uses for a dtype that is not fixed, or
            `fixed` for a tensor that always keeps its dtype
@@ -95,7 +96,7 @@ class Sample:
 
     def dtypes_in_play(self, dtypes: GroupDtypes) -> set[torch.dtype]:
         """Returns all floating-point dtypes that occur in a call if the groups have these dtypes.
-        None means that they keep their original dtypes.
+        If a group has the dtype None, its tensors keep their original dtypes.
         """
         if dtypes is not None:
             return set(dtypes.values())
@@ -168,8 +169,8 @@ def read_samples(
     names: Sequence[str] = (),
     owns_parameters: bool = False,
 ) -> list[Sample]:
-    """Creates samples from `inputs`: one tensor, a tuple of arguments, a dict of keyword arguments,
-    or a list of these.
+    """Creates samples from `inputs`, which may be one tensor, a tuple of arguments, a dict of
+    keyword arguments, or a list of these.
     """
     calls = [inputs]
     is_list = isinstance(inputs, list) and bool(inputs)
@@ -276,7 +277,7 @@ def _split_arguments(item: Any) -> Arguments:
 
 def _label(path: Sequence[Any], names: Sequence[str]) -> str:
     """Returns the name of a value in the arguments, such as `gate`, `input 2` or `batch['mask']`.
-    It consists of the name of the argument and the keys inside it.
+    The name of the value consists of the name of the argument and the keys inside this argument.
     """
     argument, *keys = path[1:]
     index = getattr(argument, "idx", None)
@@ -295,10 +296,10 @@ def _guess_groups(tensors: Sequence[Tensor]) -> list[str]:
     """Guesses from dtypes and shapes whether each tensor is an activation or a weight, and returns
     their groups.
 
-    If the tensors have different dtypes, they are grouped by dtype. If all have the same dtype, the
-    shapes decide: a tensor is an activation if its first dimension has the same size as the first
-    dimension of the first tensor, and otherwise a weight. (Trainers often keep weights and
-    activations in different dtypes.)
+    If the tensors have different dtypes, they are grouped by dtype. If all tensors have the same
+    dtype, the shapes decide. Then a tensor is an activation if its first dimension has the same
+    size as the first dimension of the first tensor, and otherwise it is a weight. (Trainers often
+    keep weights and activations in different dtypes.)
     """
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
     if len(dtypes) > 1:
@@ -336,12 +337,12 @@ def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]
 
 
 def lengthen(sample: Sample, rows: int) -> Sample | None:
-    """Returns a longer sample with at least `rows` rows. These are drawn at random from the rows of
-    the sample, with repetition. Returns None if this is not possible.
+    """Returns a longer sample with at least `rows` rows. The rows are drawn at random from the rows
+    of the sample, with repetition. Returns None if this is not possible.
 
-    The random indices select entries of the first dimension. They are applied to every tensor whose
-    first dimension has the same size as that of the first tensor, except weights. So labels stay
-    with the rows to which they belong.
+    The random indices select entries of the first dimension. The indices are applied to every
+    tensor whose first dimension has the same size as that of the first tensor, except weights. So
+    labels stay with the rows to which they belong.
     """
     inputs = [sample.tensor(slot) for slot in sample.slots if slot.group != PARAM]
     first = next((tensor for tensor in inputs if tensor.dim()), None)
@@ -414,8 +415,8 @@ class Setting:
         return max(dtypes, key=_step, default=torch.float32)
 
     def may_come_from_trainer(self, sample: Sample) -> bool:
-        """True if a trainer may produce the combination. This is the case if no input is wider than
-        a weight. (Torch's layers raise an error for wider inputs under autocast.)
+        """True if a trainer may produce the combination. A trainer may produce it if no input is
+        wider than a weight. (Torch's layers raise an error for wider inputs under autocast.)
         """
         dtypes = self.group_dtypes
         if dtypes is None:
@@ -599,7 +600,9 @@ class Subject:
 
     @property
     def sets_up_context(self) -> bool:
-        """True if the Function has a method `setup_context`. Its forward then has no parameter ctx."""
+        """True if the Function has a method `setup_context`. A Function with this method has a
+        forward without the parameter ctx.
+        """
         assert self.function_class is not None
         return self.function_class.setup_context is not torch.autograd.Function.setup_context
 
@@ -666,8 +669,8 @@ class Subject:
         return {t.dtype for t in self.captured_tensors() if t.is_floating_point()}
 
     def captured_tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors to which a plain callable refers. It yields none for a module or an
-        autograd Function.
+        """Yields the tensors to which a plain callable refers. For a module or an autograd
+        Function, nothing is yielded.
         """
         if self.function_class is not None or self.module is not None:
             return iter(())

@@ -1,5 +1,5 @@
-"""CF018 finds calls that must not be inside an autocast region. It searches the syntax tree of a
-program.
+"""CF018 finds calls that must not be inside an autocast region. The rule searches the syntax tree
+of a program.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _has_zero_factor(call: ast.Call) -> bool:
 
 
 def _is_disabled(call: ast.Call) -> bool:
-    """Whether a literal argument switches autocast off: `autocast("cuda", enabled=False)`."""
+    """True if a literal argument switches autocast off, as in `autocast("cuda", enabled=False)`."""
     enabled_values = [k.value for k in call.keywords if k.arg == "enabled"] + call.args[:1]
     return any(isinstance(v, ast.Constant) and v.value is False for v in enabled_values)
 

@@ -1,5 +1,5 @@
-"""Defines the names that conditions in the rule files (`*.txt`) of `check` can use. These names
-give facts about the precision of a run and settings of its tools.
+"""Defines the names that conditions in the rule files (`*.txt`) of `check` can use. The names give
+facts about the precision of a run, and the settings of the tools that it uses.
 """
 
 from __future__ import annotations

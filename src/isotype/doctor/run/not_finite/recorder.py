@@ -38,7 +38,7 @@ _MAX_SKIPPED_STEPS = 25  # a loss scaler halves its scale of 65536 to 1 in 16 st
 
 class NotFiniteError(ArithmeticError):
     """Raised in the program at the first step whose loss, gradients or update contain NaN or inf.
-    Its attribute `finding` explains the step.
+    The attribute `finding` of the exception explains this step.
     """
 
     def __init__(self, message: str, finding: Finding) -> None:
@@ -109,8 +109,8 @@ class Recorder(TorchFunctionMode):
 
     @property
     def is_paused(self) -> bool:
-        """True if nothing is recorded at the moment. This is the case inside a module, in backward,
-        and in other threads.
+        """True if nothing is recorded at the moment. Nothing is recorded inside a module, in
+        backward, and in other threads.
         """
         return self.depth > 0 or get_ident() != self.thread
 

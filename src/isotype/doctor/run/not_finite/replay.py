@@ -88,8 +88,8 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Describes an input of an operator: its name in the operator's schema, its values in this run,
-    and the values that it has if the step is computed in fp32 (its shadow).
+    """Describes an input of an operator. It stores the name of the input in the operator's schema,
+    its values in this run, and the values that it has if the step is computed in fp32 (its shadow).
     """
 
     label: str
@@ -288,8 +288,8 @@ class Watch:
 
 
 def _read_settings(op: Operator, args: tuple) -> dict[str, Any]:
-    """Returns some arguments of an operator by their names: numbers, booleans, and tensors that are
-    not floating-point, such as the labels of a loss.
+    """Returns some arguments of an operator by their names. These are numbers, booleans, and
+    tensors that are not floating-point, such as the labels of a loss.
     """
     schema = getattr(op.func, "_schema", None)
     if schema is None:

@@ -214,8 +214,8 @@ def _explain_data(entry: Entry, name: str, tensor: Tensor) -> Finding:
 
 
 def _argument_text(entry: Entry, name: str) -> str:
-    """Returns the name of the variable that the program passes as this argument. If it is not
-    known, returns `name`.
+    """Returns the name of the variable that the program passes as this argument. If this variable
+    is not known, returns `name`.
     """
     if not name.startswith("argument ") or entry.site is None:
         return name

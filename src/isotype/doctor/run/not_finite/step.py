@@ -1,4 +1,4 @@
-"""One recorded step of a program: its calls and its losses."""
+"""Defines a recorded step of a program, with its calls and its losses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ....observe.origin import Site
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A recorded call. It is a call of a module that no other module called, or a call of a
+    """A recorded call. An entry is a call of a module that no other module called, or a call of a
     function outside of modules.
 
     function         the module, or the function
@@ -37,8 +37,8 @@ class Entry:
 
     @property
     def takes_part(self) -> bool:
-        """True if autograd recorded the call. Other calls must not run again: they may change a
-        tensor, for example by initialising a weight.
+        """True if autograd recorded the call. Calls that autograd did not record must not run
+        again, because they may change a tensor, for example by initialising a weight.
         """
         return any(tensor.grad_fn is not None for tensor in self.outputs)
 
