@@ -19,8 +19,8 @@ from ..errors import IsotypeError, UsageError
 
 
 def load_module(target: str, *, as_package_member: bool = False) -> ModuleType:
-    """Imports the module with this path or dotted name. An exception in the module's code reaches
-    the caller.
+    """Imports the module with this path or dotted name. An exception in the code of the module is
+    not caught.
 
     as_package_member  whether a file of a package is imported under its dotted name, so that
                        relative imports in the file work

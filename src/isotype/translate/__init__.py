@@ -1,5 +1,5 @@
 """Translates the training configuration of another tool into a configuration of Isotype (`isotype
-import`), and reports for each of its keys what became of it. Imports no torch.
+import`), and reports how each key was translated. Imports no torch.
 
 source       reads a file: its keys with their lines, and the tool that it belongs to
 TOOL         a module for each tool, with its table `HANDLERS`, `refusal_reason` and `add_defaults`

@@ -88,8 +88,8 @@ _FAMILIES_WITHOUT_CLIP = (
 
 def _require_clip(handle: transforms.Handler) -> transforms.Handler:
     """Returns a handler for a key that only SDXL and Stable Diffusion support. For these families,
-    and if the file names no family, the handler calls `handle`. For other families it reports the
-    key as not offered if it is switched on.
+    and if the file names no family, the handler calls `handle`. For other families, the handler
+    reports the key as not offered if it is switched on.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:

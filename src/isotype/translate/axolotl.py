@@ -207,7 +207,7 @@ _UNREAD_DATASET_KEYS = {
 
 
 def _locate_dataset(dataset: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns an entry with the path or hub name of the data set, and notes."""
+    """Returns an entry with the path or hub name of the data set, and notes for the user."""
     notes = []
     files = dataset.get("data_files")
     first_file = files[0] if isinstance(files, list) else files
@@ -340,7 +340,7 @@ def _is_set(_: ConfigDraft, source_key: SourceKey) -> bool:
 
 
 def _refuse_epoch_interval(target: str) -> transforms.Handler:
-    """Returns a handler that refuses an interval in epochs (`evals_per_epoch: 4`), because the
+    """Returns a handler that refuses an interval in epochs, such as `evals_per_epoch`, because the
     number of steps in an epoch is unknown before the data is read.
     """
     return lambda draft, source_key: draft.report_not_offered(

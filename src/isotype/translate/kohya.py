@@ -103,7 +103,7 @@ def _convert_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def _parse_samples(text: str) -> list[Any]:
-    """Parses prompts, one per line: `a dog --n blurry --w 768 --h 768 --d 7 --s 30 --l 5`."""
+    """Parses prompts, one per line, such as `a dog --n blurry --w 768 --h 768 --d 7 --s 30 --l 5`."""
     samples: list[Any] = []
     for line in text.splitlines():
         prompt, *options = re.split(r"\s--(?=[a-z]+\s)", line.strip())

@@ -507,9 +507,9 @@ def _optimizer_name(draft: ConfigDraft) -> str:
 
 def convert_rate(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates a learning rate. DAdapt and similar optimizers find their learning rate
-    themselves. For these optimizers, the rate in the file is only a factor by which this learning
-    rate is multiplied. The factor is usually 1.0. Isotype replaces these optimizers by AdamW, with
-    a learning rate that is usual for AdamW.
+    themselves. For these optimizers, the rate in the file is only a factor by which the rate that
+    they find is multiplied. The factor is usually 1.0. Isotype replaces these optimizers by AdamW,
+    with a learning rate that is usual for AdamW.
     """
     optimizer = _optimizer_name(draft)
     if transforms.OPTIMIZERS.get(optimizer) != "prodigy" and (

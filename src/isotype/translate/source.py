@@ -125,7 +125,7 @@ _PROGRAM_OBJECTS = (
 
 @dataclass
 class Source:
-    """The keys of a file, and the tool that it belongs to.
+    """The keys of a file, and the tool to which the file belongs.
 
     called_names  names of functions and classes that a Python file calls, for `refusal_reason`
     method        the words after `trl`, `tune run` or a similar command, or the name of kohya's
@@ -161,8 +161,8 @@ class Source:
 
 
 def read_source(path: Path, requested_tool: str | None = None) -> Source:
-    """Reads the keys of a file, and detects the tool. Raises UsageError with file and line if it
-    cannot be read.
+    """Reads the keys of a file, and detects the tool to which the file belongs. Raises UsageError
+    with file and line if the file cannot be read.
 
     requested_tool  the tool that the user named on the command line
     """
@@ -440,8 +440,8 @@ def _add_config_keys(
     keys: list[SourceKey], config: SourceKey, path: Path
 ) -> tuple[list[SourceKey], str, str | None]:
     """Combines the options of a command with the keys of the configuration file that the command
-    names. If a key is in both, the option takes precedence. Returns all keys, the name of the file,
-    and the tool to which the file belongs.
+    names. If a key is in the command and in the file, the option of the command takes precedence.
+    Returns all keys, the name of the file, and the tool to which the file belongs.
     """
     value = str(config.value)
     label = "--config " if config.name_in_file == "--config" else ""

@@ -153,7 +153,7 @@ def _convert_checkpointing(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 def _convert_template(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates a prompt template that is given as the path of a class in torchtune. A template
-    that is given as a mapping with texts for each role is not offered.
+    that is given as a mapping with texts for each role cannot be translated.
     """
     name = str(source_key.value).rpartition(".")[2].lower()
     is_class_path = (

@@ -62,8 +62,8 @@ class Computed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one key. `result` is the resulting setting, such as `train.learning_rate:
-    0.0002`, or "" if no setting results.
+    """What became of one key. `result` is the resulting setting with its value, or "" if no setting
+    results.
     """
 
     source_key: SourceKey
@@ -242,7 +242,7 @@ def copy_values(**sections: str) -> dict[str, Handler]:
     """Returns table entries for keys whose value is copied unchanged. An argument such as
     `train="seed clip=max_grad_norm"` lists the keys for one section. `clip=max_grad_norm` means
     that the setting is called `clip` in Isotype and `max_grad_norm` in the other tool. `seed` has
-    the same name in both.
+    the same name in both tools.
     """
     pairs = [
         (section, *pair.partition("="))
@@ -529,7 +529,7 @@ _LAUNCHER_NOT_OFFERED = {
 
 
 def _convert_launcher_precision(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Uses the precision that the launcher sets, unless the options of the program set it."""
+    """Uses the precision that the launcher sets, unless the options of the program set a precision."""
     program_key = next(
         (key for key in ("bf16", "fp16", "mixed_precision") if key in draft.source_values), None
     )
@@ -708,7 +708,7 @@ def convert_trackers(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 def convert_eval_split(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates `val_set_size` and `val_size` if they are a fraction of the rows. A number of rows
-    is not offered.
+    cannot be translated.
     """
     value = parse_number(source_key.value or 0)
     if value >= 1:

@@ -1,6 +1,6 @@
-"""Translates a configuration file of another tool into a configuration of Isotype. The tool's table
-has a handler that translates each key. The precision is chosen from several keys together. At the
-end the translated configuration is checked.
+"""Translates a configuration file of another tool into a configuration of Isotype. Each key is
+translated by the handler that the table of the tool contains for this key. The precision is chosen
+from several keys together. At the end the translated configuration is checked.
 """
 
 from __future__ import annotations

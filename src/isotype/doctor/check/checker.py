@@ -249,7 +249,7 @@ def _first_line(document: Document) -> int:
 
 
 def _referenced_files(*documents: Document) -> set[str]:
-    """Returns the names of the JSON and YAML files that these documents have as values."""
+    """Returns the names of the JSON and YAML files that occur as values in these documents."""
     values = [s.value for document in documents for s in document.settings.values()]
     return {
         os.path.basename(value)
@@ -340,8 +340,8 @@ class Collection:
 
 
 def collect_documents(paths: Iterable[str]) -> Collection:
-    """Reads all files under the paths that may be configurations. Raises UsageError for a path that
-    does not exist.
+    """Reads every file under these paths that may be a configuration. Raises UsageError for a path
+    that does not exist.
     """
     collection = Collection()
     for path_text in paths:
@@ -449,8 +449,8 @@ def _read_file(path: Path, collection: Collection, *, is_named: bool) -> None:
 
 
 def _parse_file(path: Path, text: str, display_path: str) -> Sequence[Document | None]:
-    """Reads a file according to its suffix. The result has an entry None if the settings of the
-    file belong to no known tool.
+    """Reads a file according to its suffix. The result contains None if the settings of the file
+    belong to no known tool.
     """
     match path.suffix.lower():
         case ".safetensors":

@@ -51,8 +51,8 @@ def is_config_env(names: set[str]) -> bool:
 
 
 def _flatten_argument(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Returns the values in an argument that can be read without running the program. Nested values
-    get dotted keys.
+    """Returns those values in an argument that can be read without running the program. Nested
+    values get dotted keys.
     """
     if isinstance(value, dict):
         for inner, item in value.items():
@@ -149,7 +149,7 @@ class _ProgramReader:
     def _copy_arguments(
         self, call: Call, document: Document, prefix: str = "", *, should_replace: bool = False
     ) -> None:
-        """Adds a call's named arguments as settings.
+        """Stores the named arguments of a call as settings.
 
         should_replace  whether a value replaces a different value of an earlier call
         """
@@ -392,8 +392,8 @@ def _add_overrides(document: Document, arguments: list[str], lines: list[int]) -
 
 
 def _command_tool(executable: str, program: str, options: dict[str, str | bool]) -> str | None:
-    """Returns the tool to which a command belongs. The executable, the program and the options of
-    the command show this.
+    """Returns the tool to which a command belongs. The tool is determined from the executable, the
+    program and the options of the command.
     """
     if (
         _KOHYA_SCRIPT.search(program)

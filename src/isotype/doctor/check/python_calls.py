@@ -219,7 +219,7 @@ def _code_cells(data: Any) -> Iterator[list[str]]:
 
 def read_notebook(text: str) -> tuple[str, Callable[[int | None], int | None]]:
     """Returns the code of a notebook, and a function that maps a line of this code to its line in
-    the file. Shell and magic lines become comments.
+    the file. Lines with shell commands or magic commands become comments.
 
     Raises  UnreadableError
     """

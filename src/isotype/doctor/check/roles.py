@@ -112,8 +112,9 @@ def _set_swift_roles(record: Record) -> None:
 
 
 def _resolve_hf_mixed_precision(facts: Facts) -> MixedPrecision:
-    """Finds the setting that decides the mixed precision. The trainer's flag comes first, then the
-    launcher's mode, then the default of TRL's configs, and last DeepSpeed's section.
+    """Finds the setting that decides the mixed precision. The trainer's flag has the highest
+    priority. Then come the launcher's mode, the default of TRL's configs, and last DeepSpeed's
+    section.
     """
     section = _enabled_deepspeed_section(facts)
     flag = mixed_flag(facts)
@@ -205,7 +206,9 @@ def _set_hf_trained(
     dtype: str | None,
     dtype_setting: Setting | None,
 ) -> None:
-    """Sets the dtype of the trained weights, which are the adapters or every weight."""
+    """Sets the dtype of the trained weights. These are the weights of the adapters, or all weights
+    of the model.
+    """
     if trained_dtype is not None and parse_dtype(trained_dtype.value):
         record.set("trained", parse_dtype(trained_dtype.value), "as set", trained_dtype)
         return

@@ -151,7 +151,9 @@ def parse_boolean(value: Any) -> bool | None:
 
 
 def parse_dtype(value: Any) -> str | None:
-    """`torch.bfloat16`, `bfloat16`, `BF16` -> `bf16`; None for a value that is no dtype (`auto`)."""
+    """Returns the short name of a dtype, for example `bf16` for `torch.bfloat16`, `bfloat16` or
+    `BF16`. Returns None for a value that is not a dtype, such as `auto`.
+    """
     try:
         return parse(str(value))
     except ValueError:
@@ -199,7 +201,7 @@ class Facts:
         return str(self.value(*names, default="")).strip().lower()
 
     def first_enabled(self, *names: str) -> Setting | None:
-        """The first of the settings that is switched on. `auto` does not count as on."""
+        """Returns the first of the given settings that is switched on. `auto` does not count as on."""
         return next(
             (
                 s
@@ -410,9 +412,9 @@ def detect_quantisation(record: Record, *prefixes: str) -> None:
 
 
 def detect_adapter(record: Record, *names: str) -> None:
-    """Determines whether adapters are trained. The first of these settings that the user wrote
-    decides whether adapters are trained. If the user wrote none of them, calls of PEFT in the
-    program decide it.
+    """Determines whether adapters are trained. The decision depends on the first of these settings
+    that the user wrote. If the user wrote none of these settings, calls of PEFT in the program
+    decide this.
     """
     facts = record.facts
     if setting := next(filter(None, map(facts.get_written, names)), None):
@@ -456,8 +458,8 @@ def find_deepspeed(facts: Facts) -> Setting | None:
 
 
 def deepspeed_half(record: Record) -> str | None:
-    """Returns the half-precision dtype that DeepSpeed's file enables with true or "auto". Returns
-    None if the file enables neither bf16 nor fp16.
+    """Returns the half-precision dtype that DeepSpeed's file enables, either with true or with
+    "auto". Returns None if the file enables neither bf16 nor fp16.
     """
     for half in ("bf16", "fp16"):
         section = deepspeed_setting(record.facts, f"{half}.enabled")
@@ -470,7 +472,7 @@ def deepspeed_half(record: Record) -> str | None:
 
 
 def zero_stage(facts: Facts) -> tuple[int | None, Setting | None]:
-    """Returns the ZeRO stage and the setting that decides it. Both are read from DeepSpeed's
+    """Returns the ZeRO stage and the setting that decides it. The stage is read from DeepSpeed's
     settings, or else from the name of DeepSpeed's file (`zero3.json`, `ds_z2_config.json`).
     """
     if stage := deepspeed_setting(facts, "zero_optimization.stage") or facts.get(

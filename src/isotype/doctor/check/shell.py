@@ -189,5 +189,7 @@ def _is_option(argument: str) -> bool:
 
 
 def parse_options(arguments: Sequence[str]) -> dict[str, str | bool]:
-    """The options of a command line as name -> first value. A flag without a value is True."""
+    """Returns a dict that maps the name of each option on a command line to its first value. A flag
+    without a value is True.
+    """
     return {option.name: option.value for option in read_options(arguments)}

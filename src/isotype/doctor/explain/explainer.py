@@ -50,8 +50,8 @@ _SHARED_SHEET = "shared.txt"
 
 
 def load_shared_causes(path: Path) -> dict[str, list[Entry]]:
-    """Returns the causes that several families include, by their name in `shared.txt`. Raises
-    SheetError.
+    """Returns the causes that several families of errors share, by their names in `shared.txt`.
+    Raises SheetError.
     """
     causes = {}
     for section in read_sections(path, rank_pattern=r"[\d.]+", field_pattern=_CAUSE_FIELDS):
@@ -232,8 +232,9 @@ class _ErrorCollector:
         return None if is_prose and not mentions_mismatch else error
 
     def _add_error(self, error: RecognisedError, incident: Incident) -> None:
-        """Adds an error. If the error is repeated, it is counted again and moves to its latest
-        position. An error without a traceback keeps the line of its first occurrence.
+        """Adds an error. If the same error occurs again, its count is increased, and the error
+        moves to the end of the list. An error without a traceback keeps the line of its first
+        occurrence.
         """
         finding = _build_finding(error, incident, self._source)
         location = str(finding.place) if incident.frames else ""
@@ -356,7 +357,7 @@ def _format_alternative(cause: Cause) -> str:
 
 
 def _recognised_line(text: str, error: RecognisedError) -> str:
-    """Returns the line of the message that shows which error it is."""
+    """Returns the line of the message in which the error can be recognised."""
     lines = text.splitlines()
     line = lines[0]
     if len(lines) > 1:

@@ -107,7 +107,7 @@ _PYTEST_LOCATION = re.compile(
 @dataclass(slots=True)
 class _PytestFailure:
     """One failed test in pytest's output. pytest prints the code of a frame before the location of
-    the frame. In pytest's short form the code follows the location.
+    the frame. In the short form of pytest's output, the code comes after the location.
     """
 
     function: str
@@ -343,8 +343,9 @@ def _unfold_json_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def _extend_traceback(current: Incident, line: str) -> bool:
-    """Adds a line to an open traceback. Returns True if the line does not belong to this
-    traceback."""
+    """Adds a line to a traceback that is not yet complete. Returns True if the line does not belong
+    to this traceback.
+    """
     if not current.message:
         if frame := _FRAME.match(line):
             current.add_frame(frame, frame["line"])

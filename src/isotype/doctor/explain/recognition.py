@@ -84,8 +84,9 @@ _C_TYPE_NAMES = {
 
 
 def normalise_dtype(text: str) -> str:
-    """The dtype's name: `struct c10::BFloat16`, `torch.cuda.HalfTensor`, `<['64'], fp32>` ->
-    `bf16`, `fp16`, `fp32`. Unknown words are returned unchanged.
+    """The dtype's name: Returns the short name of a dtype, for example `bf16` for `struct
+    c10::BFloat16`, `fp16` for `torch.cuda.HalfTensor` and `fp32` for `<['64'], fp32>`. Unknown
+    words are returned unchanged.
     """
     name = text.strip().rstrip(".,:;")
     if type_match := re.search(rf"({_DTYPE_NAME})", name):
@@ -303,7 +304,9 @@ def recognise_error(text: str, situation: Situation) -> RecognisedError | None:
 def _refine_operator(
     operator: str, captures: dict[str, str], dtypes: dict[str, str], situation: Situation
 ) -> str:
-    """Determines the operator from the traceback if several operators have the same message."""
+    """Determines the operator from the traceback if several operators raise errors with the same
+    message.
+    """
     if operator == "old type check":
         names = " ".join(captures.values())
         is_convolution = (
@@ -436,9 +439,9 @@ def find_half_dtypes(text: str) -> list[str]:
 
 
 def _find_refused_dtype(line: str) -> dict[str, str] | None:
-    """If a line of an exception says that a half-precision dtype is not supported, returns
-    {"refused": dtype}. If the line says that a dtype is not supported but names no half-precision
-    dtype, the result is an empty dict. For any other line the result is None.
+    """If a line of an exception says that a half-precision dtype is not supported, returns a dict
+    that maps `refused` to this dtype. If the line says that a dtype is not supported but names no
+    half-precision dtype, the result is an empty dict. For any other line the result is None.
     """
     if (
         not re.match(r"[\w.]*(?:Error|Exception|error)\b", line.strip())

@@ -77,8 +77,8 @@ class Situation:
 
     @property
     def caller_frame(self) -> Frame | None:
-        """The innermost frame that is not in torch. This frame is used if the traceback contains no
-        frame of the user's code.
+        """Returns the innermost frame that is not in torch. This frame is used if the traceback
+        contains no frame of the user's code.
         """
         return next(
             (
@@ -268,8 +268,8 @@ def find_quoted_code(text: str) -> Frame | None:
 def read_situation(
     frames: Sequence[Frame], report_flags: frozenset[str] = frozenset(), text: str = ""
 ) -> Situation:
-    """Reads the facts of a traceback. If there is no traceback, the function searches for a quoted
-    line of code in `text`, the text around the error.
+    """Reads facts about a failure from its traceback. If there is no traceback, the function
+    searches for a quoted line of code in `text`, the text around the error.
     """
     evidence: dict[str, Frame] = {}
     for index, frame in enumerate(frames):
@@ -323,7 +323,7 @@ class Call:
 
     @property
     def place(self) -> str:
-        """The line of code of the call, and its location."""
+        """Returns the line of code that contains the call, and its location."""
         if self.frame.file:
             return f"{self.frame.code} at {self.frame.file}:{self.frame.line}"
         return f"the text quotes {self.frame.code}"
@@ -334,8 +334,9 @@ class Call:
 
 
 def failing_call(situation: Situation) -> Call | None:
-    """The call on the user's innermost line if it calls torch directly; None if a layer or another
-    library is in between. Without a traceback, the result is the call that the text quotes.
+    """Returns the call on the user's innermost line if this line calls torch directly. Returns None
+    if a layer or another library is in between. Without a traceback, the result is the call that
+    the text quotes.
     """
     if situation.quoted_frame is not None:
         return _parse_call(situation.quoted_frame)
@@ -424,8 +425,8 @@ class RecognisedError:
 
     @property
     def torch_half(self) -> str:
-        """The 16-bit float dtype to which a fix casts, as code. The dtype is fp16 if the text names
-        a GPU that does not support bf16.
+        """Returns the 16-bit float dtype to which a suggested fix casts, in the form in which it is
+        written in code. The dtype is fp16 if the text names a GPU that does not support bf16.
         """
         half = "fp16" if "card without bf16" in self.situation else self.half
         return f"torch.{torch_dtype_name(half)}"
@@ -433,7 +434,7 @@ class RecognisedError:
     @property
     def autocast(self) -> str:
         """The code that switches autocast on for the device that the text names. If the text names
-        no device, this is CUDA.
+        no device, the code is for CUDA.
         """
         device = next(
             (kind for kind in ("cpu", "mps") if kind in self.situation.report_flags), "cuda"

@@ -2,8 +2,8 @@
 dtype. Then the module compiles the launched kernels for the argument types with which Triton's
 launcher would compile them.
 
-The launches are only recorded, and no kernel is run (`trap_launches`). `compile_matrix` is the same
-check in the form of an assertion for tests.
+The launches are only recorded, and no kernel is run (`trap_launches`). `compile_matrix` makes the
+same check for tests, and raises an AssertionError if it fails.
 """
 
 from __future__ import annotations
@@ -271,8 +271,8 @@ def _dtype_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
 
 
 def split_calls(inputs: Any) -> list[Any]:
-    """Splits `inputs` into calls. A list of tuples or dicts describes several calls; anything else
-    describes one.
+    """Splits `inputs` into calls. A list of tuples or dicts describes several calls. Any other
+    value describes one call.
     """
     if isinstance(inputs, list) and inputs and all(isinstance(i, (tuple, dict)) for i in inputs):
         return inputs

@@ -244,9 +244,9 @@ def _decide_severity(
 def _one_pointer_in_fp32_compiles(function: Any, group: FaultGroup) -> bool:
     """True if the kernel compiles with one pointer in fp32 and all other pointers in bf16.
 
-    Two pointers need not have the same dtype. In many libraries gates, decays and intermediate
-    gradients are fp32 by design, for example dA of `chunk_gla_bwd_kernel_intra` in
-    flash-linear-attention. That all pointers have the same dtype is only a guess of this module.
+    Two pointers of a kernel may have different dtypes. In many libraries gates, decays and
+    intermediate gradients are fp32 by design, for example dA of `chunk_gla_bwd_kernel_intra` in
+    flash-linear-attention. This module only guesses that all pointers have the same dtype.
     """
     observation = group.observations[0]
     types = {

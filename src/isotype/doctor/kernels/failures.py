@@ -3,9 +3,9 @@ dtypes, the cause and the fix.
 
 Each `diagnose_` function recognises one kind of Triton message. The messages are about a variable
 that changes its dtype in a run-time branch (KN001) or in a loop (KN002), about the operands of
-`tl.dot` (KN003), and about math functions (KN004). Other messages become KN009, which quotes the
-message and lists the dtypes at that expression. In kernels that compile, sums in low precision are
-reported (KN020).
+`tl.dot` (KN003), and about math functions (KN004). For all other messages, the module reports
+KN009, which quotes the message and lists the dtypes in the expression that failed. In kernels that
+compile, the module reports sums in low precision (KN020).
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def diagnose_math_dtype(site: FailureSite) -> Fault | None:
 
 
 def _math_function(site: FailureSite) -> str | None:
-    """`math` or `libdevice` if the node calls a function of that module; None for other nodes."""
+    """Returns `math` or `libdevice` if the node calls a function of one of these modules. Returns
+    None for other nodes.
+    """
     if not isinstance(site.node, ast.Call):
         return None
     if find_names(site.node.func):
@@ -330,8 +332,8 @@ def diagnose_loop(site: FailureSite) -> Fault | None:
 def _find_assignments(
     frame: Frame, name: str, dtype: str | None, block: ast.AST | None
 ) -> list[ast.AST]:
-    """Returns the statements inside the block that assign a value of this dtype to `name`. If there
-    is no block, returns such statements from the whole function.
+    """Returns the statements inside the block that assign a value of this dtype to `name`. If no
+    block is given, the whole function is searched.
     """
     statements = []
     for binding in frame.bindings:

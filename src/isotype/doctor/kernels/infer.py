@@ -2,10 +2,10 @@
 file.
 
 If the kernel uses a parameter as the base of an address, the parameter is a pointer. If the kernel
-compares or multiplies it with indices, it is an integer. All other parameters are float scalars. If
-a launch in the file of the kernel passes a buffer with an explicit dtype (`torch.empty(...,
-dtype=torch.float32)`), the parameter always has this dtype. The result is only a guess, and the
-report says so.
+compares a parameter with indices or multiplies it with them, the parameter is an integer. All other
+parameters are float scalars. If a launch in the file of the kernel passes a buffer with an explicit
+dtype (`torch.empty(..., dtype=torch.float32)`), the parameter always has this dtype. The result is
+only a guess, and the report says so.
 """
 
 from __future__ import annotations
@@ -378,9 +378,10 @@ def _is_float_cast(value: ast.AST) -> bool:
 def infer_combinations(
     unwrapped: UnwrappedKernel, constexprs: Mapping[str, Any]
 ) -> list[Combination]:
-    """Returns the combinations in which all float pointers are fp32, all are bf16 and all are fp16,
-    each with the boolean flags switched on and switched off. If a launch always passes the same
-    dtype for a pointer, the pointer has this dtype in every combination.
+    """Returns combinations in which all float pointers have the same dtype, which is fp32, bf16 or
+    fp16. Each combination is returned twice, with the boolean flags switched on and switched off.
+    If a launch always passes the same dtype for a pointer, the pointer has this dtype in every
+    combination.
     """
     function = unwrapped.function
     uses = _UseReader(function).uses

@@ -103,8 +103,8 @@ def _get_attribute(value: Any, name: str) -> Any:
 
 
 def value_dtype(value: Any) -> str | None:
-    """The dtype of a value: `fp32`, `int32` or `*bf16`. None for values without a type, such as
-    modules, functions and None.
+    """Returns the dtype of a value, such as `fp32`, `int32` or `*bf16`. Returns None for values
+    without a type, such as modules, functions and None.
     """
     kind = _get_attribute(value, "type")
     scalar = _get_attribute(kind, "scalar") or kind
@@ -300,8 +300,8 @@ def find_names(node: ast.AST) -> list[str]:
 
 
 def variable_name(node: ast.AST) -> str:
-    """The variable in an expression: `x` in `-x`, `x[:, None]` or `x.to(...)`. For any other
-    expression, the result is its source code.
+    """Returns the variable in an expression, for example `x` in `-x`, `x[:, None]` or `x.to(...)`.
+    For any other expression, returns the source code of the expression.
     """
     while True:
         if isinstance(node, ast.Name):

@@ -230,7 +230,9 @@ def _make_noop(name: str) -> Any:
 
 @contextlib.contextmanager
 def simulate_gpu(target: Any) -> Iterator[None]:
-    """Simulates a GPU of this target inside the context. On exit all functions are restored."""
+    """Simulates a GPU of this target inside the context. At the end of the context, all replaced
+    functions are restored.
+    """
     from triton.runtime.driver import driver
 
     with contextlib.ExitStack() as stack:

@@ -326,8 +326,8 @@ def _make_operand(
 
 def _storage(tensor: torch.Tensor | None) -> str | None:
     """Describes how a tensor of a subclass is stored. For a quantised weight of bitsandbytes, the
-    text is its class and the dtype in which it computes. For other subclasses it is the name of the
-    class.
+    text is its class and the dtype in which it computes. For other subclasses, the text is the name
+    of the class.
     """
     if tensor is None or type(tensor) in (torch.Tensor, nn.Parameter):
         return None

@@ -1,6 +1,6 @@
 """Reads the values of expressions from the variables of a frame, without running code of the
-program. The module can read names, stored attributes and items of containers. For common calls it
-determines the dtype of the result.
+program. The module can read names, stored attributes and items of containers. For common calls, the
+module determines the dtype of the result.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ def _as_result(value: Any) -> Any:
 
 
 def _read_attribute(owner: Any, name: str) -> Any:
-    """Reads a stored attribute. It does not call properties, except a few properties of tensors."""
+    """Reads a stored attribute. The function does not call properties, except a few properties of
+    tensors.
+    """
     if owner is UNKNOWN:
         return UNKNOWN
     if isinstance(owner, torch.Tensor):
@@ -228,7 +230,9 @@ def _promote(left: Any, right: Any) -> Any:
 
 
 def _read_call(node: ast.Call, frame: CallFrame) -> Any:
-    """Determines the dtype of the tensor that a call returns, for calls that are common."""
+    """Determines the dtype of the tensor that a call returns, if the called function is a common
+    one.
+    """
     if not isinstance(node.func, ast.Attribute):
         return UNKNOWN
     owner = read_value(node.func.value, frame)

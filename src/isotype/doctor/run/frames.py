@@ -81,8 +81,8 @@ class CallFrame:
 
     @property
     def expression(self) -> ast.AST | None:
-        """The syntax tree of the expression that was being evaluated; of the whole statement if the
-        interpreter does not know the expression.
+        """Returns the syntax tree of the expression that was being evaluated, or of the whole
+        statement if the interpreter does not know the expression.
         """
         scope = self.scope
         if scope is None:

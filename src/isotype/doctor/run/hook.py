@@ -82,8 +82,8 @@ def _explain(error: BaseException) -> tuple[Finding, dict[str, Any]] | None:
 
 def explain_to_stderr(error: BaseException, *, json_file: str | None = None) -> None:
     """Prints the explanation of an exception, and writes its facts to a file. The function prints
-    nothing for an exception that is not about dtypes. An error in the explanation itself is printed
-    in one line.
+    nothing for an exception that is not about dtypes. If the explanation itself raises an error,
+    this error is printed in one line.
     """
     if "torch" not in sys.modules or not isinstance(error, Exception):
         return

@@ -53,7 +53,9 @@ class ModelNames:
         self._owners[id(tensor)] = owner
 
     def module_path(self, module: nn.Module) -> str:
-        """The path of a module inside its model. For the model itself it is the name of its class."""
+        """The path of a module inside its model. For the model itself, the path is the name of its
+        class.
+        """
         return self._modules.get(id(module)) or type(module).__name__
 
     def tensor_path(self, tensor: Any) -> str | None:
@@ -80,7 +82,7 @@ class ModelNames:
         return max(counts, key=lambda pair: pair[0])[1] if counts else None
 
     def dtype_share(self, dtype: torch.dtype) -> float:
-        """The share of the parameter elements that have a dtype."""
+        """Returns the share of the parameter elements that have the given dtype."""
         total = self.dtype_counts.total()
         return self.dtype_counts[dtype] / total if total else 0.0
 

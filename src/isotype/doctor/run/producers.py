@@ -321,9 +321,9 @@ def _argument_expression(scope: Any, call: ast.AST | None, name: str) -> ast.AST
 
 
 def _earlier_bindings(scope: ast.AST, name: str, line: int) -> list[Any]:
-    """Returns the statements before a line that assign a value to a name, the last statement first.
-    A `for` loop that assigns the name is one of these statements, also if the line is inside the
-    loop.
+    """Searches the code before a line for statements that assign a value to a name. Returns these
+    statements, the last one first. A `for` loop that assigns the name is one of these statements,
+    also if the line is inside the loop.
     """
     bindings: list[Any] = []
     node: Any

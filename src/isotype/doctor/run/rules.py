@@ -152,8 +152,8 @@ def _passed_at(evidence: Evidence, producer: Producer) -> str:
 
 
 def _half_dtype(operands: Sequence[Operand]) -> torch.dtype | None:
-    """Returns the half-precision dtype among the operands if autocast would cast all operands to
-    it.
+    """Returns the half-precision dtype of one of the operands, if autocast would cast all other
+    operands to this dtype.
     """
     dtypes = {operand.dtype for operand in operands}
     if torch.float64 in dtypes:
@@ -690,9 +690,9 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
 
 
 def _odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:
-    """The operand whose dtype differs from the model's dtype. If no model is known, returns the
-    operand whose dtype differs from the dtype of most operands. If two dtypes are equally frequent,
-    it is the operand with the wider dtype.
+    """Returns the operand whose dtype differs from the dtype of the model. If no model is known,
+    returns the operand whose dtype differs from the dtype of most operands. If two dtypes are
+    equally frequent, returns the operand with the wider dtype.
     """
     counts = Counter(operand.dtype for operand in operands)
     usual = evidence.majority_dtype

@@ -308,8 +308,8 @@ class Watcher:
         return nullcontext()
 
     def on_forward_start(self) -> None:
-        """Called before each forward of the model that the trace observes. (Some repeated forwards
-        are not observed.)
+        """Called before a forward of the model, if the trace observes this forward. (Some repeated
+        forwards are not observed.)
         """
 
     def on_module_enter(self, module: torch.nn.Module, args: tuple) -> None:

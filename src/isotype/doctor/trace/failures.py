@@ -103,8 +103,8 @@ def find_odd_operand(
     operands: Sequence[Operand], dtype_counts: Counter[torch.dtype], op: str
 ) -> Operand:
     """Returns the operand whose dtype differs from the usual dtype of the model. If the op writes
-    into its first operand, this is the operand whose values are written. If the model has no usual
-    dtype, this is the widest operand.
+    into its first operand, returns the operand whose values are written. If the model has no usual
+    dtype, returns the operand with the widest dtype.
     """
     odd_operands = [operand for operand in operands[1:] if operand.dtype != operands[0].dtype]
     if odd_operands and _is_writing(op):

@@ -114,8 +114,7 @@ class Origin:
 
     @property
     def follows_tensor(self) -> bool:
-        """True if a cast takes the dtype of another tensor, as in `.to(x.dtype)` or `.type_as(x)`.
-        """
+        """True if a cast takes the dtype of another tensor, as in `.to(x.dtype)` or `.type_as(x)`."""
         return self.site is not None and bool(_FOLLOWING_CAST.search(self.site.text or ""))
 
     def describe(self) -> str:
@@ -133,7 +132,7 @@ class Origin:
 
     def explain(self) -> list[str]:
         """Returns lines of text about the first five origins of the chain. Each line contains the
-        description, the location and the source code.
+        description of an origin, its location and its source code.
         """
         lines = []
         for number, origin in enumerate(islice(self.chain(), 5)):
@@ -160,7 +159,9 @@ class Provenance:
         self._context = context
 
     def activate(self) -> AbstractContextManager[Any]:
-        """Returns a context manager. Inside it, torch.save and pickle do not write origins."""
+        """Returns a context manager. Inside this context, torch.save and pickle do not write
+        origins.
+        """
         original: Callable[[Any], Any] = torch._utils._get_obj_state
 
         def state_without_origin(value: Any) -> Any:

@@ -332,9 +332,10 @@ _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class BlockedGradients(Watcher):
     """Checks whether each frozen linear layer passes the gradient of its output to its input.
 
-    Some layers pass no gradient on, because they round their activations. In transformers this
-    concerns W8A8 models of compressed-tensors, which round under no_grad, and models of torchao,
-    which use `round`. The gradients of a LoRA adapter then have a relative error of 97%.
+    Some layers pass no gradient on, because they round their activations. In transformers, W8A8
+    models of compressed-tensors have such layers, because they round under no_grad. Models of
+    torchao have such layers too, because they use `round`. With such layers, the gradients of a
+    LoRA adapter have a relative error of 97%.
     """
 
     def __init__(self, context: Context) -> None:

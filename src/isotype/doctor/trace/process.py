@@ -109,7 +109,7 @@ class DefaultDtype(Watcher):
         return change
 
     def record_creation(self, site: Site | None) -> None:
-        """Called when a tensor is created without dtype= under a changed default dtype."""
+        """Called when a tensor is created without dtype= while the default dtype is changed."""
         change = self._current_change
         if change is None or change.new_dtype not in NARROW_FLOATS or len(change.late_sites) > 2:
             return

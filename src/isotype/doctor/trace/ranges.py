@@ -59,8 +59,8 @@ class Positions(Watcher):
         return dict.fromkeys(("cos", "sin", "arange", "_to_copy"), (self.check_op, None))
 
     def check_op(self, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Checks the angles of cos and sin, and the integers of a cast or an arange in low
-        precision.
+        """Checks the arguments of cos and sin, and the integers that a cast or an arange stores in
+        low precision.
         """
         dtype = kwargs.get("dtype")
         if op.name == "_to_copy":
@@ -252,8 +252,7 @@ def _build_finding(rounded: RoundedValue) -> Finding:
 
 
 class Overflows(Watcher):
-    """Checks the fp16 outputs of modules. The check stops at the first output that is not finite.
-    """
+    """Checks the fp16 outputs of modules. The check stops at the first output that is not finite."""
 
     def on_module_exit(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.reports or not self._context.schedule.checks_values:

@@ -298,9 +298,9 @@ class Tracer(Context):
         ]
 
     def suspend(self, *, hooks: bool) -> bool:
-        """Switches the modes off until `resume` is called. With `hooks`, it removes the hooks of
-        modules too. Returns False, and changes nothing, if the program has activated another mode
-        after these modes or if the modes are off already.
+        """Switches the modes off until `resume` is called. If `hooks` is true, the hooks of modules
+        are removed too. Returns False, and changes nothing, if the program has activated another
+        mode after these modes or if the modes are off already.
         """
         if self._suspended is not None or _get_current_dispatch_mode() is not self._tape:
             return False

@@ -3,11 +3,12 @@ the module repeats the op in fp32 on a sample of the elements, and compares the 
 module also compares low-precision sums over many steps with the same sums in fp32, because many
 small errors of additions can become a large error of the sum.
 
-The module checks everything that is updated in place, such as weights by an optimizer (single,
-foreach or fused) or by weight decay, optimizer states, averaged weights and accumulators.
-Stochastic rounding is not reported. The values that it writes are exact in the low precision, so
-they change the tensor by the same amount as in fp32. A tensor counts as a sum if only `add_` or
-`sub_` writes to it. Examples are `.grad` over micro-batches, a buffer, or the total of a metric.
+The module checks everything that is updated in place. It checks the updates by optimizers (single,
+foreach and fused) and by weight decay, and the updates of optimizer states, averaged weights and
+accumulators. Stochastic rounding is not reported. The values that it writes are exact in the low
+precision, so they change the tensor by the same amount as in fp32. A tensor counts as a sum if only
+`add_` or `sub_` writes to it. Examples of sums are `.grad` over several micro-batches, a buffer,
+and the total of a metric.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _MAX_LIST_ITEMS = 2  # the number of tensors of a list that are compared
 
 @dataclass(slots=True)
 class UpdatedTensor:
-    """One tensor that one op updates. For each sampled update, the dot product of the real change
-    and the expected change is added to `agreement`, and the squared norm of the expected change is
-    added to `expected_norm`.
+    """One tensor that one op updates. Some of the updates are measured. Each measurement adds the
+    dot product of the real change and the expected change to `agreement`, and the squared norm of
+    the expected change to `expected_norm`.
     """
 
     storage: StorageWeakRef
@@ -396,7 +397,7 @@ def _loss_facts(lost_updates: list[UpdatedTensor]) -> dict[str, Any]:
 
 def _list_item(value: Any, index: int | None) -> Any:
     """Returns the value of an argument for one tensor of a foreach op. If the argument is not a
-    list, its value applies to all tensors and is returned itself.
+    list, it applies to all tensors, so the argument itself is returned.
     """
     if index is not None and isinstance(value, (list, tuple)) and len(value) > index:
         return value[index]
@@ -492,8 +493,7 @@ class Sums(Watcher):
             running_sum.is_compensation = True
 
     def is_growing(self) -> bool:
-        """True if the last forward or its backward added to a sum that grows over several forwards.
-        """
+        """True if the last forward or its backward added to a sum that grows over several forwards."""
         previous_forward = self._context.forward_count - 1
         return any(
             running_sum.is_in_model

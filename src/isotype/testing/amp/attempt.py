@@ -51,7 +51,7 @@ class BackwardCall:
     returned: list[torch.dtype | None] | None = None
 
     def saved(self) -> list[Tensor]:
-        """Returns the saved tensors of a backward that raised."""
+        """Returns the saved tensors of a backward that raised an error."""
         try:
             if self.context is not None:
                 return [t for t in self.context.saved_tensors if isinstance(t, Tensor)]
@@ -106,7 +106,9 @@ def record_backward_calls() -> Iterator[list[BackwardCall]]:
 
 
 def function_classes(outputs: list[Tensor]) -> list[type]:
-    """Returns the hand-written Functions in the graph of these outputs, the nearest first."""
+    """Returns the hand-written Functions in the autograd graph of these outputs. The Functions
+    nearest to the outputs come first.
+    """
     classes: dict[type, None] = {}
     queue = [t.grad_fn for t in outputs if t.grad_fn is not None]
     visited = set()
@@ -125,7 +127,7 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _compute_in_fp64(op: Operator, args: tuple, kwargs: dict) -> Any:
-    """Computes an operator in fp64. A cast to a narrower float does nothing."""
+    """Computes an operator in fp64. Casts to narrower float dtypes are skipped."""
 
     def widen(value: Any) -> Any:
         if isinstance(value, torch.dtype) and value in _NARROW:

@@ -132,7 +132,7 @@ def ampcheck(
     raises: bool = True,
     fail_on: Severity = Severity.WARNING,
 ) -> Report:
-    """Gradcheck for mixed precision: runs `fn` under the dtype combinations that trainers produce,
+    """Gradcheck for mixed precision. Runs `fn` under the dtype combinations that trainers produce,
     and reports what breaks, where and why.
 
     fn         an autograd.Function, an nn.Module, or any callable; it runs on the device of its
@@ -288,8 +288,8 @@ class _Check:
             )
 
     def _classify_failure(self, setting: Setting, outcome: Outcome) -> None:
-        """Decides about a run that raised an error, and records it. The function may refuse some
-        combinations; for all others the error is a fault.
+        """Decides whether the error that a run raised is a fault, and stores the result. The
+        function may refuse some combinations; for all others the error is a fault.
         """
         if self.reference is not None:
             does_reference_run = attempt(self.reference, self.sample, setting).succeeded
@@ -420,7 +420,7 @@ class Target:
 
 def load_target(text: str) -> Target:
     """Loads a function without parameters and calls it. The function must return `(callable,
-    inputs)` or `(callable, inputs, options)`. Returns these values as a `Target`.
+    inputs)` or `(callable, inputs, options)`. Returns the result of this call as a `Target`.
 
     text    FILE or FILE:NAME; the name is `build` by default
     Raises  UsageError with a message of one line, if the file or the function cannot be used

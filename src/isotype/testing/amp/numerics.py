@@ -294,8 +294,8 @@ def _norm(tensor: Tensor) -> float:
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
     """Returns the norm of the difference between a result and the exact result. Elements whose
-    exact value is not finite are left out. If another element of the result is not finite, the norm
-    is infinite.
+    exact value is not finite are left out. If an element of the result is not finite although its
+    exact value is finite, the norm is infinite.
     """
     actual = actual.detach().double()
     expected = expected.detach().double()
@@ -321,8 +321,8 @@ FP32_ORDER_ERROR = 64 * torch.finfo(torch.float32).eps
 
 
 def precision_faults(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Fault]:
-    """Returns a fault AC006 for the result of a run whose error is furthest above the allowed
-    error.
+    """Returns a fault AC006 if results of a run have errors above the allowed error. The fault is
+    about the result whose error is furthest above it.
     """
     _, excesses = numerics.measure(outcome, setting)
     if not excesses:

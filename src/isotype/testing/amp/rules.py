@@ -60,7 +60,7 @@ _SCATTER = re.compile(
 
 
 def first_line(error: BaseException) -> str:
-    """Returns `RuntimeError: the first line of its message`."""
+    """Returns the type of an error and the first line of its message."""
     name_of_type = type(error).__name__
     for line in str(error).splitlines():
         if line.strip():

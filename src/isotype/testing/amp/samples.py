@@ -54,7 +54,7 @@ class Slot:
 @dataclass(frozen=True)
 class Sample:
     """The arguments of one call as a flat list. `leaves` are all values in these arguments, in
-    order. `slots` describe the floating-point tensors among them.
+    order. `slots` describe the floating-point tensors among `leaves`.
     """
 
     leaves: tuple[Any, ...]
@@ -110,7 +110,7 @@ class Sample:
         frozen: str | None = None,
     ) -> tuple[list[Any], dict[str, Tensor]]:
         """Returns copies of all values in the arguments, and the copied tensors by their names. The
-        tensors are cast to the dtypes of their groups. If `dtypes` is None, they keep their
+        tensors are cast to the dtypes of their groups. If `dtypes` is None, the tensors keep their
         original dtypes.
 
         widen_to  the dtype to which each tensor is cast afterwards; the values remain rounded to
@@ -246,7 +246,7 @@ def _is_floating(leaf: Any) -> bool:
 
 def _position(path: Sequence[Any]) -> int | None:
     """Returns the index of the positional argument that contains this value. Returns None if a
-    keyword argument contains it.
+    keyword argument contains the value.
     """
     root, argument = path[:2]
     if root.idx != 0:
@@ -257,7 +257,7 @@ def _position(path: Sequence[Any]) -> int | None:
 
 def _declared_group(spec: TensorSpec, group: str) -> str:
     """Returns the group that the contract gives to an argument. If the contract allows any dtype
-    for the argument, this is `group`.
+    for the argument, returns `group`.
     """
     if spec.is_free:
         return spec.dtype
@@ -338,7 +338,7 @@ def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]
 
 def lengthen(sample: Sample, rows: int) -> Sample | None:
     """Returns a longer sample with at least `rows` rows. The rows are drawn at random from the rows
-    of the sample, with repetition. Returns None if this is not possible.
+    of the sample, with repetition. Returns None if the sample cannot be lengthened.
 
     The random indices select entries of the first dimension. The indices are applied to every
     tensor whose first dimension has the same size as that of the first tensor, except weights. So
@@ -415,8 +415,9 @@ class Setting:
         return max(dtypes, key=_step, default=torch.float32)
 
     def may_come_from_trainer(self, sample: Sample) -> bool:
-        """True if a trainer may produce the combination. A trainer may produce it if no input is
-        wider than a weight. (Torch's layers raise an error for wider inputs under autocast.)
+        """True if a trainer may produce the combination. A trainer may produce a combination if no
+        input is wider than a weight. (Torch's layers raise an error for wider inputs under
+        autocast.)
         """
         dtypes = self.group_dtypes
         if dtypes is None:
@@ -529,8 +530,8 @@ def _split_setting(
 
 
 class Subject:
-    """The checked function. For every run it creates a callable, with the function's parameters in
-    the requested dtypes.
+    """The checked function. For every run, the subject creates a callable that has the function's
+    parameters in the requested dtypes.
     """
 
     def __init__(self, target: Any) -> None:
@@ -663,8 +664,8 @@ class Subject:
 
     def captured_dtypes(self) -> set[torch.dtype]:
         """Returns the dtypes of the floating-point tensors to which a plain callable refers. The
-        callable may refer to them in its closure, its default arguments, the arguments of a partial
-        function, or its globals.
+        callable may refer to such tensors in its closure, its default arguments, the arguments of a
+        partial function, or its globals.
         """
         return {t.dtype for t in self.captured_tensors() if t.is_floating_point()}
 

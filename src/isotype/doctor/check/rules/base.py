@@ -43,8 +43,8 @@ def make_finding(
     current_effect: str | None = None,
     known_versions: str | None = None,
 ) -> Finding:
-    """Returns a finding about these settings. The location of the finding is the location of the
-    first setting.
+    """Returns a finding about the given settings. The location of the finding is the location of
+    the first setting.
 
     current_effect  what happens with the current settings, if two of them disagree
     known_versions  the versions for which the rule is known
@@ -102,8 +102,8 @@ def _find_section(section: Section, record: Record) -> Iterator[Finding]:
 
 
 def load_sheet(path: Path) -> dict[str, list[Section]]:
-    """Returns the sections of a sheet, grouped by code. Raises SheetError if the sheet contains a
-    mistake.
+    """Returns the sections of a sheet, grouped by the code of the rule. Raises SheetError if the
+    sheet contains a mistake.
     """
     by_code: dict[str, list[Section]] = {}
     for section in read_sections(

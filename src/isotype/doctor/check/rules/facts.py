@@ -85,8 +85,8 @@ def _find_indivisible_size(record: Record) -> Setting | None:
 
 
 def _find_rounded_activations(record: Record) -> Setting | None:
-    """Returns the setting of a published checkpoint, in the format of compressed-tensors or
-    torchao, that requires rounded activations.
+    """Finds the setting of a published checkpoint that requires rounded activations. The checkpoint
+    has the format of compressed-tensors or torchao.
     """
     for setting in record.facts.nested_settings("checkpoint.quantization_config"):
         if (

@@ -37,8 +37,8 @@ _MAX_SKIPPED_STEPS = 25  # a loss scaler halves its scale of 65536 to 1 in 16 st
 
 
 class NotFiniteError(ArithmeticError):
-    """Raised in the program at the first step whose loss, gradients or update contain NaN or inf.
-    The attribute `finding` of the exception explains this step.
+    """This exception is raised in the program at the first step whose loss, gradients or update
+    contain NaN or inf. The attribute `finding` of the exception explains this step.
     """
 
     def __init__(self, message: str, finding: Finding) -> None:
@@ -161,7 +161,7 @@ class Recorder(TorchFunctionMode):
         return call
 
     def _wrap_apply(self) -> None:
-        """Records calls of autograd Functions. PyTorch does not report these calls to function
+        """Records calls of autograd Functions. PyTorch does not report calls of `apply` to function
         modes.
         """
         original = torch.autograd.Function.__dict__["apply"]

@@ -153,7 +153,9 @@ class Event:
 
 
 class Watch:
-    """Calls each operator in the dtypes of the run and in fp32, and collects the events."""
+    """Calls each operator in the dtypes of the run and in fp32, and collects the operators whose
+    results contain NaN or inf.
+    """
 
     def __init__(self, names: dict[int, str]) -> None:
         self.shadows = Shadows()
@@ -308,9 +310,9 @@ _TRACEBACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?
 
 
 def _forward_site() -> Site | None:
-    """Returns the line of the forward operator whose backward is running. Autograd's anomaly mode
-    has stored the Python stack of this operator. Only the part of the stack that was inside the
-    replay is used.
+    """Returns the line that called the forward operator whose backward is running. Autograd's
+    anomaly mode has stored the Python stack with which this operator was called. Only the frames
+    inside the replay are used from this stack.
     """
     node = torch._C._current_autograd_node()
     if node is None:
@@ -330,13 +332,15 @@ def _forward_site() -> Site | None:
 
 
 def _node_metadata(node: Any) -> dict[str, Any]:
-    """Returns the dict of facts that is stored with a node of autograd's graph."""
+    """Returns the dict in which facts about a node of autograd's graph are stored."""
     metadata: dict[str, Any] = node.metadata
     return metadata
 
 
 def _mark_nodes(tensors: Sequence[Tensor], site: Site | None) -> None:
-    """Stores the line of an entry in the nodes of autograd's graph that this entry has added."""
+    """Stores the line of a recorded call in those nodes of autograd's graph that the call has
+    added.
+    """
     nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while nodes:
         node = nodes.pop()
@@ -358,7 +362,9 @@ class Replay:
         self._replaced: dict[int, Tensor] = {}
 
     def run_forward(self) -> None:
-        """Runs forward again. Only entries whose result takes part in autograd are run."""
+        """Runs forward again. Only recorded calls whose results are part of autograd's graph are
+        run.
+        """
         with self._watching():
             for entry in self.step.entries:
                 self._run_entry(entry)

@@ -296,7 +296,7 @@ def _explain_overflow(event: Event, step: Step) -> Finding:
 
 def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
     """Determines why a result contains NaN or inf in fp32 too. Returns a short name of the reason,
-    and values for its text.
+    and the values for the text about this reason.
     """
     name = event.op.base_name
     if name in _SOFTMAXES and event.makes_nan:
@@ -332,7 +332,7 @@ def _classify_division(event: Event) -> str:
 
 
 def _classify_large(step: Step) -> tuple[str, dict[str, str]]:
-    """Tells whether very large weights are the reason for very large values."""
+    """Determines whether values are very large because weights are very large."""
     named_tensors: list[tuple[str, Tensor]] = []
     for model in _models(step):
         named_tensors += model.named_parameters()
@@ -485,5 +485,7 @@ def _repeat_update(optimizer: Optimizer, group: dict[str, Any], parameter: Tenso
 
 
 def _zero_non_finite(tensor: Tensor) -> Tensor:
-    """Returns a copy in which the NaN and inf from the update are replaced by 0."""
+    """Returns a copy of the tensor in which the NaN and inf that came from the update are replaced
+    by 0.
+    """
     return tensor.detach().nan_to_num(0.0, 0.0, 0.0).clone()

@@ -75,7 +75,7 @@ def collect_tensors(value: Any) -> list[Tensor]:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """True if the floating-point tensors contain neither NaN nor inf. For all tensors with the same
+    """True if none of the floating-point tensors contains NaN or inf. For all tensors with the same
     device and dtype, the function waits for the device only once.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
