@@ -387,8 +387,8 @@ convert_liger = transforms.set_if_enabled(
 
 
 def _convert_push(draft: ConfigDraft, source_key: SourceKey) -> None:
-    """Translates `push_to_hub`. The repository is `hub_model_id`. If no repository is set, its name
-    is the name of the output folder, as in transformers.
+    """Translates `push_to_hub`. The repository is `hub_model_id`. If `hub_model_id` is not set, the
+    repository has the name of the output folder, as in transformers.
     """
     if not transforms.is_enabled(source_key.value):
         draft.report_no_effect(source_key, "off")

@@ -321,8 +321,8 @@ def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
 def _simpletuner_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
     """Yields the keys of SimpleTuner's dataset file. If the file does not exist, yields nothing.
     The path of the dataset file is relative to the folder in which SimpleTuner is started. This
-    folder is above the folder of the configuration. So the function looks for the file in each of
-    these folders.
+    folder is above the folder of the configuration. So the function looks for the file in each
+    folder above the configuration.
     """
     if (
         not isinstance(file_name, str)

@@ -298,7 +298,7 @@ def _refuse_contradictions(path: Path, findings: list[Finding]) -> None:
 def _set_precision(draft: ConfigDraft, record: Record | None) -> None:
     """Sets the precision preset that corresponds to the settings of the other tool. The function
     uses the precision that `isotype doctor check` determined (`record`). Then the function reports
-    for each key about the precision how it was translated.
+    how each key about the precision was translated.
     """
     chosen, note = _choose_precision(draft, record)
     draft.settings.update(chosen)

@@ -84,9 +84,8 @@ _C_TYPE_NAMES = {
 
 
 def normalise_dtype(text: str) -> str:
-    """The dtype's name: Returns the short name of a dtype, for example `bf16` for `struct
-    c10::BFloat16`, `fp16` for `torch.cuda.HalfTensor` and `fp32` for `<['64'], fp32>`. Unknown
-    words are returned unchanged.
+    """Returns the short name of a dtype, for example `bf16` for `struct c10::BFloat16`, `fp16` for
+    `torch.cuda.HalfTensor` and `fp32` for `<['64'], fp32>`. Unknown words are returned unchanged.
     """
     name = text.strip().rstrip(".,:;")
     if type_match := re.search(rf"({_DTYPE_NAME})", name):

@@ -609,8 +609,8 @@ def _check_finding(
 
 
 def _explain_unscale(context: Context, error: BaseException, evidence: Evidence) -> Finding | None:
-    """Explains an error of GradScaler.unscale_. It is raised if the gradients are fp16 because the
-    trainable parameters are fp16.
+    """Explains an error of GradScaler.unscale_. The error is raised if the gradients are fp16
+    because the trainable parameters are fp16.
     """
     trainable = [
         (n, p)
@@ -681,8 +681,8 @@ _CHECKPOINT_METADATA = re.compile(
 def _explain_recompute(
     context: Context, error: BaseException, evidence: Evidence
 ) -> Finding | None:
-    """Explains an error of torch.utils.checkpoint. It is raised if the recomputed tensors have
-    another dtype than the saved tensors.
+    """Explains an error of torch.utils.checkpoint. The error is raised if the recomputed tensors
+    have another dtype than the saved tensors.
     """
     finding: Finding | None = context.autocast.recomputation_finding(_first_line(error))
     if finding is not None:

@@ -1,8 +1,8 @@
 """Detects parameters and buffers that change their dtype while the program runs. A cast to a
 narrower dtype and back rounds the values permanently.
 
-The module also detects two faults of quantised checkpoints. In one, frozen layers let no gradient
-through. In the other, the weights were converted back to plain tensors.
+The module also detects two faults of quantised checkpoints. In one fault, frozen layers pass no
+gradient on. In the other fault, the weights were converted back to plain tensors.
 """
 
 from __future__ import annotations

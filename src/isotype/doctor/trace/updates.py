@@ -308,8 +308,8 @@ class Updates(Watcher):
             self._archive(key)
 
     def findings(self) -> list[Finding]:
-        """Returns at most two findings. The first is about parameters, and the second is about
-        other tensors that are updated in place.
+        """Returns at most two findings. One is about parameters, and the other is about other
+        tensors that are updated in place.
         """
         for key in list(self._updated_tensors):
             self._archive(key)

@@ -329,8 +329,8 @@ class _Check:
 
     def _check_numerics(self, outcomes: dict[Setting, Outcome]) -> None:
         """Checks numerical errors. If the function has no reference and no hand-written backward,
-        there is nothing to compare with. If there is nothing to compare with, the check only
-        reports weights that are rounded before they are used.
+        there is nothing to compare with. Then the check only reports weights that are rounded
+        before they are used.
         """
         settings_to_check = [
             s for s in outcomes if not s.is_backward_in_autocast and s.is_produced_by_trainer
