@@ -32,8 +32,8 @@ _TOP_LEVEL_STATEMENT = re.compile(r"^(?:if __name__|for |with |while |\w[\w.]*\(
 
 @dataclass
 class Examination:
-    """The result of one part of the doctor. If the part did not run, `subject` holds the reason or
-    the command that the user can run.
+    """The result of one part of the doctor. If the part did not run, `subject` contains the reason,
+    or the command that the user can run.
 
     subject  a description of what was examined
     table    a table that is printed above the findings

@@ -263,7 +263,9 @@ _CALL_READERS: dict[str, Callable[[_ProgramReader, Call], None]] = {
 
 
 def _loaded_cast_dtype(call: Call) -> str | None:
-    """The dtype of a call such as `Model.from_pretrained(...).half()`; None for another call."""
+    """Returns the dtype to which a call such as `Model.from_pretrained(...).half()` casts, or None
+    for any other call.
+    """
     owner, _, method = call.owner.rpartition(".")
     if method == "from_pretrained" and re.search(_MODEL_CLASS, owner):
         return _cast_dtype(call)
@@ -271,7 +273,9 @@ def _loaded_cast_dtype(call: Call) -> str | None:
 
 
 def _cast_dtype(call: Call) -> str | None:
-    """The dtype of a cast such as `.to(torch.bfloat16)` or `.half()`; None for another call."""
+    """Returns the dtype of a cast such as `.to(torch.bfloat16)` or `.half()`, or None for any other
+    call.
+    """
     if call.name == "to":
         dtype = call.arguments.get("dtype", call.arguments.get("0", (None, 0)))[0]
     else:

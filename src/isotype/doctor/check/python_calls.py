@@ -151,8 +151,8 @@ def _single_assignments(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _evaluate(node: ast.expr, constants: dict[str, ast.expr], depth: int = 0) -> Any:
-    """Evaluates an expression to a constant, a dotted name as text (`torch.bfloat16`), a container
-    of these, or UnknownValue.
+    """Evaluates an expression. The result is a constant, a dotted name as text (`torch.bfloat16`),
+    a container of such values, or UnknownValue.
     """
     if depth > 8:
         return UnknownValue

@@ -145,8 +145,8 @@ def _enabled_deepspeed_section(facts: Facts) -> Setting | None:
 
 
 def _hf_arguments_class(facts: Facts) -> str:
-    """The class of the trainer's arguments (`TrainingArguments`, `SFTConfig`, ...); "" if they come
-    from a file.
+    """Returns the class of the trainer's arguments (`TrainingArguments`, `SFTConfig`, ...), or ""
+    if the arguments come from a file.
     """
     document = facts.first_document("hf")
     if document is None:
@@ -431,7 +431,9 @@ def set_aitoolkit_roles(record: Record) -> None:
 
 
 def _onetrainer_dtype(setting: Setting | None) -> str | None:
-    """The dtype of a word such as `BFLOAT_16`, `TFLOAT_32` or `NFLOAT_4`; None for `NONE`."""
+    """Returns the dtype that a word such as `BFLOAT_16`, `TFLOAT_32` or `NFLOAT_4` means, or None
+    for `NONE`.
+    """
     if setting is None:
         return None
     words = {"NFLOAT_4": "nf4", "INT_8": "int8", "TFLOAT_32": "fp32", "FLOAT_8": "fp8"}
@@ -454,7 +456,7 @@ def set_onetrainer_roles(record: Record) -> None:
 
 
 def _dtype_or(setting: Setting | None, default: str | None) -> str | None:
-    """The dtype that a setting names; the default if the setting is missing."""
+    """Returns the dtype that a setting names, or the default if the setting is missing."""
     if setting is None:
         return default
     return parse_dtype(setting.value)

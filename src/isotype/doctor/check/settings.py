@@ -62,7 +62,7 @@ def parse_device(name: str) -> Device:
 
 
 def find_device(name: str) -> Device | None:
-    """The device with this name; None if the name is not in the table of hardware."""
+    """Returns the device with this name, or None if the name is not in the table of hardware."""
     try:
         return parse_device(name)
     except UsageError:

@@ -6,9 +6,9 @@ Each family of errors has a text file, which is called a sheet (`families/*.txt`
 sheet has a condition. `pages.sheets` parses these files. A sheet is divided into sections. The
 header of a section lists the operators that raise the error, separated by `;`. The first entry of a
 section contains the `message`. Each other entry describes a possible cause, with the fields
-`cause`, `fix` and `evidence`; its rank is the score of the cause. The line `+ outside autocast -2
-if TEST` inserts the causes called `outside autocast` from `shared.txt` if TEST holds, and lowers
-their scores by 2.
+`cause`, `fix` and `evidence`. The rank of the entry is the score of the cause. The line `+ outside
+autocast -2 if TEST` inserts the causes called `outside autocast` from `shared.txt` if TEST holds,
+and lowers their scores by 2.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def _collect_causes(
 
 
 def diagnose_error(error: RecognisedError) -> tuple[str, Severity, list[Cause]]:
-    """Returns the message, the severity and the causes of an error, the likeliest cause first."""
+    """Returns the message, the severity and the causes of an error. The likeliest cause comes
+    first.
+    """
     facts = ErrorFacts(error)
     section = FAMILIES[error.operator]
     section.define_variables(facts)
@@ -139,9 +141,9 @@ _NUMBER = re.compile(r"\d+")
 
 
 def explain(lines: Iterable[str], *, source: str | None = None) -> list[Finding]:
-    """Returns one finding for each distinct dtype error. The last error keeps its severity; earlier
-    errors become warnings. If the text contains no dtype error, the result is a single finding,
-    EX000, of severity note.
+    """Returns one finding for each distinct dtype error. The last error keeps its severity, and all
+    earlier errors become warnings. If the text contains no dtype error, the result is a single
+    finding, EX000, of severity note.
 
     source  the path of the log, which is reported as the location of errors that have no traceback
     """
@@ -247,7 +249,7 @@ class _ErrorCollector:
         self._errors[key] = (finding, count + 1)
 
     def findings(self) -> list[Finding]:
-        """Returns one finding for each distinct error, the last error first."""
+        """Returns one finding for each distinct error. The last error comes first."""
         if not self._errors:
             return [_no_dtype_error_finding(self._other_error, self._source)]
         errors_with_traceback = {key[:2] for key in self._errors if key[2]}

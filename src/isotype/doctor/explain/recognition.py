@@ -426,8 +426,8 @@ def _recognise_unknown_wording(text: str, situation: Situation) -> RecognisedErr
 
 
 def find_half_dtypes(text: str) -> list[str]:
-    """The half-precision and fp8 dtypes that a text names, in order. Names inside paths and flags
-    are ignored.
+    """Returns the half-precision and fp8 dtypes that a text names, in the order in which they
+    occur. Names inside paths and flags are ignored.
     """
     dtype_names = dict.fromkeys(
         name

@@ -114,8 +114,9 @@ def _submodules(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def find_kernels(module: ModuleType) -> dict[str, Any]:
-    """Returns the kernels that are defined in this module, by their names. `@triton.jit` functions
-    that return a value are checked together with the kernels that call them.
+    """Returns the kernels that are defined in this module, in a dict whose keys are their names.
+    `@triton.jit` functions that return a value are checked together with the kernels that call
+    them.
     """
     kernels = {
         name: value

@@ -112,8 +112,8 @@ def _surrounds(node: ast.With, line: int) -> bool:
 
 
 def _surrounding_regions(frame: CallFrame) -> Iterator[ast.expr]:
-    """Yields the context expressions of the `with` statements around the running line, the
-    outermost first.
+    """Yields the context expressions of the `with` statements around the running line. The
+    outermost statement comes first.
     """
     scope = frame.scope
     if scope is None:

@@ -223,8 +223,8 @@ def _build_evidence(error: BaseException, frames: list[CallFrame]) -> Evidence:
 
 def _read_operands(frames: Sequence[CallFrame], names: ModelNames) -> tuple[str, list[Operand]]:
     """Returns the operation that failed, and its tensors. If the innermost expression contains no
-    tensor, the arguments of the function around it are used, then the arguments of that function's
-    callers.
+    tensor, the arguments of the function around it are used. If these contain no tensor, the
+    arguments of that function's callers are used.
     """
     for index in reversed(range(len(frames))):
         frame = frames[index]

@@ -126,7 +126,7 @@ class CallFrame:
 
 
 def collect_frames(error: BaseException) -> list[CallFrame]:
-    """The frames of an exception's traceback, the outermost first."""
+    """Returns the frames of an exception's traceback. The outermost frame comes first."""
     frames = []
     link = error.__traceback__
     while link is not None:

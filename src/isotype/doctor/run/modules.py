@@ -112,7 +112,9 @@ def find_modules(values: Mapping[str, Any]) -> Iterator[nn.Module]:
 
 
 def _find_roots(frames: Sequence[CallFrame]) -> list[nn.Module]:
-    """Returns the modules in the frames that are not part of another module, the largest first."""
+    """Returns those modules in the frames that are not part of another module. The largest module
+    comes first.
+    """
     candidates: dict[int, nn.Module] = {}
     for frame in frames:
         for module in find_modules(frame.variables):

@@ -88,7 +88,9 @@ class _Search:
         self.passed_at = ""
 
     def follow(self, node: ast.AST, index: int, line: int | None = None) -> Producer:
-        """`line` is the line at which the expression was evaluated; by default the running line."""
+        """`line` is the line at which the expression was evaluated. The default is the running
+        line.
+        """
         frame = self.frames[index]
         if line is None:
             line = frame.line
@@ -321,9 +323,9 @@ def _argument_expression(scope: Any, call: ast.AST | None, name: str) -> ast.AST
 
 
 def _earlier_bindings(scope: ast.AST, name: str, line: int) -> list[Any]:
-    """Searches the code before a line for statements that assign a value to a name. Returns these
-    statements, the last one first. A `for` loop that assigns the name is one of these statements,
-    also if the line is inside the loop.
+    """Searches the code before a line for statements that assign a value to a name. The last of
+    these statements is returned first. A `for` loop that assigns the name is one of these
+    statements, also if the line is inside the loop.
     """
     bindings: list[Any] = []
     node: Any

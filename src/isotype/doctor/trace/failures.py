@@ -182,7 +182,7 @@ def describe_fix(
     device: str,
     autocast_call: str | None,
 ) -> str:
-    """Describes the possible fixes, the likeliest first.
+    """Describes the possible fixes. The likeliest fix comes first.
 
     autocast_call  a call that ran with autocast on earlier and runs with autocast off now; "" if
                    autocast is on now, None if autocast was never on

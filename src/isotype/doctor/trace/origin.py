@@ -207,7 +207,7 @@ class Provenance:
         return origin
 
     def get_recorded(self, tensor: torch.Tensor) -> Origin | None:
-        """The recorded origin of a tensor; None if no origin was recorded."""
+        """Returns the recorded origin of a tensor, or None if no origin was recorded."""
         entry = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
         return entry[0] if entry is not None and entry[0].dtype == tensor.dtype else None
 

@@ -276,8 +276,8 @@ class Autocast(Watcher):
         self.stale = {key: entry for key, entry in self.stale.items() if not entry[0].expired()}
 
     def describe_state(self) -> tuple[str, bool]:
-        """Returns the autocast state as text, and whether the running module ran with autocast on
-        before.
+        """Returns a text that describes the autocast state. Also returns whether the running module
+        ran with autocast on before.
         """
         device = self._context.device
         ran_with_autocast = (

@@ -68,7 +68,9 @@ class trace:
 
     @property
     def failure(self) -> Finding | None:
-        """The explanation of the dtype error that ended the block; None if there was none."""
+        """The explanation of the dtype error that ended the block, or None if there was no such
+        error.
+        """
         return self._failure
 
     @property

@@ -6,9 +6,9 @@ small errors of additions can become a large error of the sum.
 The module checks everything that is updated in place. It checks the updates by optimizers (single,
 foreach and fused) and by weight decay, and the updates of optimizer states, averaged weights and
 accumulators. Stochastic rounding is not reported. The values that it writes are exact in the low
-precision, so they change the tensor by the same amount as in fp32. A tensor counts as a sum if only
-`add_` or `sub_` writes to it. Examples of sums are `.grad` over several micro-batches, a buffer,
-and the total of a metric.
+precision, so they change the tensor by the same amount as in fp32. The module treats a tensor as a
+sum if only `add_` or `sub_` writes to it. Examples of sums are `.grad` over several micro-batches,
+a buffer, and the total of a metric.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class Outcome:
         return self.error is None
 
     def results(self) -> dict[str, Tensor]:
-        """Returns the outputs and the gradients by their names."""
+        """Returns the outputs and the gradients, in a dict whose keys are their names."""
         if len(self.outputs) == 1:
             results = {"output": self.values[0]}
         else:
@@ -326,8 +326,8 @@ def attempt(
 
 
 def _name_tensors(leaves: list[Any], sample: Sample) -> dict[str, Tensor]:
-    """Returns the tensors in the flattened arguments (`leaves`) by their names. A tensor that has
-    no slot is named after its position, such as `argument 3`.
+    """Returns the tensors in the flattened arguments (`leaves`), in a dict whose keys are their
+    names. A tensor that has no slot is named after its position, such as `argument 3`.
     """
     names = {slot.index: slot.name for slot in sample.slots}
     tensors = {}

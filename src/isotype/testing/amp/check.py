@@ -289,7 +289,8 @@ class _Check:
 
     def _classify_failure(self, setting: Setting, outcome: Outcome) -> None:
         """Decides whether the error that a run raised is a fault, and stores the result. The
-        function may refuse some combinations; for all others the error is a fault.
+        function may refuse some combinations of dtypes. For all other combinations, the error is a
+        fault.
         """
         if self.reference is not None:
             does_reference_run = attempt(self.reference, self.sample, setting).succeeded

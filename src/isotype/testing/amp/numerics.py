@@ -400,9 +400,9 @@ def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], 
 def _grows_linearly(
     short_outcome: Outcome, outcome: Outcome, sample: Sample, long_sample: Sample
 ) -> bool:
-    """True if the number of output elements grew in proportion to the number of rows. If the number
-    of elements grows with the square of the number of rows (as in attention, or if the weights were
-    mistaken for rows), a run with thousands of rows would take too long.
+    """True if the number of output elements grew in proportion to the number of rows. In attention,
+    the number of elements grows with the square of the number of rows. The same happens if weights
+    were mistaken for rows. Then a run with thousands of rows would take too long.
     """
     growth = _count_rows(long_sample) * _count_results(short_outcome)
     return _count_results(outcome) * _count_rows(sample) <= 1.5 * growth

@@ -243,9 +243,9 @@ def gradient_faults(outcome: Outcome, setting: Setting) -> list[Fault]:
 
     A gradient that is narrower than every tensor of the call is an error, because precision is
     lost. A gradient in the autocast dtype is accepted, because plain operators return such
-    gradients under autocast. A gradient with the dtype of another tensor of the call is accepted
-    too, because the backward of a cast returns such gradients. A gradient that is wider than its
-    tensor is reported as a note, because it can be cast without loss.
+    gradients under autocast. A gradient that has the dtype of another tensor in the call is
+    accepted too, because the backward of a cast returns such gradients. A gradient that is wider
+    than its tensor is reported as a note, because it can be cast without loss.
     """
     faults = []
     for call in outcome.calls:

@@ -109,9 +109,9 @@ class Sample:
         widen_to: torch.dtype | None = None,
         frozen: str | None = None,
     ) -> tuple[list[Any], dict[str, Tensor]]:
-        """Returns copies of all values in the arguments, and the copied tensors by their names. The
-        tensors are cast to the dtypes of their groups. If `dtypes` is None, the tensors keep their
-        original dtypes.
+        """Returns copies of all values in the arguments. Also returns the copied tensors in a dict
+        whose keys are their names. The tensors are cast to the dtypes of their groups. If `dtypes`
+        is None, the tensors keep their original dtypes.
 
         widen_to  the dtype to which each tensor is cast afterwards; the values remain rounded to
                   the dtype of the group
@@ -630,8 +630,8 @@ class Subject:
         widen_to: torch.dtype | None = None,
         frozen: str | None = None,
     ) -> tuple[Callable[..., Any], dict[str, Tensor]]:
-        """Returns a callable for one run, and its parameters by name. A module is copied, so that
-        runs do not affect each other.
+        """Returns a callable for one run, and the parameters of this callable in a dict whose keys
+        are their names. A module is copied, so that runs do not affect each other.
         """
         if self.function_class is not None:
             function = self.function_class

@@ -119,8 +119,8 @@ def _find_autocast_regions(
 
 
 def _method_calls(region: ast.AST, is_disabled: bool = False) -> Iterator[tuple[ast.Call, bool]]:
-    """The method calls of a region, each with a flag that tells whether the call is inside
-    `autocast(enabled=False)`. Functions that are defined inside the region are skipped.
+    """Yields the method calls of a region. Each call comes with a flag that tells whether it is
+    inside `autocast(enabled=False)`. Functions that are defined inside the region are skipped.
     """
     for child in ast.iter_child_nodes(region):
         if isinstance(child, _OTHER_SCOPES):
@@ -139,8 +139,8 @@ def _method_calls(region: ast.AST, is_disabled: bool = False) -> Iterator[tuple[
 
 
 def _classify_call(call: ast.Call) -> tuple[str, str, Severity] | None:
-    """The name, cause and severity of a call that does not belong in the region; None for other
-    calls.
+    """Returns the name, cause and severity for a call that does not belong in the region, or None
+    for other calls.
     """
     assert isinstance(call.func, ast.Attribute)
     receiver = _last_name(call.func.value)
@@ -164,7 +164,7 @@ def _classify_call(call: ast.Call) -> tuple[str, str, Severity] | None:
 
 
 def _has_zero_factor(call: ast.Call) -> bool:
-    """Whether a loss is multiplied by 0, as in `(logits * 0).sum().backward()`. The gradients of
+    """True if a loss is multiplied by 0, as in `(logits * 0).sum().backward()`. The gradients of
     such a loss are zero in every dtype.
     """
     products = [
