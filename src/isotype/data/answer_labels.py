@@ -44,8 +44,8 @@ def refuse_unwanted_answer(row: Mapping[str, Any], location: str, *, has_answer:
     row, or in a key of a turn that the model learns.
 
     row         the row, with its keys renamed by `data.columns`
-    has_answer  False for a plain text. In a row with plain text, a number or a word names a class.
-                So only the JSON value false marks the text as unwanted
+    has_answer  False for a plain text. A label of a plain text that is a number or a word is taken
+                as the name of a class. So only the JSON value false marks a plain text as unwanted
     """
     for key, value in row.items():
         if not marks_unwanted(key, value) or not (has_answer or isinstance(value, bool)):

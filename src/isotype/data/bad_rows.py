@@ -1,5 +1,5 @@
-"""Collects the rows that cannot be used. They are either skipped, or listed by reason in one error
-message.
+"""Collects the rows that cannot be used. These rows are either skipped, or an error message lists
+them, grouped by reason.
 
 A row is bad if it is not valid JSON or UTF-8, if it has wrong keys or types, or if the chat
 template raises an error for it. A row with an empty answer is not bad. But it has no tokens to
@@ -52,8 +52,8 @@ class NoLabel(EmptyAnswer):
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that is left out. `is_empty` is true if the reason is an empty answer or a missing
-    label.
+    """A row that a run does not use. `is_empty` is true if the reason is an empty answer or a
+    missing label.
     """
 
     location: str
@@ -103,7 +103,9 @@ class BadRows:
         return {"kinds": dict(self.kinds), "empty": self.empty_count, "rows": rows}
 
     def update(self, counts: dict[str, Any]) -> None:
-        """Adds the counts of another `BadRows`. `counts` is the result of its `to_dict`."""
+        """Adds the counts of another `BadRows` object. `counts` is what the method `to_dict` of
+        that object returned.
+        """
         self.kinds.update(counts["kinds"])
         self.empty_count += counts["empty"]
         self.listed += [BadRow(*row) for row in counts["rows"]]

@@ -7,10 +7,10 @@ this code. The file is written under a temporary name and renamed, so that concu
 leave no partial entries. The file's metadata contain a checksum. If the file is damaged, it is
 written again. Rows are memory-mapped, so they are not all read into memory.
 
-When a new entry exceeds the folder's limit, the least recently used entries are removed. This may
-also remove an entry that another run has memory-mapped. The operating system keeps the entry's
-content until that run ends. Pictures that the data contain as bytes are stored in a subfolder,
-which has a separate limit of the same size.
+When a new entry exceeds the folder's limit, the least recently used entries are removed. If another
+run has memory-mapped a removed entry, the operating system keeps the content of this entry until
+the other run ends. Pictures that the data contain as bytes are stored in a subfolder, which has a
+separate limit of the same size.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def max_cache_bytes() -> int:
 
 def evict(folder: Path, *, keep: Path | None = None) -> int:
     """Removes the least recently used entries until the folder is within its size limit. Returns
-    the number of removed entries. It keeps the entry `keep`. It also keeps pictures that were read
-    within the last day, because another run may need them again.
+    the number of removed entries. The entry `keep` is never removed. Pictures that were read within
+    the last day are not removed either, because another run may need them again.
     """
     entries = []
     for path in folder.glob("*"):

@@ -200,8 +200,9 @@ class ChatTemplate:
 
     @cached_property
     def thought_positions(self) -> frozenset[tuple[str, bool]]:
-        """The positions of thoughts that the template writes. A position is a pair. It consists of
-        the key of the turn that contains the thoughts, and of whether a later question follows.
+        """Returns the positions of thoughts that the template writes. A position is a pair: the key
+        of the turn that contains the thoughts, and whether the user asks another question later in
+        the conversation.
         """
         return frozenset(
             position
@@ -230,7 +231,9 @@ class ChatTemplate:
     def _render_arguments(
         self, messages: Sequence[Message], *, tools: Any, generation_prompt: bool
     ) -> tuple[Sequence[Message], dict[str, Any]]:
-        """Returns the conversation and the options with which a conversation is rendered."""
+        """Returns the arguments for rendering a conversation, as a pair: the messages, and the
+        options of the template.
+        """
         if self._hides_tags:
             messages = hide_thought_tags(messages)
         if self.needs_parts:
@@ -243,8 +246,9 @@ class ChatTemplate:
         return messages, options
 
     def prepare_rows(self, examples: Iterable[Example], *, has_spans: bool) -> None:
-        """Lets the child process render what `render`, and with `has_spans` also `answer_spans`,
-        will need for these examples. The thoughts of the examples were applied.
+        """Starts to render these examples in the child process, so that later calls of `render`
+        find the texts. If `has_spans` is true, also prepares the texts for `answer_spans`. The
+        method `apply_thoughts` must already have been applied to the examples.
         """
         conversations = []
         for example in examples:
@@ -337,8 +341,9 @@ class ChatTemplate:
 
         Some templates silently drop later system turns, tool calls or thoughts. This method
         searches `text` for the text of each turn. If several turns contain the same text, `text`
-        must contain it at least as many times. For tool calls and tools, the method renders the
-        conversation once without them. If the result is the same, they are missing.
+        must contain it at least as many times. To find out whether the template writes tool calls
+        or tools, the method renders the conversation once without them. If the text is the same
+        without them, the template does not write them.
         """
         # text -> for each turn that contains it: the role, and whether the text is a thought
         expected: dict[str, list[tuple[str, bool]]] = {}
@@ -550,7 +555,9 @@ def split_into_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def _occurs(part: str, text: str, count: int) -> bool:
-    """Whether `part` is in `text` at least `count` times, either unchanged or as JSON writes it."""
+    """Returns True if `text` contains `part` at least `count` times, either unchanged or with the
+    escape characters of JSON.
+    """
     if text.count(part) >= count:
         return True
     return any(

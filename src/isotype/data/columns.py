@@ -263,7 +263,9 @@ def _export_messages(row: Mapping[str, Any], location: str) -> list[dict[str, An
 
 
 def _export_turn(message: Any, location: str) -> dict[str, Any] | None:
-    """Returns a turn that the user read or wrote. Returns None for any other node."""
+    """Converts one message of a ChatGPT export to a turn. Returns None for a message without text
+    that the user can see, such as a tool call or a hidden instruction.
+    """
     if not isinstance(message, dict):
         return None
     metadata = message.get("metadata") or {}

@@ -1,11 +1,12 @@
-"""Checks conversations and converts them to the form that chat templates read. This concerns roles,
-text, tool calls, pictures and thoughts. Turns in ShareGPT's form are converted too.
+"""Checks conversations and converts them to the form that chat templates read. This module converts
+the roles, the text, the tool calls, the pictures and the thoughts of the turns. It also converts
+turns in ShareGPT's form.
 
 Some data contain the thoughts of a reasoning model, either between `<think>` and `</think>` in the
 content of a turn, or in a separate key of the turn. `data.thoughts` selects which thoughts are
-kept. Templates like that of Qwen3 write the thoughts after the last question and leave out earlier
-ones. To keep all thoughts, the tags of earlier turns are replaced by other characters before the
-template renders the conversation.
+kept. Some templates, such as that of Qwen3, write only the thoughts after the last question and
+leave out all earlier thoughts. To keep all thoughts, the tags of earlier turns are replaced by
+other characters before the template renders the conversation.
 """
 
 from __future__ import annotations
@@ -341,8 +342,8 @@ def _row_pictures(row: Mapping[str, Any], location: str) -> list[Any]:
 
 def _convert_part(part: Any, path: str, remaining: list[Any], pictures: list[Any]) -> Message:
     """Converts one part of a message's content. If the part is a picture, the picture is added to
-    `pictures`. It is taken from the part itself or from `remaining`, the list of the row's pictures
-    that are not yet used.
+    `pictures`. The picture comes from the part itself or from `remaining`, the list of the row's
+    pictures that are not used yet.
     """
     if not isinstance(part, dict) or part.get("type") != "image":
         return {"type": "text", "text": _part_text(part, path)}
@@ -483,8 +484,8 @@ def select_thoughts(
     has_tags: bool,
     location: str,
 ) -> tuple[Message, ...]:
-    """Returns the turns with the selected thoughts. If the template does not write the thoughts
-    from the key in which they are stored, they are moved to a key from which it writes them.
+    """Returns the turns with only the selected thoughts. If the thoughts are stored in a key that
+    the template does not read, this function moves them to a key that the template reads.
 
     selection  `last` (only the thoughts after the last question), `all` or `none`
     written_positions  the positions of thoughts that the template writes, as `make_thought_probes`
@@ -555,8 +556,8 @@ def restore_thought_tags(text: str) -> str:
 
 
 def learns_empty_thoughts(text: str, learnt: Sequence[tuple[int, int]]) -> bool:
-    """Returns True if the characters that the model learns contain the closing tag of empty
-    thoughts. The opening tag may be in the prompt.
+    """Returns True if the model learns to write the closing tag of thoughts without any text
+    between the two tags. The opening tag may be in the prompt, which the model does not learn.
     """
     ends = [match.end() for match in _EMPTY_THOUGHTS.finditer(text)]
     return any(
@@ -591,10 +592,11 @@ def _remove_thoughts(message: Message, path: str) -> Message:
 def _move_thoughts(
     message: Message, *, is_earlier: bool, written_positions: ThoughtPositions, has_tags: bool
 ) -> Message:
-    """Moves the thoughts of a turn into its content, in Qwen3's form. It does so only if the
-    template does not write the thoughts from the key in which they are stored.
+    """Moves the thoughts of a turn into its content, in the form of Qwen3. This is done only if the
+    thoughts are stored in a key that the template does not read.
 
-    They are not moved if the template has other tags for thoughts, as the template of gpt-oss has.
+    The thoughts are not moved if the template has other tags for thoughts. An example is the
+    template of gpt-oss.
     """
     content = message["content"]
     block = _THOUGHTS_BLOCK.match(content)

@@ -2,10 +2,10 @@
 
 A chat is rendered by its template, which writes all special tokens. The encoder adds no special
 tokens to a chat, so that the beginning-of-text token does not occur twice. For plain text, the
-encoder adds the tokenizer's first tokens (usually BOS) and the end-of-text token. It does the same
-for a prompt with a completion if the tokenizer has no template. A prompt has the same tokens in
-training as in generation. If the tokens at its end would depend on the answer, prompt and answer
-are tokenised separately.
+encoder adds the tokenizer's first tokens (usually BOS) and the end-of-text token. If the tokenizer
+has no template, the encoder also adds these tokens to a row with a prompt and a completion. A
+prompt has the same tokens in training as in generation. If the last tokens of a prompt would depend
+on the answer, the prompt and the answer are tokenised separately.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Tally:
 
     @classmethod
     def sum(cls, tallies: Iterable[dict[str, Any]]) -> Tally:
-        """Returns the sum of several tallies. Each is given as the result of its `to_dict`."""
+        """Adds up the counts of several tallies and returns them as one `Tally`. Each item of
+        `tallies` is the dictionary that the method `to_dict` of a tally returned.
+        """
         total = cls()
         for tally in tallies:
             total.first_dropped = tally["first_dropped"] | total.first_dropped
@@ -252,11 +254,13 @@ class Encoder:
     def _tokenize_prompts(
         self, rendered: Sequence[RenderedRow], encoded: Sequence[tuple[list[int], Offsets]]
     ) -> list[list[int]]:
-        """Returns the tokens of the text before each span, tokenised without what follows.
+        """Returns, for each span, the tokens of the text before the span. The text after this point
+        has no influence on these tokens.
 
-        A special token separates the texts around it. The tokens before the last special token of
-        a prompt are therefore those of the whole text, and the few characters after it (a role's
-        name) are the same in most rows. Only other prompts are tokenised again.
+        A tokenizer never merges characters across a special token. So up to the last special token
+        of a prompt, the tokens of the prompt are the same as the tokens of the whole text. The few
+        characters after this special token (the name of a role) are the same in most rows. A prompt
+        is tokenised again only if this shortcut is not possible.
         """
         prompts: list[list[int] | None] = []
         texts = []
@@ -472,7 +476,8 @@ class Encoder:
         self, texts: list[str], edges: list[list[int]]
     ) -> list[tuple[list[int], Offsets]]:
         """Returns the tokens of each text, and their positions. If the tokenizer cannot report
-        positions, every token between two of the positions in `edges` gets these two positions.
+        positions, the texts are split at the positions in `edges`. Every token of a part then gets
+        the beginning and the end of this part as its position.
         """
         if not self.has_offsets:
             return [
@@ -583,8 +588,8 @@ class Encoder:
         *,
         is_whole: bool,
     ) -> tuple[int, int]:
-        """Returns the range of tokens of a span. It includes the end-of-turn token. The model does
-        not learn the white space that the template writes after this token.
+        """Returns the range of tokens of a span. The range includes the end-of-turn token. The
+        model does not learn the white space that the template writes after the end-of-turn token.
         """
         first = next((k for k, (a, _) in enumerate(offsets) if a >= span.start), len(ids))
         last = next((k for k in range(first, len(ids)) if offsets[k][0] >= span.end), len(ids))
@@ -616,11 +621,11 @@ class Encoder:
         tally: Tally,
     ) -> tuple[list[int], Offsets]:
         """Tokenises each answer, with the text after it, separately from its prompt. This is done
-        only if the prompt has other tokens alone than it has with the answer after it.
+        only if the tokens of the prompt change when the answer follows it.
 
         The tokens can differ because a tokenizer may merge the last character of the prompt with
-        the first character of the answer. It may also split white space at the end of a text in
-        another way.
+        the first character of the answer. A tokenizer may also split white space differently at the
+        end of a text than in the middle of a text.
         """
         # number of characters and tokens before the last cut
         cut_at = 0

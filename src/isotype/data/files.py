@@ -1,7 +1,7 @@
 """Finds the files for a name in `data.train`. The name can be a file, a folder or a pattern.
 
-Files in Isotype's run folders are left out. Files of other splits, and folders that the library
-`datasets` saved, are recognised by their names.
+Files in Isotype's run folders are not used. The names of files and folders show which files belong
+to another split, such as a test split, and which folders the library `datasets` has saved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SAMPLE_BYTES = 1 << 18
 
 @dataclass
 class File:
-    """One file of a source. `name` is its path as messages show it."""
+    """One file of a source. `name` is the path of the file in the form that messages show."""
 
     path: Path
     name: str
@@ -65,8 +65,9 @@ class File:
 
     @property
     def estimated_rows(self) -> int:
-        """The number of rows. For a Parquet file it is read from the metadata; for another file it
-        is estimated from the length of the first lines. It is 0 if a row is not a line.
+        """The number of rows. For a Parquet file, this number is read from the metadata. For
+        another file, it is estimated from the length of the first lines. It is 0 for a file in
+        which rows are not lines.
         """
         kind = file_suffix(self.path)
         if kind == ".parquet":
@@ -174,8 +175,8 @@ def _has_data_ending(path: Path, endings: Sequence[str]) -> bool:
 def _match_endings(
     name: str, matched: Sequence[Path], endings: Sequence[str], suffix: str
 ) -> list[Path]:
-    """Returns the files with a known ending that a pattern matches. Raises UsageError if there is
-    none.
+    """Returns the files with a known ending that a pattern matches. Raises UsageError if no such
+    file exists.
     """
     if not matched:
         raise UsageError(f"{name}: the pattern matches no file")
@@ -189,7 +190,9 @@ def _match_endings(
 
 
 def _match_folder(name: str, matched: Sequence[Path]) -> list[Path]:
-    """Returns the files of a folder with a known ending. Raises UsageError if there is none."""
+    """Returns the files of a folder with a known ending. Raises UsageError if the folder contains
+    no such file.
+    """
     readable = [path for path in matched if _has_data_ending(path, ENDINGS)]
     if not readable:
         raise UsageError(

@@ -64,11 +64,11 @@ _LEARN_PAIRS_FIX = "train.objective=dpo learns from pairs (docs/preferences.md)"
 
 @dataclass(frozen=True, slots=True)
 class JudgedFormat:
-    """A format in which the answers are judged, as preference pairs or by labels. Only some
-    objectives read these formats.
+    """A format in which a person or a model has judged the answers: preference pairs, or answers
+    with labels. Only some objectives read these formats.
 
     keys  the keys by which the format is recognised
-    noun  the name of a row of this format in messages
+    noun  the word that messages use for a row of this format
     rows  a description of what a row must have, for messages
     fix   advice with the objective that reads this format, for messages
     """
@@ -179,8 +179,9 @@ def _check_objective_format(
     record: Record,
     columns: Columns,
 ) -> Sequence[str]:
-    """Returns the keys that show that a row has the objective's format. Raises UsageError if the
-    run reads another format. Raises RowError if the row does not have these keys.
+    """Checks that a row has the format that the objective requires, and returns the keys that show
+    this. Raises UsageError if the configuration sets another format (`data.format`). Raises
+    RowError if the row does not have these keys.
     """
     row = named_row.values
     location = record.location
@@ -214,8 +215,9 @@ def _check_objective_format(
 
 
 def _match_format(row: Mapping[str, Any], location: str) -> FormatName:
-    """Returns the format whose keys the row has. This is for objectives that train on every answer.
-    Raises UsageError if the row has the keys of no format, or the keys of several formats.
+    """Returns the format whose keys the row has. This function is used for objectives that train on
+    every answer. Raises UsageError if the row has the keys of no format, or the keys of several
+    formats.
     """
     matches = [
         name
@@ -365,7 +367,7 @@ def check_example(
 
 def _refuse_cut_answers(example: Example) -> None:
     """Raises RowError if an answer that the model learns ends before its thoughts are complete.
-    This is allowed for unwanted and rejected answers.
+    Unwanted and rejected answers may end before their thoughts are complete.
     """
     if not example.is_wanted:
         return
@@ -571,8 +573,8 @@ def _missing_prompt(row: Mapping[str, Any], location: str) -> RowError:
 
 def _answer_value(value: Any, path: str, prompt: Any) -> Any:
     """Returns an answer of a pair as text or as a list of turns. A text becomes a turn of the
-    assistant if the prompt is a list of turns. Without a prompt, the text may contain the whole
-    dialogue.
+    assistant if the prompt is a list of turns. If the row has no prompt, the text of the answer may
+    contain the whole dialogue.
     """
     answer = _turns_or_text(value, path)
     if isinstance(answer, dict):
@@ -619,10 +621,10 @@ def _parse_label(value: Any, location: str) -> bool:
 
 
 def _pair_example(row: Mapping[str, Any], location: str, answer: str = "completion") -> Example:
-    """Returns an example that consists of a prompt and its completion. Either both are texts, or
-    both are lists of messages. The model learns only the completion. Texts become messages if the
-    row has a system prompt, tools or pictures. `answer` is the row's key that contains the
-    completion.
+    """Returns an example that consists of a prompt and its completion. In the example, the prompt
+    and the completion are either two texts or two lists of messages. The model learns only the
+    completion. Texts become messages if the row has a system prompt, tools or pictures. `answer` is
+    the row's key that contains the completion.
     """
     prompt, completion = (
         _turns_or_text(row[key], f"{location}: {key}") for key in ("prompt", answer)

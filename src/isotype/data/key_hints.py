@@ -100,8 +100,9 @@ def _pair_hint(row: Mapping[str, Any]) -> str:
 
 
 def _pair_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a mapping from Isotype's keys to the row's keys. It covers a question, its answer,
-    and optional keys such as a system prompt. Returns {} if the row has no question with an answer.
+    """Returns a mapping from Isotype's keys to the row's keys. The mapping contains the keys for a
+    question, its answer, and optional parts such as a system prompt. Returns {} if the row has no
+    question with an answer.
     """
     names = _spelt_names(row)
     pair = next((pair for pair in _PAIR_KEYS if pair[0] in names and pair[1] in names), None)
@@ -120,9 +121,9 @@ def _pair_columns(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _spelt_names(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a mapping from names to the row's keys. The names are the keys themselves, and the keys
-    in lower case without blanks at their ends. If two keys have the same name, the key that is
-    spelt so is used.
+    """Returns a mapping with which a key of the row can be found by its name. A name is either the
+    key itself, or the key in lower case without blanks at its ends. If a name belongs to two keys,
+    the key with exactly this spelling is used.
     """
     names = {key.strip().casefold(): key for key in row if isinstance(key, str)}
     return names | {key: key for key in row if isinstance(key, str)}
@@ -168,8 +169,8 @@ def _first_column(names: Mapping[str, str], key: str, candidates: Sequence[str])
 
 
 def _label_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Returns `{label: NAME}`, where NAME is a column that judges the answer. This may be a column
-    of the row or a key of its last turn.
+    """Returns `{label: NAME}`, where NAME is a column that judges the answer. NAME is a key of the
+    row or a key of the row's last turn.
     """
     turns: list[Any] = next(
         (row[key] for key in ("messages", "conversations") if isinstance(row.get(key), list)), []

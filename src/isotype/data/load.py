@@ -214,7 +214,9 @@ def build_encoder(
 
 
 def _tokenize_sources(sources: Sequence[Source], encoder: Encoder, data: DataSection) -> TokenRows:
-    """Returns the rows of the sources. If the cache contains them, they are read from there."""
+    """Returns the tokenised rows of the sources. Rows that the cache already contains are read from
+    the cache.
+    """
     folder = cache_folder(data.cache)
     max_cache_bytes()  # an invalid ISOTYPE_CACHE_GB is reported before hours of tokenising
     fingerprint = ""
@@ -268,7 +270,9 @@ def _cache_key(source: Source, encoder: Encoder, fingerprint: str) -> str:
 
 
 def encode_source(source: Source, encoder: Encoder, writer: TokenWriter) -> dict[str, Any]:
-    """Reads a whole source and writes its rows. Returns the counts."""
+    """Reads a whole source, tokenises its examples and passes the rows to `writer`. Returns the
+    counts.
+    """
     tally = Tally()
     # items that were read and not yet encoded; the encoder drops some and keeps the order
     pending: deque[Example | BadRow] = deque()

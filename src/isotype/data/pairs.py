@@ -1,8 +1,9 @@
-"""Preference pairs and labelled answers. Both are views of tokenised rows.
+"""Defines preference pairs and labelled answers. The objects of this module do not copy any rows;
+they refer to tokenised rows.
 
-Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. KTO also needs a partner for
-each labelled answer. The partner consists of the same prompt and the answer to another prompt. KTO
-estimates its reference point from the partners.
+Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. For each labelled answer, KTO
+also needs a row that combines the same prompt with the answer to another prompt. We call this row
+the partner of the answer. KTO estimates its reference point from the partners.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Pair(NamedTuple):
 
     @property
     def input_ids(self) -> tuple[int, ...]:
-        """The tokens of the longer answer, with its prompt."""
+        """Returns the tokens of the prompt and of the longer of the two answers."""
         return max(self.chosen.input_ids, self.rejected.input_ids, key=len)
 
 
@@ -75,8 +76,8 @@ def complete_pairs(
     encoded: Iterable[EncodedExample], tally: Tally
 ) -> Iterator[tuple[EncodedExample, ...]]:
     """Yields the pairs that can be used. The two answers of a pair must have different tokens, and
-    each answer must have tokens to learn. Other pairs are left out. Pairs with two equal answers
-    are counted.
+    each answer must have tokens to learn. Other pairs are left out. Pairs whose two answers have
+    the same tokens are counted in `tally`.
     """
     chosen: EncodedExample | None = None
     for encoded_row in encoded:
@@ -163,14 +164,14 @@ class Answer(NamedTuple):
 
     @property
     def input_ids(self) -> tuple[int, ...]:
-        """The tokens of the longer answer, with its prompt."""
+        """Returns the tokens of the answer or of its partner, whichever is longer, with the prompt."""
         return max(self.row.input_ids, self.partner.input_ids, key=len)
 
 
 class LabelledAnswers(LazyRowSequence[Answer]):
     """The labelled answers of the training or the evaluation rows. The partner of an answer is
-    chosen at random among the rows of `pool` that have another prompt. It depends on the seed and
-    stays the same during the whole run.
+    chosen at random among the rows of `pool` that have another prompt. The choice depends only on
+    the seed and stays the same during the whole run.
 
     reference  fp32[2 N]  two log-probabilities for each answer; None until they are computed
     Raises     UsageError if no row of `pool` has another prompt
@@ -202,8 +203,8 @@ class LabelledAnswers(LazyRowSequence[Answer]):
 
 
 def draw_partners(prompts: np.ndarray, pool: np.ndarray, seed: int) -> np.ndarray:
-    """For each prompt, draws a row of the pool that has another prompt. All these rows have the
-    same probability.
+    """For each prompt, draws a row of the pool at random. The row must have another prompt, and all
+    such rows are equally likely.
 
     prompts  uint64[R]  digests of the rows' prompts
     pool     uint64[P]  digests of the prompts of the pool's rows

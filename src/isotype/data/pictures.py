@@ -257,8 +257,8 @@ class Pictures:
         return str(self.processor.image_token)
 
     def settings(self) -> dict[str, Any]:
-        """Returns all settings that influence the tokens and pixels of a picture. They are part of
-        the cache's key, and are stored as `pictures` in data.json.
+        """Returns all settings that influence the tokens and pixels of a picture. These settings
+        are part of the key of a cache entry, and are stored as `pictures` in data.json.
         """
         images = self.processor.image_processor
         lengths = sorted(
@@ -396,8 +396,8 @@ class Pictures:
     def inputs(
         self, input_ids: Tensor, attention_mask: Tensor, references: Sequence[Sequence[str]]
     ) -> dict[str, Tensor]:
-        """Returns a mapping with the processor's outputs for the pictures of a batch. These are the
-        pixels, their grids or masks, and the token types.
+        """Returns a dictionary with the processor's outputs for the pictures of a batch: the
+        pixels, the grid or mask of each picture, and the token types.
 
         input_ids, attention_mask  int[B T]  rows as they were tokenised, padded
         references                 references of each row's pictures, at least one
@@ -424,8 +424,8 @@ class Pictures:
 
 
 class _FixedTokenizer:
-    """Is used in place of a processor's tokenizer. It returns the tokens that the rows already
-    have, so that the processor computes token types and masks for these tokens.
+    """Replaces the tokenizer of a processor. This tokenizer returns the tokens that the rows
+    already have, so that the processor computes token types and masks for these tokens.
     """
 
     def __init__(self, tokenizer: Any, input_ids: Tensor, attention_mask: Tensor) -> None:

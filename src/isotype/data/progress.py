@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def track_progress(items: Iterable[T], label: str, estimated_count: int = 0) -> Iterator[T]:
-    """Yields the items and shows on a line how many there were so far. The line appears after a
-    second and disappears at the end. It shows the remaining time if the total number of items is
-    known.
+    """Yields the items, and shows a line with the number of items so far. The line appears after a
+    second and disappears at the end. If the total number of items is known, the line also shows the
+    remaining time.
 
     estimated_count  an estimate of the number of items, if the exact number is not known; 0 if
                      there is no estimate

@@ -23,7 +23,8 @@ def user_prompts(
     texts: Iterable[str | dict[str, Any]], tokenizer: Any, *, chat_template: str | None = None
 ) -> list[SamplePrompt]:
     """Returns the user's prompts (`run.samples`). If there is a chat template, each prompt is a
-    question to the assistant. Otherwise it is the beginning of a text.
+    question to the assistant. Without a chat template, each prompt is the beginning of a text that
+    the model continues.
     """
     encoder = Encoder(tokenizer, max_length=2**31, loss_on="all", template=None)
     if chat_template:

@@ -1,9 +1,9 @@
 """Reads the lines of data files, plain or gzipped, and checks file endings and encodings.
 `records.py` turns the lines into rows.
 
-Lines are read one at a time, so that a large file needs no more memory than one record. They are
-read as bytes, so that the position of a byte that is not valid UTF-8 can be reported. Every record
-stores the name of its file and its line or row number.
+Lines are read one at a time, so that a large file needs no more memory than one record. Lines are
+read as bytes, so that an error message can contain the position of a byte that is not valid UTF-8.
+Every record stores the name of its file and its line or row number.
 """
 
 from __future__ import annotations
@@ -159,8 +159,9 @@ def require_file(
 
 
 def decode_line(raw: bytes, *, file: str, offset: int) -> tuple[str, tuple[str, str] | None]:
-    """Returns the text of a line. The second value is a pair (problem, fix) if some bytes are not
-    valid text, otherwise None. Raises UsageError if the file has another format.
+    """Returns the text of a line and a description of what is wrong with it. This description is a
+    pair (problem, fix) if some bytes are not valid text, otherwise None. Raises UsageError if the
+    file has another format.
 
     offset  position of the line's first byte in the file
     """

@@ -2,11 +2,11 @@
 Parquet.
 
 The lines of JSON, CSV and TSV files are read one at a time. For a JSON array, the whole text is in
-memory, but its values are parsed one at a time. A file of 119 MiB then needs 119 MiB of memory,
-whereas `json.loads` needed 739 MiB. An object with a repeated key is an error. Python's `json`
-would keep the last value without a warning. Parquet is read in batches. A Parquet file stores null
-for missing keys at every depth of a value. These nulls are removed, so that a message without
-`tool_calls` does not have this key.
+memory, but its values are parsed one at a time. In this way, reading a file of 119 MiB needs 119
+MiB of memory. With `json.loads`, the same file needed 739 MiB. An object with a repeated key is an
+error. Python's `json` would keep the last value without a warning. Parquet is read in batches. A
+Parquet file stores null for missing keys at every depth of a value. These nulls are removed, so
+that a message without `tool_calls` does not have this key.
 """
 
 from __future__ import annotations
@@ -230,9 +230,9 @@ def _python_limit_message(error: Exception) -> str:
 
 
 def _check_value(name: str, line: int, value: Any, source: str, repeated_key: str | None) -> Record:
-    """Returns the record of a row. The record has an error if one of the row's objects has the key
-    `repeated_key` twice. It also has an error if a text contains half of a surrogate pair. This is
-    valid JSON, but tokenizers fail on it.
+    """Returns a `Record` that contains the row `value`. The record has an error if one of the row's
+    objects has the key `repeated_key` twice. It also has an error if a text contains half of a
+    surrogate pair. This is valid JSON, but tokenizers fail on it.
     """
     message = None if repeated_key is None else str(RepeatedKey(repeated_key))
     if (
@@ -269,8 +269,8 @@ def read_csv(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
 
 
 class _Table:
-    """A CSV or TSV file. `header` contains the names of the columns. It is empty until the first
-    row is read.
+    """A CSV or TSV file. `header` contains the names of the columns. `header` is empty until the
+    first row is read.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -336,8 +336,9 @@ class _Table:
 
 
 def _find_delimiter(path: Path, header: str) -> str:
-    """Returns the delimiter of a header. It is a comma if the header contains one. Otherwise it is
-    a semicolon, which many spreadsheets write, a tab or a vertical bar.
+    """Returns the character that separates the columns in a header. If the header contains a comma,
+    this is the delimiter. Otherwise the delimiter is a semicolon, a tab or a vertical bar. Many
+    spreadsheets write semicolons.
     """
     if file_suffix(path) == ".tsv":
         return "\t"

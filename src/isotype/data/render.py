@@ -2,10 +2,11 @@
 A template is a program that the author of the tokenizer wrote. Jinja's sandbox limits neither its
 time, nor its memory, nor the length of its text.
 
-The process is forked when the first conversation is rendered. It has a copy of the tokenizer, and
-closes all files. It ends when the parent process ends. The limits work on Linux only. On other
-systems, the parent process renders without limits. It also does so if the arguments cannot be
-pickled, for example if a tool is a function.
+The process is forked when the first conversation is rendered. The child process has a copy of the
+tokenizer. It closes all files of the parent process, and ends when the parent process ends. The
+limits work on Linux only. On other systems, the parent process renders without limits. The parent
+process also renders without limits if the arguments cannot be pickled, for example if a tool is a
+function.
 """
 
 from __future__ import annotations
@@ -68,11 +69,14 @@ def render_text(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
 def prepare_texts(
     tokenizer: Any, conversations: Iterable[tuple[Sequence[Any], Mapping[str, Any]]]
 ) -> None:
-    """Lets the child process render these conversations while the parent process works. Each is
-    (messages, options) as `render_text` will get them soon; the texts of the last two calls are
-    kept. What exceeds the limits is left out, and `render_text` then renders it.
+    """Lets the child process render these conversations while the parent process does other work.
+    Each conversation is a pair (messages, options), with the arguments of a later call of
+    `render_text`. The texts of the last two calls of this function are kept. The child process
+    stops when its texts exceed the limits. `render_text` then renders each remaining conversation
+    when it is called.
 
-    Reason: a request and its answer for each text take as long as the rendering.
+    A separate request and answer for each text would take as long as the rendering itself, so all
+    conversations are sent together.
     """
     if sys.platform != "linux":
         return
@@ -117,7 +121,9 @@ class _RenderProcess:
         self._connection: Connection = parent_end
 
     def prepare(self, messages: list[bytes]) -> None:
-        """Sends a list of requests. Their answers are received when the first one is needed."""
+        """Sends a list of requests to the child process. This process receives all answers when it
+        needs the first of them.
+        """
         with self._lock:
             self._receive_prepared()
             if self._connection.closed:
@@ -144,7 +150,7 @@ class _RenderProcess:
             return self._receive_prepared().get(message)
 
     def _receive_prepared(self) -> dict[bytes, dict[str, Any]]:
-        """Receives the answers to the pending list of requests."""
+        """Receives the answers to the list of requests that `prepare` sent last."""
         if not self._pending:
             return {}
         messages = self._pending
@@ -185,7 +191,9 @@ class _RenderProcess:
                 raise
 
     def _stop(self) -> int:
-        """Ends the child process. Returns the number of the signal that ended it, or 0."""
+        """Ends the child process. If a signal ended the child process, returns the number of this
+        signal, otherwise 0.
+        """
         with suppress(KeyError):
             del _processes[_tokenizer_key(self.tokenizer)]
         self._connection.close()
@@ -277,8 +285,8 @@ def _render_list(tokenizer: Any, messages: Sequence[bytes]) -> list[dict[str, An
 
 
 def _close_files(descriptor: int) -> None:
-    """Closes every file except the connection. Otherwise the child would keep locks, sockets and
-    pipes of the parent open.
+    """In the child process, closes every open file except the connection to the parent process.
+    Otherwise the child would keep locks, sockets and pipes of the parent open.
     """
     devnull = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
@@ -300,8 +308,8 @@ def _limit_memory() -> None:
 
 
 def _render(tokenizer: Any, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Renders a conversation. Returns the text, or the reason why it could not be rendered. Both
-    are returned as values that JSON can represent.
+    """Renders a conversation. Returns a dictionary with the text, or with the reason why it could
+    not be rendered. All values of the dictionary can be written as JSON.
     """
     try:
         text: str = tokenizer.apply_chat_template(**request)

@@ -73,7 +73,7 @@ KNOWN_KEYS = frozenset(
 
 def normalise_word(word: str) -> str:
     """Returns a word in lower case, in which each sequence of spaces, hyphens and underscores is
-    replaced by one underscore. A sign before a number is kept.
+    replaced by one underscore. A plus or minus sign before a number is not replaced.
     """
     return re.sub(r"(?!^-\d)[\s_-]+", "_", word.strip().casefold())
 
@@ -84,7 +84,7 @@ normalise_name = lru_cache(maxsize=4096)(normalise_word)
 
 def labelled_format(row: Mapping[str, Any]) -> FormatName | None:
     """Returns the format of the conversation or completion in a row with a label. Returns None if
-    there is neither.
+    the row has no conversation and no completion.
     """
     return next(
         (name for name in LABELLED_FORMATS if all(key in row for key in FORMATS[name].keys)), None

@@ -1,5 +1,5 @@
-"""Defines the data types that training uses. These are rows of tokens, prompts for samples, and the
-facts for data.json. Also computes the order of the rows in training, which depends only on the
+"""Defines the data types that training uses: rows of tokens, prompts for samples, and the facts for
+data.json. This module also computes the order of the rows in training, which depends only on the
 seed. This module does not import torch.
 """
 
@@ -69,9 +69,9 @@ class SamplePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of one source in the training rows. `rows` is the number of rows of this source;
-    the rows of the next source follow after them. `weight` says how often these rows are used,
-    relative to the rows of other sources.
+    """The share of one source in the training rows. `rows` is the number of rows of this source. In
+    the list of all rows, the rows of each source stand together, in the order of the sources.
+    `weight` says how often these rows are used, relative to the rows of other sources.
     """
 
     rows: int
@@ -170,15 +170,17 @@ def row_lengths(rows: Sequence[Any]) -> Sequence[int]:
 
 
 def row_supervised(rows: Sequence[Row]) -> Sequence[int]:
-    """Returns, for each row, the number of tokens for which a loss is computed. If possible, no
-    `Row` object is built.
+    """Returns, for each row, the number of tokens for which a loss is computed. If the rows are
+    stored in flat arrays, no `Row` object is built.
     """
     column = getattr(rows, "column", None)
     return [row.supervised for row in rows] if column is None else column("supervised").tolist()
 
 
 def has_pictures(rows: Sequence[Row]) -> Sequence[bool]:
-    """Returns, for each row, whether it has pictures. If possible, no `Row` object is built."""
+    """Returns, for each row, whether it has pictures. If the rows are stored in flat arrays, no
+    `Row` object is built.
+    """
     flags = getattr(rows, "has_pictures", None)
     return [bool(row.pictures) for row in rows] if flags is None else flags
 
@@ -307,7 +309,7 @@ def epoch_order(rows: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]
 
 def mixed_order(shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool) -> list[int]:
     """Returns the order of the rows in one epoch of weighted sources. An epoch has as many rows as
-    all sources have together. The weights decide how many of them come from each source.
+    all sources have together. The weights decide how many rows of the epoch come from each source.
 
     Each source continues where it stopped in the previous epoch, and is shuffled again after each
     pass over its rows. The rows of the sources are mixed at random. Without shuffling, the rows of

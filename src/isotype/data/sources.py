@@ -47,8 +47,8 @@ _SAMPLED_ROWS = 1000
 
 @dataclass
 class Source:
-    """One entry of data.train or data.eval. When the object exists, only the first rows were read,
-    to detect the format.
+    """One entry of data.train or data.eval. When the object is created, only the first rows are
+    read, to detect the format.
 
     objective_format  the only format that the objective learns from, or None
     detected_formats  for each file, in order: the detected format, and how it was recognised
@@ -82,8 +82,8 @@ class Source:
         return self.spec.limit or 0
 
     def identity(self) -> dict[str, Any]:
-        """Returns facts that identify the content, such as its `sha256`, for the cache's key and
-        for data.json.
+        """Returns facts that identify the content of the source, such as its `sha256`. The key of
+        the cache entry and data.json contain these facts.
         """
         raise NotImplementedError
 

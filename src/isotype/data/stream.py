@@ -1,4 +1,5 @@
-"""Streams rows and tokenises them during training. This is for data that are larger than the disk.
+"""Streams rows and tokenises them during training. A stream makes it possible to train on data that
+are larger than the disk.
 
 A stream is read in blocks of `data.shuffle_buffer` rows. The weights of the sources decide how many
 rows of a block come from each source. The rows are tokenised and shuffled, and packed if the
@@ -8,8 +9,8 @@ used. A resumed run reads this block again and continues with the next unused ro
 tokens decides whether the row is held out for evaluation. Evaluation uses the first rows that are
 held out. Training uses none of the rows that are held out.
 
-If there are several processes, each tokenises a part of every block. Then they exchange the tokens,
-so that all have the same block.
+If there are several processes, each tokenises a part of every block. Then the processes exchange
+the tokens, so that each process has the whole block.
 """
 
 from __future__ import annotations
@@ -191,8 +192,8 @@ class StreamedRows:
 
     @property
     def epochs(self) -> float:
-        """The number of complete passes over the data. If the sources differ, it is the smallest of
-        their numbers of passes.
+        """The number of complete passes over the data. If the sources have made different numbers
+        of passes, this is the smallest of these numbers.
         """
         return float(min(passes for _, passes in self.read_counts))
 
@@ -215,8 +216,8 @@ def load_stream(
     *,
     seed: int,
 ) -> LoadedData:
-    """Does the work of `load_data` for a stream. Returns the stream, its first rows for the checks
-    before step 1, and its held-out rows.
+    """Loads data as `load_data` does, but for a stream. Returns the stream, its first rows for the
+    checks before step 1, and its held-out rows.
     """
     _refuse_unstreamable(sources)
     holds_out = not eval_sources

@@ -317,8 +317,9 @@ class TokenRows(LazyRowSequence[Row]):
 
 
 def choose_held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Chooses the rows to hold out. Their share is about `share`; at least one row is held out, and
-    never all rows. Copies of a row are either all held out or all kept.
+    """Chooses the rows to hold out for evaluation. About the fraction `share` of all rows is held
+    out, but at least one row and never all rows. Copies of a row are either all held out or all
+    kept.
 
     digests  uint64[R]  hashes of the rows' tokens
     ->       bool[R]    whether the row is held out
@@ -346,8 +347,8 @@ def mix_digests(digests: np.ndarray, seed: int) -> np.ndarray:
 
 
 def is_held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Returns which rows of a stream to hold out, bool[R]. The decision for a row does not depend
-    on the other rows, because they are not known yet.
+    """Returns which rows of a stream to hold out, bool[R]. The decision for a row depends only on
+    this row, because the later rows of a stream are not known yet.
     """
     return mix_digests(digests, seed) < share * 2**64
 
@@ -384,7 +385,9 @@ class PackedRows(LazyRowSequence[Row]):
         return np.array([int(lengths[pack].sum()) for pack in self.packs], np.int64)
 
     def shares(self, shares: Sequence[Share]) -> list[Share]:
-        """Returns the shares of weighted sources, counted in packed rows."""
+        """Converts the shares of weighted sources: the number of rows in each share becomes the
+        number of packed rows.
+        """
         return [Share(self.pack_blocks.count(i), share.weight) for i, share in enumerate(shares)]
 
     def facts(self) -> dict[str, Any]:
@@ -443,7 +446,9 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
 
 
 def join_rows(rows: Sequence[Row]) -> Row:
-    """Joins several rows into one. The first label of each of these rows is masked."""
+    """Joins several rows into one. In each of the joined rows, the first token gets no loss,
+    because the token before it belongs to another row.
+    """
     ids = tuple(i for row in rows for i in row.input_ids)
     labels = tuple(label for row in rows for label in (IGNORE_INDEX, *row.labels[1:]))
     first = next((k for k, label in enumerate(labels) if label != IGNORE_INDEX), 0)

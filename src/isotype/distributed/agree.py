@@ -122,8 +122,8 @@ def versions() -> str:
 
 
 def version_lines(*packages: str) -> str:
-    """Lists the name and version of each of these packages, one per line. Packages that are not
-    installed are left out.
+    """Returns a text with the name and version of each of the given packages, one per line.
+    Packages that are not installed are left out.
     """
     lines: list[str] = []
     for name in packages:

@@ -1,6 +1,6 @@
 """Wraps torch's key-value store so that every call has a time limit. Torch's own client waits
-forever if the other process no longer runs but its connection stays open. This happens after
-SIGSTOP, or if its machine hangs.
+forever if the other process no longer runs but its connection stays open. This happens if the other
+process received SIGSTOP, or if the machine of that process hangs.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class BoundedStore:
         return bool(self._call(lambda: self._store.check(list(keys))))
 
     def clone(self) -> BoundedStore:
-        """Opens another connection to the store. Its calls do not wait for the calls of this
-        connection.
+        """Opens another connection to the store. Calls on the new connection do not have to wait
+        for calls on this connection.
         """
         return BoundedStore(self._call(self._store.clone), self.timeout)
 

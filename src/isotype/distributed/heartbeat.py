@@ -85,7 +85,9 @@ class HeartbeatThread(threading.Thread):
 
 
 def read_heartbeat(store: BoundedStore, rank: int) -> Heartbeat | None:
-    """Returns the newest heartbeat of a process. Returns None if the process never wrote one."""
+    """Returns the newest heartbeat of a process. Returns None if the process has never written a
+    heartbeat.
+    """
     key = f"sign/{rank}"
     if store.check([key]):
         return Heartbeat(**json.loads(store.get(key)))
@@ -94,7 +96,7 @@ def read_heartbeat(store: BoundedStore, rank: int) -> Heartbeat | None:
 
 def read_failure(store: BoundedStore, ranks: Iterable[int]) -> tuple[int, dict[str, Any]] | None:
     """Returns the first of these processes that reported an error, together with its report.
-    Returns None if no process did.
+    Returns None if none of these processes reported an error.
     """
     if not store.check([FAILED_KEY]):  # one call, not one for each process
         return None
@@ -105,15 +107,15 @@ def read_failure(store: BoundedStore, ranks: Iterable[int]) -> tuple[int, dict[s
 
 
 def has_reported_its_end(store: BoundedStore, rank: int) -> bool:
-    """Returns True if a process reported that it ends. It may end because of its own error, because
-    of another process, or because the run is done.
+    """Returns True if a process reported that it ends. A process reports its end after an error of
+    its own, after an error of another process, or when the run is complete.
     """
     return any(store.check([f"{key}/{rank}"]) for key in (FAILED_KEY, ENDED_KEY, "left"))
 
 
 def read_lost_message(store: BoundedStore, ranks: Iterable[int]) -> str:
-    """Reads why one of these processes ended. Returns its message about the process that failed, or
-    "" if there is no message.
+    """Returns the message that one of these processes wrote when it ended because another process
+    had failed. The message says which process failed. Returns "" if there is no such message.
     """
     for rank in ranks:
         if store.check([f"{ENDED_KEY}/{rank}"]) and (
@@ -139,9 +141,9 @@ def find_lost_processes(
     *,
     timeout: float = HEARTBEAT_TIMEOUT,
 ) -> list[LostProcess]:
-    """Finds the processes that have died. If no process has died, finds those that have begun fewer
-    exchanges than this process. A process that ended because of another process is not included.
-    The search takes up to `timeout` seconds.
+    """Finds the processes that have died. If no process has died, finds the processes that have
+    begun fewer exchanges of data than this process. A process that ended only because another
+    process failed is not included. The search takes up to `timeout` seconds.
     """
     first_heartbeats = {
         rank: read_heartbeat(store, rank) or Heartbeat(rank, "an unknown machine", 0)

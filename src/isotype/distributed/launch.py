@@ -1,10 +1,10 @@
 """Implements `isotype train --processes N`. This module starts the processes of a run on this
 machine, waits for them and returns their exit status. It does not import torch.
 
-The first process writes to the terminal. The output of the other processes is stored. It is shown
-only if such a process ends without having reported its error to the first process. Each signal is
-forwarded once. If the launcher itself is killed, the operating system closes a pipe that it held
-open. The processes notice this and end.
+The first process writes to the terminal. The output of the other processes is stored. The output of
+such a process is shown only if the process ends without reporting an error to the first process.
+Each signal is forwarded once. If the launcher itself is killed, the operating system closes a pipe
+that it held open. The processes notice that the pipe is closed, and end.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _PRINTED_LINES = 15
 def launch(command: Sequence[str], processes: int) -> int:
     """Runs `command` in `processes` processes, and returns the exit status of the run.
 
-    The status is 0 if the run is complete, and 130 if it was interrupted and saved. Otherwise it is
-    the status of the first process, or 1 if the first process was killed.
+    The status is 0 if the run is complete, and 130 if it was interrupted and saved. In all other
+    cases, it is the exit status of the first process, or 1 if the first process was killed.
     """
     listening_socket = socket.create_server(("127.0.0.1", 0), backlog=4 * processes)
     lifeline_read_end, lifeline_write_end = os.pipe()

@@ -3,8 +3,8 @@ This module does not import torch.
 
 `torchrun`, `accelerate launch` and `isotype train --processes N` set the same variables. These are
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. SLURM's `srun` and
-MPI's `mpirun` set other variables. None of these variables says at which address the processes can
-connect to each other.
+MPI's `mpirun` set variables with other names. The variables of `srun` and `mpirun` do not contain
+the address at which the processes can connect to each other.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def find_rank(environ: Mapping[str, str] = os.environ) -> Rank:
 
 
 def _find_scheduler(environ: Mapping[str, str]) -> _Scheduler | None:
-    """Returns the scheduler that started this process as one of several. Returns None if no
-    scheduler did.
+    """Returns the scheduler that started this process as one of several processes. Returns None if
+    no scheduler started it.
     """
     for scheduler in _SCHEDULERS:
         size = environ.get(scheduler.size, "1")
@@ -134,8 +134,8 @@ def is_first_of_machine(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _expand_counts(text: str) -> list[int]:
-    """Returns the number of tasks of each node from SLURM's short form. For example, `4(x2),3`
-    means 4, 4, 3.
+    """Parses SLURM's short form for the number of tasks on each node. For example, returns [4, 4,
+    3] for `4(x2),3`.
     """
     counts: list[int] = []
     for match in re.finditer(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -145,7 +145,7 @@ def _expand_counts(text: str) -> list[int]:
 
 def _no_meeting_place_error(launcher: str, size: int, name: str) -> UsageError:
     """Returns the error to raise if a scheduler started several processes that cannot find each
-    other. Without the error, each process would be a separate run.
+    other. If this error were not raised, each process would train separately.
     """
     return UsageError(
         f"{launcher} started {size} processes, and {name} does not say where they meet: each would"

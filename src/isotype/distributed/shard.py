@@ -71,8 +71,9 @@ class Sharding:
 
 
 class UnitGradients:
-    """The gradients of one unit, summed over the processes. Their dtype is the one in which they
-    were sent. For each parameter, the object holds the rows that belong to this process.
+    """The gradients of one unit, summed over the processes. They keep the dtype in which the
+    processes exchanged them. For each parameter, the object holds the rows that belong to this
+    process.
     """
 
     def __init__(self, shard_count: int, sent: list[torch.dtype]) -> None:
@@ -82,16 +83,16 @@ class UnitGradients:
         self._offset = 0
 
     def __call__(self, flat: Tensor) -> None:
-        """The hook that FSDP calls with one tensor for the whole unit. FSDP casts this tensor and
-        splits it into gradients afterwards.
+        """FSDP calls this hook with one tensor that contains the gradients of the whole unit. After
+        the call, FSDP casts this tensor and splits it into the gradients of the parameters.
         """
         self._flat = flat
         self._offset = 0
         self._sent.append(flat.dtype)
 
     def take(self, parameter: nn.Parameter) -> Tensor:
-        """Returns the summed gradient of a parameter. FSDP takes the gradients of a unit in the
-        order in which they are stored in `flat`. There each gradient is padded, so that it can be
+        """Returns the summed gradient of a parameter. FSDP asks for the gradients of a unit in the
+        order in which `flat` contains them. In `flat`, each gradient is padded, so that it can be
         split into equal parts.
         """
         assert self._flat is not None, "the hook runs before the gradients are handed out"
@@ -132,9 +133,9 @@ def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[n
     """Splits `model` in place into units. This process keeps only its rows of each unit. The
     adapter, the ops, the precision and recomputation are already installed in the model.
 
-    The weights may be on the CPU or in memory-mapped files. From such a file only this process's
-    rows are read. For each unit, this process's part is moved to the mesh's device, and the memory
-    of the whole unit is freed. The processes do not exchange any data.
+    The weights may be on the CPU or in memory-mapped files. From a memory-mapped file, only the
+    rows of this process are read. For each unit, this process's part is moved to the mesh's device,
+    and the memory of the whole unit is freed. The processes do not exchange any data.
 
     reduce  the dtype in which gradients are summed
     ->      the units, which `Sharding` needs
@@ -210,7 +211,7 @@ def find_units(inner: Any) -> list[tuple[str, nn.Module]]:
 
 def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
     """Raises UsageError if a unit has trained weights of two dtypes, because FSDP sums the
-    gradients of a unit in one tensor. The message names two such weights.
+    gradients of a unit in one tensor. The message names two weights with different dtypes.
     """
     first: dict[torch.dtype, str] = {}
     for full_name, parameter in parameters.items():
@@ -226,8 +227,8 @@ def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
 
 
 def refuse_weights_of_another_unit(unit: str, module: nn.Module, other_unit_ids: set[int]) -> None:
-    """Raises UsageError if this unit contains a weight that an earlier unit also contains. The
-    shared layers of Zamba 2 are an example. The message names the weight.
+    """Raises UsageError if this unit contains a weight that an earlier unit also contains. Examples
+    are the weights of the shared layers of Zamba 2. The message names the weight.
     """
     if shared := next(
         (f"{unit}.{n}" for n, p in module.named_parameters() if id(p) in other_unit_ids), None
@@ -311,7 +312,7 @@ def _gather_all_units(model: nn.Module, units: list[Any]) -> None:
     """Gathers every unit once. After that, FSDP reuses the same tensors for the gathered weights.
 
     This function also gives the gathered 4-bit weights their scales. Every process holds all
-    scales. They need 1/32 of the bytes of the packed weights.
+    scales. All scales together have 1/32 of the size of the packed weights.
     """
     states = {
         full_name: state

@@ -1,5 +1,5 @@
-"""Knows the number of processes of a run and the rank of this process, and exchanges data between
-the processes.
+"""Exchanges data between the processes of a run. A `World` object also contains the number of
+processes and the rank of this process.
 
 Only this file and `shard.py` use torch.distributed. `shard.py` needs it because a sharded model
 gathers its own weights. `World()` represents a single process. Its methods exchange nothing and
@@ -7,13 +7,14 @@ return their arguments.
 
 A process that waits finds out why another process does not answer. If one process has an error, all
 processes raise it. If a process has died or is late, the error contains its rank, machine and step.
-A process that waits for a value in the store looks for such failures itself. Gradients, sums and
-gathered values are exchanged by a process group of torch. Its errors do not say which process
-failed, so they are replaced.
+While a process waits for a value in the store, it checks whether another process has failed.
+Gradients, sums and gathered values are exchanged by a process group of torch. The errors of this
+process group do not say which process failed, so they are replaced by errors that do.
 
-The store holds only results of the first process, heartbeats, errors, and keys with which processes
-take turns. The store is a single thread in one process. So the cost of a call must not grow with
-the number of pairs of processes (`benchmarks/world.py`).
+The store holds only results of the first process, heartbeats, errors, and keys that show which
+process may continue next. A single thread in one process serves the store. So a method of `World`
+must not cause work in the store that grows with the number of pairs of processes
+(`benchmarks/world.py`).
 """
 
 from __future__ import annotations
@@ -108,9 +109,9 @@ class World:
             full_tensor.copy_(part)
 
     def explain_exchange_errors(self) -> AbstractContextManager[None]:
-        """Is used around work in which processes exchange data without this class, such as a
-        sharded model's forward. If the exchange fails, the error is replaced by one that names the
-        failed process.
+        """Returns a context manager for code in which processes exchange data without calling this
+        class, such as the forward of a sharded model. If the exchange fails, the error is replaced
+        by an error that names the failed process.
         """
         return nullcontext()
 
@@ -145,7 +146,7 @@ class World:
         """Reports to the other processes why this process ends."""
 
     def close(self) -> None:
-        """Ends the participation of this process in the run."""
+        """Closes the connections of this process to the other processes at the end of the run."""
 
 
 ALONE = World()
@@ -243,9 +244,9 @@ class JoinedWorld(World):
         return [json.loads(text) for text in texts]
 
     def _gather_bytes(self, text: bytes) -> list[bytes]:
-        """Returns the texts of all processes in the order of their ranks. They are padded with
-        spaces to the same length. The first process collects the texts and sends them to all
-        processes.
+        """Returns the texts of all processes in the order of their ranks. Before the exchange, all
+        texts are padded with spaces to the same length. The first process collects the texts and
+        sends them to all processes.
         """
         longest = torch.tensor([len(text)])
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._cpu_group)
@@ -533,8 +534,8 @@ _SLOW_FIX = (
 
 
 def _join_error(position: Rank, store: Any, timeout: float, error: Exception) -> RunError:
-    """Returns the error to raise if the processes could not connect. It names the missing processes
-    if they are known.
+    """Returns the error to raise if the processes could not connect. If it is known which processes
+    are missing, the error names them.
 
     store  the store; None if it could not be created
     """
@@ -565,8 +566,8 @@ def _join_error(position: Rank, store: Any, timeout: float, error: Exception) ->
 
 
 def _create_store(position: Rank, wait_time: timedelta) -> Any:
-    """Creates the store of the processes. `isotype train --processes` opens the listening socket
-    and passes it to the first process, so that no other program can take the port.
+    """Creates the key-value store that the processes share. `isotype train --processes` opens the
+    listening socket and passes it to the first process, so that no other program can take the port.
     """
     handle = os.environ.get(LISTENING_SOCKET)
     if handle is None:

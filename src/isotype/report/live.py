@@ -122,8 +122,9 @@ class WatchServer(ThreadingHTTPServer):
 
 
 def wait_for_run(folder: Path, on_wait: Callable[[str], None], *, interval: float = 0.5) -> None:
-    """Returns once the folder holds the first files of a run. The function waits while the folder
-    does not exist or is empty, or while it is locked by a process that is still running its checks.
+    """Waits until the folder holds the first files of a run, and then returns. The function waits
+    while the folder does not exist or is empty. It also waits while a process that still runs its
+    checks has locked the folder.
 
     on_wait   called once with the reason, if the function waits
     interval  seconds between two checks of the folder

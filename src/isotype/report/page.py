@@ -308,8 +308,9 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _prompt_and_turn(entry: dict[str, Any]) -> tuple[str, int]:
-    """Returns the prompt and a number that distinguishes equal prompts. A prompt has the same
-    number in the answers of the trained weights and of the averaged weights.
+    """Returns the prompt and a number that distinguishes equal prompts. If a prompt is answered
+    once with the trained weights and once with the averaged weights, both answers have the same
+    number.
     """
     return entry["prompt"].removesuffix(AVERAGE), entry["turn"]
 
@@ -338,8 +339,8 @@ MAX_EVALUATIONS = 6
 
 
 def noise_levels(record: RunRecord) -> dict[str, Any] | None:
-    """Returns the evaluation loss of a diffusion run by noise level, at evenly spaced steps. None
-    if the run did not record this loss.
+    """Returns the evaluation loss of a diffusion run for each range of noise levels, at evenly
+    spaced steps. Returns None if the run did not record this loss.
     """
     steps = spread_evenly(sorted({int(step) for step, _ in record.evaluations()}), MAX_EVALUATIONS)
     levels = {
@@ -610,8 +611,8 @@ def _precision_verdict(record: RunRecord) -> tuple[str, str]:
 
 def precision(record: RunRecord) -> dict[str, Any]:
     """Returns one row per role (the purpose of a tensor, such as `grads`): its declared dtype, the
-    reason for it, the observed dtype, and whether both are the same. `why` is the reason that
-    applies to most roles.
+    reason for it, the observed dtype, and whether both are the same. The value `why` is the reason
+    that most roles have in common.
     """
     declared = dict_or_empty(record.precision.get("declared"))
     observed = dict_or_empty(record.precision.get("observed"))

@@ -253,7 +253,8 @@ def _metric_plot(
     **options: Any,
 ) -> Plot:
     """Returns the plot of a metric. If the curve is noisy and has many points, the raw values are
-    drawn faintly behind a smoothed line. `points` are by default the values of `key`.
+    drawn faintly behind a smoothed line. If `points` is None, the plot shows the recorded values of
+    the metric `key`.
     """
     if points is None:
         points = record.curve(key)
@@ -363,8 +364,8 @@ def line_chart(plot: Plot, *, width: int = 460, height: int = 190) -> Markup:
 
 
 class _Frame:
-    """The plot area and its scales. A guide far above the curve is left out, because it would
-    flatten the curve.
+    """The plot area and its scales. If the guide, which is a horizontal line, is far above the
+    curve, it is left out. Otherwise the curve would look flat.
     """
 
     left_margin = 52

@@ -185,8 +185,8 @@ def read_run(
 
 
 def read_run_summary(folder: Path) -> RunRecord:
-    """Like `read_run`, with only the evaluations and the last rows of the metrics. `resolved.yaml`
-    is parsed when `settings` is read.
+    """Reads a run as `read_run` does, but reads only the evaluations and the last rows of the
+    metrics. `resolved.yaml` is not parsed until `settings` is used.
     """
     return _read_files(folder, read_last_rows)
 
@@ -263,8 +263,8 @@ def dict_or_empty(value: Any) -> dict[str, Any]:
 
 
 def rows_or_empty(value: Any, *keys: str) -> list[dict[str, str]]:
-    """Returns the mappings in a list. Each is reduced to these keys, with values as text; missing
-    values are "".
+    """Returns those items of a list that are mappings. Each returned dictionary contains only the
+    given keys. Its values are texts, and a missing value becomes "".
     """
     return [
         {key: str(row[key]) if row.get(key) is not None else "" for key in keys}

@@ -81,8 +81,8 @@ class RunFolder:
         self, step: int, samples: Sequence[tuple[dict[str, Any], tuple[str, bytes] | None]]
     ) -> list[dict[str, Any]]:
         """Writes the samples of one step. Each sample is a dictionary and, if the sample has a
-        file, the suffix and the bytes of this file. Returns the dictionaries with the names of the
-        files added.
+        file, the suffix and the bytes of this file. Returns the dictionaries of all samples. If a
+        sample has a file, the name of the file is added to its dictionary.
         """
         self.samples.mkdir(exist_ok=True)
         rows = []
@@ -289,8 +289,8 @@ def is_locked(path: Path) -> bool:
 
 
 def find_training_process(path: Path) -> int | None:
-    """Returns the id of the process that trains in this folder now. None if no process trains
-    there, or if the process belongs to another machine, container or user.
+    """Returns the id of the process that trains in this folder now. Returns None if no process
+    trains in this folder, or if the process belongs to another machine, container or user.
 
     The number in the lock file counts only if the process with that id has the file open.
     """

@@ -111,9 +111,9 @@ class MappedFiles:
 
 
 def find_truncated_files(sizes: object) -> list[str]:
-    """Describes each file that is shorter than it was when a run mapped it.
+    """Returns a description of each file that is shorter now than when a run mapped it into memory.
 
-    sizes  the content of MAPPED_RECORD, which may come from an untrusted folder
+    sizes  the content of the file MAPPED_RECORD; the run folder may be untrusted
     """
     descriptions: list[str] = []
     for path, size in list(sizes.items())[:MAX_FILES] if isinstance(sizes, dict) else ():
@@ -154,8 +154,8 @@ def mapped_paths() -> list[tuple[Path, tuple[int, int]]]:
 
 
 def _identity(name: str, identity: tuple[int, int]) -> tuple[int, int]:
-    """Returns the device and inode of a mapped file as `stat` returns them. For file systems with
-    subvolumes, /proc/self/maps shows a different device.
+    """Returns the numbers of the device and the inode of a mapped file, as `stat` reports them. For
+    file systems with subvolumes, /proc/self/maps shows a different device.
     """
     with suppress(OSError):
         status = os.stat(name)

@@ -160,7 +160,9 @@ def read_thinned_rows(file: IO[bytes]) -> MetricsRows:
 
 
 class _Bucket:
-    """The rows with the extreme losses among those that were added, by line number."""
+    """Of the rows that were added, keeps those with the lowest, the highest and the first infinite
+    loss, with their line numbers.
+    """
 
     def __init__(self) -> None:
         self.lowest = self.highest = self.infinite = (0, {"loss": math.nan})

@@ -55,7 +55,7 @@ class PrecisionRecord:
 
     def add(self, observation: Observation) -> None:
         """Adds an observation. Roles that are not in the observation keep their earlier counts.
-        Raises DtypeError DT003 if the observation violates the declared precision.
+        Raises DtypeError DT003 if an observed dtype is not the dtype that the run's precision sets.
         """
         self._observed = merge_observation(self._observed, observation)
         if self.is_writer:
@@ -71,14 +71,14 @@ class PrecisionRecord:
         observation.raise_if_violated()
 
     def set_watched_phases(self, names: Iterable[str]) -> None:
-        """Sets the names of the observed phases, such as generation, besides training steps and
-        files. The record lists the other phases as `not watched`.
+        """Sets the names of the phases whose dtypes are observed, such as generation. Training
+        steps and files are always observed. The record lists all other phases as `not watched`.
         """
         self._observed["watched"] = list(names)
 
     def restore(self, step: int) -> None:
-        """Reads the observations of an earlier part of this run, up to `step`. If the file is
-        missing or damaged, the record starts empty.
+        """When a run is resumed, reads the observations that it recorded up to `step`. If the file
+        is missing or damaged, the record starts empty.
         """
         self._observed = {}
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -1,5 +1,6 @@
-"""Makes fingerprints of the frozen weights and of the model's own settings. A run starts from both
-in addition to its configuration. A run cannot be resumed with another base model.
+"""Computes fingerprints of the frozen weights and of the model's own settings, because the result
+of a run depends on both. With these fingerprints, a resumed run can find out whether the base model
+has changed. A run cannot be resumed with another base model.
 
 The fingerprints are stored in `plan.json`. Weights that are packed, or that `adapter.start` has
 changed, are left out, because their bits may differ between devices.
@@ -78,7 +79,7 @@ def describe_base(fingerprint: str, model: nn.Module, precision: Precision) -> d
 
 def compare_bases(recorded: Any, current: dict[str, Any], loaded: LoadedConfig) -> str:
     """Returns a text that says how the base model differs from the one at the run's last start.
-    Returns "" if it is the same.
+    Returns "" if the base model has not changed.
 
     recorded  the entry of plan.json; if a run has no such entry, nothing is compared
     Raises    UsageError if the base models differ, unless the user accepts changes. If the versions

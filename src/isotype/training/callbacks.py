@@ -1,5 +1,6 @@
 """Runs a user's own code during training. A user can add callbacks, which are called after a step,
-an evaluation, a save or a round of samples. A user can also add an objective.
+an evaluation, a save or a round of samples. A user can also add an objective, which is a function
+that computes the loss.
 
 A callback may read everything, generate, log, write files and ask the run to stop. If it changes
 the weights, this is an error, because the run folder would no longer describe the run. After each
@@ -70,8 +71,8 @@ class Callback:
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
     """Raises UsageError for a callback that `run_callbacks` could not call. Examples are a class in
-    place of an object, an object that is not a Callback, and a method that does not take one
-    Moment.
+    place of an object, an object that is not a `Callback`, and a method that does not accept
+    exactly one argument of the type `Moment`.
     """
     for callback in callbacks:
         if isinstance(callback, type):
@@ -138,8 +139,9 @@ def _find_change(
     continuity: Continuity,
 ) -> str | None:
     """Returns the name of the first tensor that a callback changed. A parameter or an optimizer
-    state has changed if it was written, replaced, frozen or unfrozen. A buffer has changed only if
-    its values were rounded, because a generation may write to buffers.
+    state has changed if it was written, replaced, frozen or unfrozen. For a buffer, only rounding
+    of its values to a narrower dtype counts as a change, because the model may write other values
+    to its buffers when it generates.
     """
     changed_name = next(
         (key for key in previous.keys() | current.keys() if previous.get(key) != current.get(key)),

@@ -48,8 +48,9 @@ def format_duration(seconds: float) -> str:
 def format_progress(
     step: int, total: int, row: dict[str, Any], seconds_left: float | None, names: MetricNames
 ) -> str:
-    """Example: `step 12/200  loss 2.314  lr 2.0e-04  grad 0.83  changed 98%  3,120 tok/s  1.20 GB
-    ETA 0:42`
+    """Returns the progress line of a step. An example:
+
+    `step 12/200  loss 2.314  lr 2.0e-04  grad 0.83  changed 98%  3,120 tok/s  1.20 GB  ETA 0:42`
     """
     parts = [
         f"step {step}/{total}",
@@ -254,7 +255,7 @@ def wrap_header(lines: str, width: int, *, indent: int = 10) -> str:
     """Breaks the lines of a header row between words, so that they fit into the terminal.
     Continuation lines are indented, so that they begin below the text.
 
-    indent  the width of a label
+    indent  the number of blanks before each continuation line, which is the width of a label
     """
     wrapped = []
     for line in lines.split("\n"):
@@ -273,12 +274,12 @@ def wrap_header(lines: str, width: int, *, indent: int = 10) -> str:
 
 
 class Interrupt:
-    """A context manager. Within it, the signals SIGINT, SIGTERM, SIGHUP and SIGUSR1 set
-    `is_requested`. SIGHUP means a closed terminal or a broken connection. SIGUSR1 can come from
-    Slurm (`sbatch --signal=USR1@120`).
+    """A context manager. Within its block, the signals SIGINT, SIGTERM, SIGHUP and SIGUSR1 do not
+    end the process, but set the attribute `is_requested`. SIGHUP means a closed terminal or a
+    broken connection. SIGUSR1 can come from Slurm (`sbatch --signal=USR1@120`).
 
     While `is_training` is true, the loop saves a checkpoint after the current step and stops. A
-    second signal stops it at once. Before training begins, a signal raises KeyboardInterrupt,
+    second signal stops the loop at once. Before training begins, a signal raises KeyboardInterrupt,
     because tokenising may take hours.
     """
 
@@ -368,8 +369,8 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def silence_library_warnings() -> Iterator[None]:
-    """Hides the warnings that libraries print about a model without data. Also hides PyTorch's log
-    messages about operators that need data.
+    """Hides warnings that libraries print because the tensors of a model contain no data. Also
+    hides PyTorch's log messages about operators that need data.
     """
     operators = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled = operators.disabled

@@ -1,5 +1,5 @@
-"""Does the part of a run's preparation that needs no weights. This prepares the device, the
-precision and the data. Both `isotype train` and `isotype plan` begin with it.
+"""Does the part of a run's preparation that needs no weights: it prepares the device, the precision
+and the data. `isotype train` and `isotype plan` both call this module first.
 """
 
 from __future__ import annotations

@@ -147,8 +147,9 @@ def evaluation_set(config: RunConfig) -> str:
 
 
 def _describe_eval_set(loop: Loop) -> str:
-    """Returns a text about the evaluation rows that decide which step is the best. It names their
-    set, and says which part of the set is used.
+    """Returns a text about the evaluation rows that decide which step is the best. The text
+    contains the name of the evaluation set. If only a part of the set is used, the text also says
+    which part.
     """
     name = evaluation_set(loop.config)
     schedule = loop.schedule
@@ -182,8 +183,9 @@ def _evaluation_metric(loop: Loop, step: int, key: str) -> float | None:
 
 
 def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
-    """Writes the model's current weights, and records the dtypes in the files. Only the first
-    process gets the hashes of the weights. Raises DtypeError DT003.
+    """Writes the model's current weights to `target`, and records which dtypes the written files
+    contain. The hashes of the weights are returned only in the first process. Raises DtypeError
+    DT003.
     """
     writer = loop.result_writer
     tensors = writer.write(target, step=loop.progress.step)
@@ -272,9 +274,9 @@ _ROWS_WITH_ROUNDED_BASE = 16
 
 def _checked_row_count(config: RunConfig, precision: Precision) -> int:
     """Returns the number of rows whose loss is compared. The tensors are compared bit for bit. So
-    one row is enough to show whether the loaded model has the same base, scale and precision as in
-    training. If the base weights were rounded, several rows are used, because their mean loss is
-    less noisy.
+    the loss of one row is enough to show whether the loaded model has the same base model, the same
+    adapter scale and the same precision as in training. If the base weights were rounded, several
+    rows are used, because their mean loss is less noisy.
     """
     return _ROWS_WITH_ROUNDED_BASE if _is_base_rounded(config, precision) else 1
 

@@ -1,5 +1,5 @@
-"""Makes the header of a run, which is printed before step 1. A short part is always shown. The
-details are shown only if the user asks for them.
+"""Makes the header of a run, which is printed before step 1. The header has a short part, which is
+always shown, and details, which are shown only if the user asks for them.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def detail_rows(task: Task, prepared: Prepared) -> Header:
 
 
 def details_hint(folder: RunFolder) -> Header:
-    """Returns a row that says where to find the details. It is shown if the header does not contain
-    them.
+    """Returns a row that says where to find the details. This row is shown if the header itself
+    does not contain the details.
     """
     return [("details", f"dtype of each role, ops, layers: {folder.path / LOG}, or --verbose")]
 
@@ -115,8 +115,8 @@ def _describe_adapter(adapter: AdapterSection) -> str:
 
 
 def _summarise_precision(resolved: Resolved, adapter: AdapterSection) -> str:
-    """Returns the precision in one line. If `auto` chose it, the line says so, but the reason is
-    shown only with the details.
+    """Returns the precision in one line. If `auto` chose the precision, the line says this, but the
+    reason for the choice is shown only with the details.
     """
     values = {role: value for role, value, _ in resolved.rows()}
     source = " (auto)" if resolved.preset_reason.startswith("auto") else ""
@@ -143,8 +143,9 @@ def _describe_memory(prepared: Prepared, trial: Trial) -> str:
 
 
 def _describe_time(task: Task, schedule: RunSchedule, trial: Trial) -> str:
-    """Returns a text with the time of the steps, the evaluations, the samples and the check at the
-    end, if all rows were as long as the longest. Returns "" if no batch was timed.
+    """Returns a text with an upper estimate of the run's time: the time of the steps, the
+    evaluations, the samples and the check of the result, computed as if all rows were as long as
+    the longest row. Returns "" if no batch was timed.
     """
     if trial.batch_seconds is None:
         return ""
@@ -195,7 +196,8 @@ def attention_line(
     model: nn.Module, implementation: str, precision: Precision, *, device_type: str
 ) -> str:
     """Returns a text that names the attention implementation and the reason for it. For a diffusers
-    model, it lists the attention back ends of the layers. Returns "" if neither is known.
+    model, it lists the attention back ends of the layers. Returns "" if the attention
+    implementation is not known.
 
     implementation  `model.attention`
     """

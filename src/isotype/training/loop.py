@@ -2,7 +2,8 @@
 and checkpoints.
 
 `training.setup` prepares everything that the loop needs. A checkpoint stores the loop's `RunState`.
-With it, a resumed run has bit for bit the same results as a run without an interruption.
+A run that is resumed from this state has bit for bit the same results as a run without an
+interruption.
 """
 
 from __future__ import annotations
@@ -179,7 +180,9 @@ class Loop:
 
     @property
     def model_world(self) -> World:
-        """The processes that share the model. They must run each forward together."""
+        """The processes that share the model. All these processes must run each forward pass at the
+        same time.
+        """
         if self.stepper.sharding is not None:
             return self.world
         return ALONE
@@ -337,8 +340,8 @@ class Loop:
                 self.trackers.log_row(row)
 
     def _evaluate_sample_save(self, *, evaluate: bool, sample: bool, save: bool) -> bool:
-        """After a step, evaluates, generates samples and saves if this is due. Returns True if the
-        run should stop early.
+        """After a step, does what is due: an evaluation, a round of samples, a checkpoint. Returns
+        True if the run should stop early.
         """
         is_best = should_stop = False
         if evaluate and self.task.eval_rows:
@@ -447,7 +450,7 @@ class Loop:
     def _keep_evaluation_rows(self) -> None:
         """Makes a resumed run evaluate the same rows as before, even if its number of steps has
         changed. If a checkpoint stores no stride for the evaluation, an earlier version of Isotype
-        wrote it. That version evaluated all rows after each tenth of the run.
+        wrote it. Such a version evaluated all rows after each tenth of the run.
         """
         evaluated_rows = self.progress.evaluated
         is_default = self.config.train.eval_every is None

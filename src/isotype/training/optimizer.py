@@ -1,12 +1,13 @@
-"""Builds the optimizers of a run. Also computes averages of the trained weights, which evaluations
-and results may use in place of the weights.
+"""Builds the optimizers of a run. This module also computes averages of the trained weights.
+Evaluations and results may use these averages in place of the weights.
 
 AdamW supports every combination of dtypes that `Precision` allows. The optimizers of other
 libraries support only fp32 weights.
 
-If all dtypes are fp32, AdamW is torch's fused implementation. Otherwise it is `MixedAdamW`, because
-torch's AdamW does not accept fp32 gradients for bf16 weights. Muon and Adafactor come from torch,
-Lion and the 8-bit optimizers from bitsandbytes, and the others from their authors' packages.
+If all dtypes are fp32, AdamW is torch's fused implementation. For other dtypes, AdamW is Isotype's
+class `MixedAdamW`, because torch's AdamW does not accept fp32 gradients for bf16 weights. Muon and
+Adafactor come from torch, Lion and the 8-bit optimizers from bitsandbytes, and the others from
+their authors' packages.
 """
 
 from __future__ import annotations
@@ -68,9 +69,10 @@ class MixedAdamW(torch.optim.Optimizer):
     gradient   returns the accumulated gradient of a parameter
     state      dtype of the moments
     rounding   how weights are rounded to their dtype: nearest or stochastic
-    seed       seed of the random numbers for stochastic rounding. They depend only on the seed, the
-               step and the element. So a resumed run needs no state for them, and several processes
-               that share a weight round it in the same way as a single process would
+    seed       seed of the random numbers for stochastic rounding. The random numbers depend only on
+               the seed, the step and the position of the element. So a resumed run needs no stored
+               random state, and several processes that share a weight round it in the same way as a
+               single process would
     """
 
     def __init__(
@@ -379,8 +381,8 @@ def parameter_groups(
 
 
 def _text_encoder_rates(text_rate: float | Sequence[float] | None) -> dict[str, float]:
-    """Returns a mapping from a part of a parameter's name to a learning rate. It covers the
-    parameters of the text encoders.
+    """Returns the learning rates of the text encoders. Each key of the returned dictionary is a
+    text that occurs in the names of all parameters of one text encoder.
     """
     if text_rate is None:
         return {}
@@ -396,8 +398,8 @@ def _text_encoder_rates(text_rate: float | Sequence[float] | None) -> dict[str, 
 def _split_groups(
     groups: list[dict[str, Any]], weights: set[nn.Parameter], factor: float
 ) -> list[dict[str, Any]]:
-    """Removes `weights` from the groups and adds them in new groups of their own. In the new
-    groups, the learning rate is multiplied by `factor`.
+    """Moves `weights` from their parameter groups to new parameter groups. In the new groups, the
+    learning rate is multiplied by `factor`.
     """
     remaining_groups = []
     separate_groups = []
@@ -445,8 +447,8 @@ def use_averages(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within this block, the model has the averaged weights of a schedule-free optimizer. For
     another optimizer, nothing is changed.
 
-    The method `train()` of such an optimizer would not restore the weights exactly, because of
-    rounding. So they are restored from a copy.
+    At the end of the block, the weights are restored from a copy. The optimizer's own method
+    `train()` would not restore them exactly, because of rounding.
     """
     if not hasattr(optimizer, "eval"):
         yield
@@ -508,7 +510,7 @@ class Ema:
         torch._foreach_lerp_(averages, weights, 1 - share)
 
     def observed_dtypes(self) -> list[tuple[str, str, str]]:
-        """Returns a tuple (role, tensor, dtype) for each average, in the same form as
+        """Returns a tuple (role, tensor, dtype) for each averaged weight, in the same form as
         `Task.observed_dtypes`.
         """
         return [
@@ -530,7 +532,9 @@ class Ema:
         return {f"{EMA_PREFIX}{name}": average for name, average in self.averages.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Loads the averages. Raises RunError CK003 if the checkpoint does not contain them."""
+        """Loads the averages from the tensors of a checkpoint. Raises RunError CK003 if an average
+        is missing there or has another shape or dtype.
+        """
         for name, average in self.averages.items():
             saved = tensors.get(f"{EMA_PREFIX}{name}")
             if saved is None or saved.shape != average.shape or saved.dtype != average.dtype:
@@ -543,8 +547,9 @@ class Ema:
 
 
 def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """Returns the counters that an optimizer stores in each of its groups, for a checkpoint.
-    Examples are Prodigy's learning rate and the weights of schedule-free averages.
+    """Returns the numbers that an optimizer stores in each of its parameter groups, so that a
+    checkpoint can store them. Examples of such numbers are Prodigy's estimate of the learning rate
+    and the weights with which a schedule-free optimizer averages.
     """
     counter_keys = ("k", "weight_sum", "lr_max", "scheduled_lr", "d", "d_max", "d_numerator")
     return [
@@ -556,9 +561,10 @@ def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
 def convert_states(
     optimizer: torch.optim.Optimizer, counters: Sequence[Mapping[str, float]]
 ) -> None:
-    """Converts restored states to the form that this optimizer needs. This concerns the dtype of
-    its moments, the type of its step count, and paged memory. If a run is resumed, the dtype of the
-    moments and the type of the step count may differ from before, if the user accepts the change.
+    """Converts restored states to the form that this optimizer needs. This function converts the
+    dtype of the moments and the type of the step count, and moves states to paged memory if the
+    optimizer uses it. When a run is resumed, the dtype and the type may differ from those in the
+    checkpoint if the user accepts this change.
 
     counters  the result of `group_counters` that the checkpoint contains
     """

@@ -100,8 +100,8 @@ _WHOLE_WEIGHT_OPTIMIZERS = {
 
 
 def sharing_blocker(config: RunConfig) -> str | None:
-    """Returns the setting because of which the model cannot be shared, with the reason. Returns
-    None if there is no such setting.
+    """If a setting of the configuration does not allow the processes to share the model, returns
+    this setting with the reason. Otherwise returns None.
     """
     adapter = config.adapter
     optimizer = config.train.optimizer

@@ -192,8 +192,8 @@ class Plan:
 def plan_run(
     task: Task, sources: Mapping[str, str], *, device: str | None = None, gpus: int | None = None
 ) -> Plan:
-    """Computes everything that can be known before the weights are loaded. Raises UsageError in the
-    same cases as `train`.
+    """Computes everything about a run that can be known before the weights are loaded. Raises
+    UsageError in the same cases as `train`.
 
     device  the name of a device whose published specifications the plan uses; by default the device
             of this machine

@@ -81,8 +81,8 @@ class ResultWriter:
         return tensors
 
     def write_adapter(self, folder: RunFolder, *, step: int) -> None:
-        """Writes the adapter to `adapters/step_N`. If there are then more than `run.adapters_keep`
-        adapters, removes the oldest ones.
+        """Writes the adapter to `adapters/step_N`. If the folder `adapters` then contains more than
+        `run.adapters_keep` adapters, the oldest adapters are removed.
         """
         target = folder.adapters / f"step_{step}"
 

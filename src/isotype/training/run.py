@@ -94,8 +94,8 @@ def train(
 
 
 class _TrainingRun:
-    """One call of `train`. The method `run` locks the folder and explains errors. It calls
-    `_train`, which trains.
+    """One call of `train`. The method `run` locks the folder and adds explanations to errors. It
+    calls the method `_train`, which trains the model.
     """
 
     def __init__(
@@ -265,9 +265,10 @@ class _TrainingRun:
         prepared.stepper.loss_sum = loss_sum
 
     def _run_preflight(self, loop: Loop, prepared: Prepared) -> tuple[Outcome, list[str], Trial]:
-        """Runs the checks before step 1. Returns their outcome, the names of the trial runs whose
-        dtypes were observed, and the measurements of the trial step. The `PreflightSubject` has a
-        reference to the model. It exists only in this method, so that `finish` can free the model.
+        """Runs the checks before step 1. Returns the outcome of the checks, the names of the trial
+        runs whose dtypes were observed, and the measurements of the trial step. The
+        `PreflightSubject` refers to the model. This object is not kept after the method returns, so
+        that `finish` can free the model.
         """
         self.world.record_progress(0, "the preflight")
         subject = PreflightSubject(
@@ -294,7 +295,7 @@ class _TrainingRun:
         self.world.run_on_first(lambda: record_resume(self.folder, step, changes))
 
     def _write_start(self, loop: Loop, prepared: Prepared) -> None:
-        """Writes the files that describe the run. Only the first process writes them."""
+        """Writes the files that describe the run. Only the first process writes these files."""
         self.world.run_on_first(
             lambda: write_start(
                 self.loaded,

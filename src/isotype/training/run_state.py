@@ -89,9 +89,9 @@ class RunState:
     def write_checkpoint(
         self, store: CheckpointStore, checkpoint: Checkpoint, *, is_best: bool
     ) -> None:
-        """Writes the checkpoint. The first process writes all of it. If the processes share the
-        model, each process writes its own part. Raises RunError CK001 when the disk cannot be
-        written.
+        """Writes the checkpoint. If the processes share the model, each process writes its own
+        part. Otherwise the first process writes the whole checkpoint. Raises RunError CK001 when
+        the disk cannot be written.
         """
         sharding = self.stepper.sharding
         if sharding is None:
@@ -117,8 +117,8 @@ class RunState:
         return bool(name == self.stepper.train.optimizer)
 
     def restore_training(self, checkpoint: Checkpoint) -> int:
-        """Restores everything except the weights and their averages. Returns the number of
-        processes that wrote the checkpoint.
+        """Restores everything that a checkpoint contains, except the weights and their averages.
+        Returns the number of processes that wrote the checkpoint.
         """
         stepper = self.stepper
         state = checkpoint.state
@@ -160,15 +160,15 @@ _CHECKPOINT_PREFIX = {WEIGHT: "model", STATE: "optimizer", AVERAGE: "ema", BUFFE
 
 
 def checkpoint_key(key: Key) -> str:
-    """Returns the name that a tensor has in a checkpoint. `key` is the name under which
-    `Continuity` samples this tensor.
+    """Returns the name that a tensor has in a checkpoint. `key` is the name that the class
+    `Continuity` uses for this tensor.
     """
     kind, *path = key
     return ".".join((_CHECKPOINT_PREFIX[kind], *path))
 
 
 def last_good_checkpoint(store: CheckpointStore) -> str:
-    """Returns a text for an error message. It names the checkpoint from which the run can be
+    """Returns a text for error messages. The text names the checkpoint from which the run can be
     resumed.
     """
     step, _ = store.find_newest_intact()

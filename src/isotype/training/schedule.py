@@ -76,10 +76,10 @@ def default_evaluations(
     """Chooses the number of steps between evaluations, and the stride. With a stride of n, an
     evaluation uses every n-th row.
 
-    If all held-out rows were evaluated before step 1 and after each tenth of the run, that would be
-    eleven times. In a short run, this could need more rows than training uses. For example, if 5%
-    of 10,000 rows are held out, eleven evaluations need 5,500 rows, whereas 200 steps of 4 rows
-    train on 800 rows.
+    An evaluation before step 1 and one after each tenth of the run are eleven evaluations. If each
+    of them used all held-out rows, a short run could evaluate more rows than it trains on. For
+    example, if 5% of 10,000 rows are held out, eleven evaluations need 5,500 rows, whereas 200
+    steps of 4 rows train on 800 rows.
 
     is_decisive  whether an evaluation can end the run early or decides which weights are the
                  result; if so, the run always evaluates after each tenth of its steps
@@ -148,22 +148,22 @@ class RunSchedule:
 
     @property
     def evaluations(self) -> int:
-        """The number of evaluations of the run. The evaluations before step 1 and at the end of the
-        run are included.
+        """Returns the number of evaluations of the run, including those before step 1 and at the
+        end of the run.
         """
         return 1 + math.ceil(self.total / self.eval_every) if self.eval_every else 0
 
     @property
     def evaluated_rows(self) -> int:
-        """The number of rows of one evaluation. If there are several evaluation sets, the real
-        number may be slightly larger, because it is rounded up for each set.
+        """The number of rows that one evaluation uses. If there are several evaluation sets, the
+        real number may be slightly larger, because the number of rows is rounded up in each set.
         """
         return math.ceil(self.eval_rows / self.eval_stride)
 
     def describe_evaluation(self, row: str) -> str:
         """Returns a text that says how often the run evaluates, and on how many rows.
 
-        row  what the task calls a row
+        row  the word that the task uses for a row of its data
         """
         if not self.evaluations:
             return "no evaluation"
@@ -178,14 +178,14 @@ class RunSchedule:
 
     @property
     def sample_rounds(self) -> int:
-        """The number of rounds of samples, with the one before step 1."""
+        """The number of times that the run generates samples, including the samples before step 1."""
         if not self.sample_every:
             return 0
         return 1 + math.ceil(self.total / self.sample_every)
 
     def is_adapter_due(self, step: int) -> bool:
-        """Returns True if an adapter is written after this step. After the last step, no adapter is
-        written, because the result is written.
+        """Returns True if an adapter is written after this step. No adapter is written after the
+        last step, because the run then writes its result.
         """
         return bool(self.adapters_every) and step % self.adapters_every == 0 and step != self.total
 
@@ -196,7 +196,7 @@ class RunSchedule:
 class Pace:
     """Measures the speed of a run. It computes the median time of the last WINDOW steps, and the
     mean time of each kind of pause. A pause is an evaluation, a checkpoint or a round of samples
-    between two steps. The first step is left out, because it is slower than the others.
+    between two steps. The first step is not counted, because it is slower than all other steps.
     """
 
     WINDOW = 50
@@ -211,7 +211,7 @@ class Pace:
         self._start_time = time.perf_counter()
 
     def lap(self) -> float:
-        """Returns the seconds since `start`. They are recorded as the time of one step."""
+        """Returns the seconds since `start`. The time is also recorded as the duration of one step."""
         seconds = time.perf_counter() - self._start_time
         if self._is_warm:
             self._step_seconds.append(seconds)
@@ -220,7 +220,9 @@ class Pace:
 
     @contextmanager
     def pause(self, kind: PauseKind) -> Iterator[None]:
-        """Measures the time that this block takes. The block runs between two steps."""
+        """Measures how long the block of this context manager takes. The block contains work
+        between two steps, for example an evaluation.
+        """
         start_time = time.perf_counter()
         try:
             yield
@@ -228,9 +230,9 @@ class Pace:
             self._pause_seconds[kind].append(time.perf_counter() - start_time)
 
     def eta(self, schedule: RunSchedule, step: int) -> float | None:
-        """Returns the estimated number of seconds until the end of the run. The time begins at the
-        end of step `step`, before the pauses that follow this step. Returns None before the first
-        measurement.
+        """Returns the estimated number of seconds until the end of the run. The estimate starts at
+        the end of step `step`, so it includes the pauses that follow this step. Returns None if the
+        time of a step has not been measured yet.
         """
         if not self._step_seconds:
             return None

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SettingNames:
-    """The names of settings in messages. The defaults are the keys of a configuration file.
+    """The names by which messages call the settings. The default names are the keys of a
+    configuration file.
 
     checkpoint_layers  the setting, with its value, for gradient checkpointing of every layer
     compute_bf16       the setting, with its value, for matrix products in bf16

@@ -118,7 +118,8 @@ class WeightFingerprints:
 
     weights  the fingerprint of all weights, which the processes compare; "" if there is only one
              process
-    base     the fingerprint of the frozen weights, which is compared when the run is resumed
+    base     the fingerprint of the frozen weights; a resumed run compares it with the fingerprint
+             from its last start
     """
 
     def __init__(self, precision: Precision, adapter: AdapterSection, world: World) -> None:
@@ -320,8 +321,8 @@ class PreflightSubject:
     observer            records the dtypes in each trial step, evaluation and sample
     violation_severity  how severe it is if a dtype is not the declared one
     observations        for each trial step, evaluation or sample: its name -> the recorded dtypes
-    names               the names of the settings in messages
-    trial               what the trial step measured
+    names               the names by which messages call the settings
+    trial               the measurements of the trial step
     """
 
     config: RunConfig

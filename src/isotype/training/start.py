@@ -69,8 +69,8 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class RunChange:
-    """A difference from the run's last start. `kind` says what is different. It is `settings`,
-    `rows`, `evaluation rows`, `objective` or `base`.
+    """A difference from the run's last start. `kind` says what is different: `settings`, `rows`,
+    `evaluation rows`, `objective` or `base`.
     """
 
     kind: str
@@ -276,8 +276,8 @@ def _changed_files(old: dict[str, Any], new: dict[str, Any], *, evaluation: bool
 
 
 def _is_moved(path: str, previous: dict[str, str], current: dict[str, str]) -> bool:
-    """Returns True if the file was only moved. Then the same content has one path at the last start
-    and another path now.
+    """Returns True if the file was only moved since the last start, so that its path has changed
+    but its content is the same.
     """
     if path in previous and path in current:
         return False

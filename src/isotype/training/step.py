@@ -92,8 +92,8 @@ class LossScale:
     quiet: int = 0
 
     def update(self, *, has_overflow: bool, step: int) -> None:
-        """Adapts the scale after a step. Raises RunError FP001 if the scale has fallen below 1,
-        because halving it again would not help.
+        """Adapts the loss scale after a step. Raises RunError FP001 if the scale has fallen below
+        1, because halving it again would not help.
         """
         if has_overflow:
             self.scale = self.scale / 2
@@ -201,9 +201,9 @@ class Stepper:
         gradient is not finite and there is no loss scaling; DtypeError DT003 if other code changed
         the weights since the last update (`continuity`).
 
-        watch_changes  whether to measure the share of weights that this update changes. The share
-                       is in the result of the next step, because it is read from the device
-                       together with the loss of that step
+        watch_changes  whether to measure the share of weights that this update changes. The result
+                       of the next step contains this share, because the share is read from the
+                       device together with the loss of the next step
         """
         check_placed(self.model)
         weight, units = (
@@ -284,8 +284,8 @@ class Stepper:
 
     def _read_local_step(self, loss: Tensor) -> ReducedStep:
         """Reads the numbers of this process from the device. This is the only time in a step that
-        the process waits for the device. If no process computed a gradient for a tensor, its
-        gradient is zero here.
+        the process waits for the device. If no process computed a gradient for a tensor, this
+        method uses zeros as its gradient.
         """
         measures = [] if self.measure_sums is None else list(self.measure_sums.unbind())
         flags = [] if self.continuity is None else self.continuity.flags
@@ -313,8 +313,8 @@ class Stepper:
     ) -> RunError:
         """Returns a RunError NF001 with the name of the module in which a non-finite number appears
         first. If there are several processes, the message comes from the first process that has a
-        non-finite weight. If no process has one, it comes from the first process with a non-finite
-        loss.
+        non-finite weight. If no process has a non-finite weight, the message comes from the first
+        process that has a non-finite loss.
 
         local_loss  the loss of this process
         """
@@ -386,9 +386,9 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 def choose_sampled_elements(
     parameters: Sequence[nn.Parameter],
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Chooses positions in some of the model's parameters. They are the same in every run. Within a
-    parameter, or within this process's part of a sharded parameter, the positions are evenly
-    spaced.
+    """Chooses the elements of the model's parameters that are compared before and after an update.
+    The choice is the same in every run. Within a parameter, or within this process's part of a
+    sharded parameter, the positions are evenly spaced.
     """
     return [
         (p, torch.linspace(0, n - 1, min(SAMPLED_ELEMENTS, n), device=p.device).long())
@@ -409,8 +409,8 @@ def sample_items(items: Sequence[T], count: int) -> list[T]:
 
 
 def measure_share_changed(previous: list[Tensor], current: list[Tensor]) -> Tensor:
-    """Returns the share of the sampled elements that differ. It is 1.0 if the update changed every
-    element, and 0.0 if rounding removed every change.
+    """Returns the share of the sampled elements that an update has changed. It is 1.0 if the update
+    changed every element, and 0.0 if rounding removed every change.
 
     ->  fp32[]   on the first tensor's device
     """

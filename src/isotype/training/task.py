@@ -2,8 +2,8 @@
 
 A task loads a model and its data, computes a loss, evaluates, generates samples and saves the
 result. The package `training` never imports a task. The command line chooses the task
-(`isotype.tasks.choose`) and passes it as an argument. The methods are called in the order `check`,
-`load_data`, `encode`, `build_model`, and then the other ones.
+(`isotype.tasks.choose`) and passes it as an argument. The methods `check`, `load_data`, `encode`
+and `build_model` are called first and in this order. All other methods are called after them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Header = list[tuple[str, str]]  # rows of a label and a text
 class MetricNames:
     """The names that the output uses for a task's metrics and rows.
 
-    `units` names what is counted for the speed, and `weight` names the number by which a loss is
-    divided. Both names are also used for keys of metrics.jsonl, such as `tokens`,
-    `tokens_per_second` and `supervised`.
+    `units` is the word for the items that are counted to compute the speed, for example tokens.
+    `weight` is the word for the number by which a loss is divided. Both names are also used for
+    keys of metrics.jsonl, such as `tokens`, `tokens_per_second` and `supervised`.
     """
 
     units: str
@@ -136,8 +136,9 @@ class Sample(Protocol):
 
 @dataclass(frozen=True)
 class AveragedSample:
-    """A sample that was generated with the averaged weights. A round of samples contains it in
-    addition to the sample that was generated with the trained weights.
+    """A sample that was generated with the averaged weights. If a run averages its weights, each
+    round of samples contains a sample from the averaged weights and a sample from the trained
+    weights.
     """
 
     sample: Sample
@@ -229,8 +230,8 @@ class ModelOutline:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutline:
-    """The work that a memory plan runs on tensors without data. It consists of the largest step,
-    the largest evaluation and the largest sample.
+    """The work that a memory plan simulates with tensors that have no data: the largest step, the
+    largest evaluation and the largest sample.
 
     rows, length      the number of rows and their length in the largest micro-batch, for the output
     make_batch        a function that makes the largest micro-batch on a device
@@ -256,14 +257,16 @@ class StepOutline:
 
 
 class Task(Protocol):
-    """One kind of run, for one configuration."""
+    """One kind of training, such as training of a language model, with the configuration of one
+    run.
+    """
 
     config: RunConfig
 
     @property
     def kind(self) -> str:
-        """The name of this kind of run, for example `language`. It is also the name of its folder
-        in the source code.
+        """The name of this kind of run, for example `language`. The folder with the source code of
+        this kind has the same name.
         """
 
     @property
@@ -271,12 +274,15 @@ class Task(Protocol):
 
     @property
     def roles(self) -> Mapping[str, str]:
-        """The roles of `precision` that only this kind of run has, as a mapping. The value is the
-        role's default dtype, or another role whose dtype it uses by default.
+        """The roles of `precision` that only this kind of run has, as a mapping. Each key is a
+        role. Its value is the default dtype of this role, or the name of another role whose dtype
+        is used by default.
         """
 
     def observed_dtypes(self) -> Iterable[tuple[str, str, str]]:
-        """Returns a tuple (role, tensor, dtype) for each tensor of these roles in the last step."""
+        """Returns a tuple (role, tensor, dtype) for each tensor of the last step that has one of
+        the roles in `roles`.
+        """
 
     @property
     def base_name(self) -> str:
@@ -296,8 +302,8 @@ class Task(Protocol):
 
     def encode(self, device: torch.device) -> None:
         """Encodes the data once with other models and then frees these models. For example, it
-        computes latents and text embeddings. Does nothing if the task needs no such models. Raises
-        UsageError.
+        computes latents and text embeddings. Does nothing if the task does not need other models to
+        encode its data. Raises UsageError.
         """
 
     def build_model(
@@ -318,8 +324,8 @@ class Task(Protocol):
 
     def fingerprints(self) -> dict[str, str]:
         """Returns a hash of the `training` rows and a hash of the `evaluation` rows. The processes
-        of a run compare these hashes with each other. A resumed run compares them with the hashes
-        from its last start.
+        of a run compare these hashes with each other. When a run is resumed, it also compares them
+        with the hashes from its last start.
         """
 
     @property
@@ -342,8 +348,8 @@ class Task(Protocol):
         ...
 
     def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
-        """Returns an upper bound on the bytes that a step needs. It also holds if nothing is
-        recomputed, and it takes little time to compute.
+        """Returns an upper bound on the bytes that a step needs. The bound is valid even if no
+        layer is recomputed, and computing it takes little time.
         """
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
@@ -359,7 +365,7 @@ class Task(Protocol):
         """
 
     def split_by_shape(self, rows: Sequence[Any]) -> Sequence[Sequence[Any]]:
-        """Splits rows into parts. `collate` can make one batch from each part."""
+        """Splits rows into parts, so that `collate` can make one batch from each part."""
 
     def collate(self, rows: Sequence[Any]) -> Batch: ...
 
@@ -406,12 +412,13 @@ class Task(Protocol):
 
     @property
     def samples(self) -> int:
-        """The number of samples in a round."""
+        """The number of samples that the run generates in each round of samples."""
 
     @property
     def sample_ratio(self) -> float | None:
-        """The time of a round of samples, divided by the time of the shortened sample of `sample`.
-        None without samples, and if the ratio is unknown.
+        """The time of a whole round of samples, divided by the time of the small test sample that
+        `sample` generates if `is_shortened` is true. None if the run generates no samples or if the
+        ratio is unknown.
         """
 
     def sample(
@@ -442,7 +449,7 @@ class Task(Protocol):
         step: int,
         observed: Mapping[str, Mapping[str, int]],
     ) -> None:
-        """Writes the model card of what `save` wrote.
+        """Writes the model card of the adapter or model that `save` has written.
 
         observed  for each role and dtype, the number of tensors at the last observation
         """
@@ -470,8 +477,8 @@ class Task(Protocol):
         """
 
     def begin(self, folder: Path, *, is_resuming: bool) -> None:
-        """Prepares files that may grow during the run, such as lists. In contrast, the files of
-        `records` are written only once.
+        """Prepares files to which the task may add lines during the run. Files that are written
+        only once are returned by `records`.
         """
 
     def model_notes(

@@ -80,8 +80,8 @@ class TensorBoard:
     """Writes scalars with names such as `train/loss` and `eval/loss`. `address` is the command with
     which the user can view them.
 
-    The file is opened when the first row is written. The step of this row says where a resumed run
-    continues.
+    The file is opened when the first row is written. A resumed run tells TensorBoard the step of
+    its first row, so that TensorBoard hides older points from this step on.
     """
 
     name = "tensorboard"
@@ -191,8 +191,8 @@ class WeightsAndBiases:
 
 
 def has_wandb_key() -> bool:
-    """Returns True if wandb would find an API key without asking the user. It looks in its
-    environment variable and in the netrc file.
+    """Returns True if wandb would find an API key without asking the user. This function looks for
+    the key in wandb's environment variable and in the netrc file.
     """
     if os.environ.get("WANDB_API_KEY"):
         return True

@@ -72,11 +72,12 @@ class Processes(Protocol):
 def write_folder_together(
     target: Path, fill: Callable[[Path], Sequence[Path]], processes: Processes
 ) -> None:
-    """Like `write_folder`, but called by several processes together. Each process writes its own
-    files. The first process writes the file with the checksums and renames the folder.
+    """Writes a folder as `write_folder` does, but several processes call this function together.
+    Each process writes its own files. The first process writes the file with the checksums and
+    renames the folder.
 
     fill  writes into the folder and returns the files that it wrote
-    Raises  an error that one process raised, in all processes
+    Raises  in all processes, the error that one of the processes raised
     """
     with _temporary_folder(target, should_remove_on_error=processes.is_first) as temporary:
         processes.run_on_first(lambda: _create_empty(temporary))
@@ -176,8 +177,8 @@ def seal(folder: Path, known_checksums: Mapping[str, dict[str, Any]] | None = No
 
 
 def replace_sealed_file(folder: Path, name: str, text: str) -> None:
-    """Replaces a file of a folder that `write_folder` has written. While the file is written, it is
-    not in the list of checksums, so that the folder is valid at each moment.
+    """Replaces a file of a folder that `write_folder` has written. Before the file is written, its
+    entry in the list of checksums is removed, so that the folder is valid at each moment.
     """
     seal_file = folder / SEAL
     content = json.loads(seal_file.read_text())
@@ -225,8 +226,9 @@ def find_damage(
 
 
 def find_damage_together(folder: Path, needs: Sequence[str], processes: Processes) -> str | None:
-    """Like `find_damage`, but called by several processes together. Each file's checksum is
-    computed by one of them. All get the same result.
+    """Returns the same description of damage as `find_damage`, but several processes call this
+    function together. The checksum of each file is computed by only one of the processes. All
+    processes get the same result.
     """
     reason = find_damage(folder, needs, rank=processes.rank, size=processes.size)
     return next((reason for reason in processes.gather(reason) if reason is not None), None)

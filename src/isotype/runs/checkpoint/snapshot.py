@@ -153,7 +153,9 @@ def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
 def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the optimizer's state, by the names of the parameters, as (tensors, JSON)."""
+    """Returns the optimizer's state as a pair (tensors, JSON). The keys contain the names of the
+    parameters.
+    """
     tensors: dict[str, Tensor] = {}
     json_state: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
@@ -244,8 +246,8 @@ def local_row_selector(model: nn.Module) -> RowSelector:
 
 
 def local_tensors(tensors: dict[str, Tensor], *, is_first: bool) -> dict[str, Tensor]:
-    """Returns the tensors that this process writes. These are the process's rows of each sharded
-    tensor. The first process also writes the tensors that are not sharded.
+    """Returns the tensors that this process writes. Of each sharded tensor, a process writes only
+    its own rows. The first process also writes the tensors that are not sharded.
     """
     return {
         name: local_part(tensor)

@@ -42,8 +42,8 @@ ALIASES = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors by name, and everything else as JSON. There is no pickle, so loading an untrusted
-    checkpoint executes no code.
+    """The content of a checkpoint: a dictionary of tensors, and everything else as JSON. There is
+    no pickle, so loading an untrusted checkpoint executes no code.
     """
 
     step: int
@@ -81,7 +81,8 @@ class CheckpointStore:
 
     def clean_up(self, best_step: int | None) -> None:
         """Cleans up for a resumed run. The method removes half-written folders, and marks the
-        checkpoint `best_step`, which the resumed checkpoint names, as the best.
+        checkpoint of step `best_step` as the best. The checkpoint from which the run continues
+        stores this step.
 
         The mark can be wrong if the process was killed after a checkpoint was written and before it
         was marked, or if the newest checkpoint is damaged.
@@ -110,11 +111,11 @@ class CheckpointStore:
         file_count: int,
         is_best: bool = False,
     ) -> None:
-        """Like `save`, for a sharded run. All processes call this method, each with its own rows of
-        the sharded tensors.
+        """Saves a checkpoint as `save` does, but for a sharded run. All processes call this method,
+        each with its own rows of the sharded tensors.
 
-        file_index  the index of the file that this process writes. A process whose index is not
-                    below `file_count` writes no file
+        file_index  the index of the file that this process writes. A process whose index is
+                    `file_count` or higher writes no file
         file_count  the number of files
         """
         write_folder_together(
@@ -125,7 +126,7 @@ class CheckpointStore:
         processes.run_on_first(lambda: self._mark_and_prune(checkpoint.step, is_best))
 
     def _mark_and_prune(self, step: int, is_best: bool) -> None:
-        """Marks a new checkpoint as the best one if it is, then removes old checkpoints."""
+        """If `is_best` is true, marks the new checkpoint as the best. Then removes old checkpoints."""
         if is_best:
             self.mark_best(step)
         # A checkpoint of a later step is damaged, because otherwise the run would have resumed from

@@ -3,14 +3,15 @@ in host memory. The weights of a block are copied to the device only while this 
 
 A block runs in forward, and again during backward to recompute its activations. When it begins, its
 weights are copied to the device, unless this copy has already begun. The weights of all other
-blocks are removed from the device. Then the copy for the block that runs next begins; in backward,
-this is the previous block of the model. So the device holds at most two blocks at a time. Trained
-weights, buffers and weights below 16 KiB always stay on the device.
+blocks are then removed from the device. After that, the copy of the next block's weights begins. In
+backward, the block that runs next is the previous block of the model. So the device holds at most
+two blocks at a time. Trained weights, buffers and weights below 16 KiB always stay on the device.
 
 Every block recomputes its activations. Otherwise the tensors that autograd saves would keep the
 block's weights on the device until backward. The attribute `.data` of a parameter is set to a host
-tensor or to a device tensor, but the parameter remains the same object. So autograd and packed
-weights still refer to the right parameters, and code that reads weights between steps finds them.
+tensor or to a device tensor, but the parameter remains the same object. Because the object stays
+the same, autograd and packed weights still refer to the right parameters, and code that reads
+weights between steps finds them.
 """
 
 from __future__ import annotations
@@ -139,8 +140,8 @@ def allocate_pinned(size: int, device: torch.device) -> Tensor:
 
 
 class FrozenBlocks:
-    """All blocks of a model that are kept in host memory. Some of them may be on the device at the
-    moment.
+    """All blocks of a model whose weights are kept in host memory. The weights of some of these
+    blocks may also be on the device.
 
     start_copy  a function that begins a copy, as in `HostMemory`; by default a StreamCopier for a
                 GPU, and a synchronous copy for another device
@@ -187,8 +188,8 @@ def offload_blocks(
     Returns the model. Call it before `apply_checkpointing`.
 
     model       the model on the CPU, with `requires_grad` and dtypes as in training. For a memory
-                plan, it is on the meta device. The plan computes the memory of a step without the
-                blocks and adds the bytes of two blocks
+                plan, the model is on the meta device instead of the CPU. The plan computes the
+                memory of a step without the blocks and adds the bytes of two blocks
     start_copy  as in FrozenBlocks
     Raises      UsageError for a model without blocks
     """
@@ -346,13 +347,15 @@ def plan_offload(
     flops: Callable[[nn.Module], Sequence[float]],
 ) -> OffloadPlan | None:
     """Estimates, for one process, what it costs to keep a model's blocks in host memory. Returns
-    None if no blocks of the model are kept there.
+    None if no blocks of the model are kept in host memory.
 
     flops  a function that returns the FLOPs of each block's forward on a micro-batch. The backward
-           of a block, including the recomputation of its forward, needs twice as many FLOPs.
+           of a block, including the recomputation of its forward, needs twice as many FLOPs as the
+           forward.
     The copy of a block happens at the same time as the computation of the previous block, so the
-    longer of the two times is counted. Norms and layers outside of the blocks are not counted. They
-    take the same time in both cases, and more of the copies could happen during this time.
+    longer of the two times is counted. The estimate does not count norms and layers outside of the
+    blocks. Their time does not depend on where the blocks are kept. In reality, some copies can
+    also happen during this time.
     """
     frozen_blocks = get_frozen_blocks(model)
     if frozen_blocks is None:
@@ -392,8 +395,8 @@ def plan_offload(
 
 
 def offload_buffer_bytes(model: nn.Module) -> int:
-    """Returns the bytes of the two largest blocks that are kept in host memory. Returns 0 if there
-    are none.
+    """Returns the bytes of the two largest blocks that are kept in host memory. Returns 0 if no
+    blocks are kept in host memory.
     """
     frozen_blocks = get_frozen_blocks(model)
     if frozen_blocks is None:

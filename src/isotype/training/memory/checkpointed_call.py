@@ -6,9 +6,9 @@ the first slot, the layer runs again until all slots are filled. A slot is empti
 so that memory is freed during backward. If backward runs a second time over the same graph, the
 layer runs once more.
 
-torch.utils.checkpoint with use_reentrant=False does the same. This implementation needs far fewer
-Python calls than torch's, because it leaves out features that Isotype does not use. These features
-are other contexts, a record of the operators, and groups of backward passes.
+torch.utils.checkpoint with use_reentrant=False gives the same result. This implementation needs far
+fewer Python calls than torch's, because it leaves out features that Isotype does not use. For
+example, it does not support other context managers around the second run of the layer.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ def run_again_in_backward(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _InputSaver(torch.autograd.Function):
-    """Saves the layer's inputs as an ordinary operator does. So PyTorch checks whether they were
-    changed in place, and hooks for saved tensors around the layer receive them.
+    """Saves the layer's inputs for backward with `save_for_backward`, as an ordinary operator does.
+    So PyTorch checks whether the inputs were changed in place, and passes the inputs to the hooks
+    for saved tensors that are active around the layer.
     """
 
     @staticmethod
@@ -70,8 +71,8 @@ class _InputSaver(torch.autograd.Function):
 
 
 class _SavedSlot:
-    """The slot for one saved tensor. Autograd's graph owns the slot. After the graph has freed the
-    slot, no tensor is stored for it when the layer runs again.
+    """A slot that replaces one tensor that autograd would save. The autograd graph owns the slot.
+    If the graph has already freed the slot, its tensor is not stored when the layer runs again.
     """
 
     __slots__ = ("__weakref__", "device", "dtype", "shape", "tensor")
@@ -88,8 +89,8 @@ class _AllSlotsFilled(Exception):
 
 
 class _CheckpointedCall:
-    """One call of a layer. It contains the inputs and the state that are needed to run the layer
-    again.
+    """One call of a layer. This object contains the inputs and the state that are needed to run the
+    layer again.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

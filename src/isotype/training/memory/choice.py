@@ -1,5 +1,5 @@
-"""Chooses which layers of a run recompute their activations. The choice is the configured one, or
-it follows from a memory plan of a step.
+"""Chooses which layers of a run recompute their activations. Either the configuration names these
+layers, or they are chosen with a plan of the memory that a step needs.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .recomputation import (
 def choose_checkpointing(
     task: Task, device_setup: DeviceSetup, model: nn.Module, *, parts: int = 1, source: str = ""
 ) -> Checkpointing:
-    """Returns the choice of layers that recompute, as configured. For `auto`, it plans the memory
-    of a step on the longest rows. It does not need the plan if an upper bound of this memory is far
-    below the available memory.
+    """Returns which layers recompute, according to the configuration. For the setting `auto`, this
+    function plans the memory of a step on the longest rows. No plan is made if an upper bound of
+    the needed memory is far below the available memory.
 
     parts   the number of processes that share the model
-    source  the place where the setting was set. In a resumed run, this is the reason for the choice
-            that `auto` made at an earlier start.
+    source  the place where the setting was set. In a resumed run, `source` is the reason for the
+            choice that `auto` made at an earlier start of the run.
     """
     train = effective_train_settings(task.config)
     device = device_setup.device

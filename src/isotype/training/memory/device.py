@@ -2,15 +2,15 @@
 and chooses recomputation so that a step fits into the memory.
 
 With `train.gradient_checkpointing: auto`, no layer is recomputed if the planned memory fits.
-Otherwise as few layers as possible are recomputed, beginning with the first layers of the model. At
-the end of forward, when most memory is in use, it does not matter which layers these are, because
-each saves the same amount. In backward it does matter. The last layers run again while the
-activations of all other layers are still in memory. When the first layers run again, those
-activations have already been freed.
+Otherwise as few layers as possible are recomputed, beginning with the first layers of the model.
+Most memory is in use at the end of forward. There, it does not matter which layers are recomputed,
+because each recomputed layer saves the same amount of memory. In backward, it does matter. The last
+layers run again while the activations of all other layers are still in memory. When the first
+layers run again, those activations have already been freed.
 
-A recomputed layer could keep some of its tensors. Of these, the output of attention saves the most
-time per byte. So this output is kept (`train.keep_attention`) if the step then still fits into the
-memory.
+A layer that is recomputed may still keep some of its tensors in memory, so that these tensors need
+not be computed again. For each byte of memory, keeping the output of attention saves the most time.
+So this output is kept (`train.keep_attention`) if the step then still fits into the memory.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ PlannedCheckpointing = tuple[Checkpointing, MemoryPlan]
 
 
 def return_freed_blocks() -> bool:
-    """Makes malloc return freed memory blocks of 128 KiB and more to the system. Returns whether
-    this is possible; it is possible only with glibc.
+    """Makes malloc return freed memory blocks of 128 KiB and more to the system. Returns True if
+    malloc has this setting; only the malloc of glibc has it.
 
     By default, glibc keeps freed blocks of up to 32 MiB, so that a process uses more memory than
-    its tensors need. But if the blocks are returned, page faults make the steps slower. They took 3
-    to 8% of a step's time at a hidden size of 768, and 19 to 32% at a hidden size of 256. So call
-    this function only if there is little memory.
+    its tensors need. But if the blocks are returned, page faults make the steps slower. These page
+    faults took 3 to 8% of a step's time at a hidden size of 768, and 19 to 32% at a hidden size of
+    256. Therefore call this function only if memory is scarce.
     """
     global _is_returning
     with contextlib.suppress(OSError, AttributeError, TypeError):
@@ -66,8 +66,8 @@ def return_freed_blocks() -> bool:
 
 
 def trim_freed_blocks() -> None:
-    """Returns the freed memory blocks that malloc has kept to the system (only with glibc). For
-    example, a step whose dtypes were observed leaves such blocks.
+    """Gives freed memory blocks, which malloc keeps for later use, back to the operating system.
+    This works only with glibc. For example, a step whose dtypes were observed leaves such blocks.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -89,8 +89,8 @@ def available_memory(device_bytes: int, device: torch.device) -> int:
 
 
 def overhead_memory(model: nn.Module, device: torch.device) -> int:
-    """Returns the bytes that this process uses for libraries and data. On a CPU, they are in the
-    same memory as the model.
+    """Returns the bytes that this process uses for libraries and data. If the model is on the CPU,
+    these bytes are in the same memory as the model.
     """
     if device.type != "cpu":
         return 0

@@ -6,8 +6,8 @@ output of attention. The copies run at the same time as forward and backward.
 
 In forward, a separate CUDA stream copies the tensors into pinned host memory. The tensors of the
 last two calls stay on the device until their copies are done. The compute stream waits for these
-copies, and the host does not. So memory is freed in the order of the stream, even if the host is
-already further ahead.
+copies, but the host does not. So the memory of a tensor is not used again before its copy is
+complete, even if the host has already started later operators.
 
 In backward, while one call is recomputed, the tensors of the previous call are copied back.
 """
@@ -34,8 +34,8 @@ MIN_OFFLOADED_BYTES = 1 << 14  # a smaller tensor is not offloaded, since it is 
 
 @library_op("host_copy(Tensor x) -> ()", fake=lambda x: None)
 def _planned_copy(x: Tensor) -> None:
-    """In a memory plan, takes the place of a copy of `x` between the host and a device. It is an
-    operator, so that code that records the operators of a step also records this copy.
+    """In a memory plan, this operator replaces a copy of `x` between the host and a device. Because
+    it is an operator, code that records the operators of a step also records this copy.
     """
 
 
@@ -138,8 +138,9 @@ class HostTensor:
 
 
 class HostMemory:
-    """A gradient checkpointing function for transformers' layers. It moves the tensors that the
-    layers save to host memory. Tensors that are not on a CUDA device are copied synchronously.
+    """A function that transformers' layers can use for gradient checkpointing. It moves the tensors
+    that the layers save for backward to host memory. Tensors that are not on a CUDA device are
+    copied synchronously.
 
     call        a function that runs a layer with gradient checkpointing
     start_copy  a function that begins a copy. It returns an object whose method `wait()` makes

@@ -1,4 +1,6 @@
-"""Adds bitsandbytes' 4-bit layers to a model on the meta device. This is for a memory plan."""
+"""Adds bitsandbytes' 4-bit layers to a model on the meta device, so that a memory plan can include
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ SCALES_PER_BLOCK = 256
 def quantise_outline(
     model: Any, compute: torch.dtype, *, layers: Collection[nn.Module], double_quant: bool = True
 ) -> None:
-    """Replaces `layers` of `model` by nf4 layers on the meta device. If `double_quant` is true,
-    their scales are quantised too.
+    """Replaces `layers` of `model` by nf4 layers on the meta device. If `double_quant` is true, the
+    scales of the new layers are quantised too.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -73,8 +75,8 @@ def _build_nf4_layer(linear: nn.Linear, compute: torch.dtype, double_quant: bool
 
 
 def quantisation_tensors(parameter: Tensor) -> list[Tensor]:
-    """Returns the tensors that belong to a packed weight but are not parameters of the model. These
-    are scales and code tables.
+    """Returns the tensors that belong to a packed weight but are not parameters of the model: the
+    scales and code tables.
     """
     state = getattr(parameter, "quant_state", None)
     if state is None:
@@ -86,8 +88,8 @@ def quantisation_tensors(parameter: Tensor) -> list[Tensor]:
 
 
 def copy_quantisation(target: Any, parameter: Tensor, convert: Any) -> None:
-    """Copies the quantisation state of `parameter` to `target`, the parameter that replaces it.
-    `convert` is applied to every tensor of the state.
+    """Copies the quantisation state of `parameter` to `target`, the parameter that replaces it. In
+    the copy, each tensor of the state is replaced by the result of `convert` for this tensor.
     """
     import copy
 
@@ -109,9 +111,9 @@ def copy_quantisation(target: Any, parameter: Tensor, convert: Any) -> None:
 
 
 def scratch_sizes() -> dict[Any, Any]:
-    """Returns a mapping from bitsandbytes' operator for a 4-bit matrix product to a function. This
-    function returns the bytes that the operator needs in addition to its result. It needs them for
-    the dequantised weight.
+    """Returns a dictionary with one entry. Its key is bitsandbytes' operator for 4-bit matrix
+    products, and its value is a function. The function returns how many bytes the operator needs in
+    addition to its result. The operator needs these bytes for the dequantised weight.
     """
     disable_hub_kernels()
     try:

@@ -11,13 +11,12 @@ If `parts` processes share a model, each holds 1 / parts of the weights, the gra
 optimizer states. But each process holds all the scales of 4-bit weights. In addition, a process
 holds gathered weights and gradients:
 
-* the last FSDP unit (norm and head), from forward to backward;
-* two layers, because one runs while the next one is gathered;
-* in backward, the whole gradient of a layer twice, once in the dtype in which autograd computes it
-  and once in the dtype in which it is sent.
+* the process holds the last FSDP unit (norm and head) from forward to backward;
+* it holds two layers at a time, because one layer runs while the next one is gathered;
+* in backward, it holds the whole gradient of a layer twice: once in the dtype in which autograd
+  computes the gradient, and once in the dtype in which the gradient is sent.
 
-During forward, there is no such gradient. So the peaks of forward and backward are planned
-separately.
+During forward, no gradients are held. So the peaks of forward and backward are planned separately.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ from .recomputation import Checkpointing, apply_checkpointing
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """The planned memory of a run, in bytes. The memory in the first four fields stays allocated
-    during the whole run. `peak` is the largest amount at any time.
+    during the whole run. `peak` is the largest number of bytes that are in use at the same time.
 
     frozen        the frozen weights; if the blocks are kept in host memory (`model.offload:
                   blocks`), the frozen weights outside of the blocks and those of the two largest
@@ -98,7 +97,9 @@ class MemoryPlan:
 
     @property
     def persistent_bytes(self) -> int:
-        """The bytes that stay allocated during the whole run. They do not depend on the rows."""
+        """The number of bytes that stay allocated during the whole run. This number does not depend
+        on the number or the length of the rows.
+        """
         return self.frozen + self.trained + self.gradients + self.optimizer
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,10 +124,11 @@ def plan_memory(
     step_outline   the task's largest step, evaluation and sample
     checkpointing  which layers are recomputed in backward
     device_type    the device for which the step is planned: cpu or cuda
-    earlier_plan   a plan of the same step with another choice of recomputation. Its numbers for the
-                   evaluation and the sample are used again, because nothing is recomputed in these.
-    A step for a GPU is simulated on meta tensors. This machine does not need a GPU for it. If a
-    step cannot be simulated, `persistent_bytes` is still exact, and `not_simulated` contains the
+    earlier_plan   a plan of the same step with another choice of recomputation. The new plan takes
+                   over the numbers for the evaluation and the sample, because evaluations and
+                   samples do not recompute anything.
+    A step for a GPU is simulated on meta tensors, so this also works on a machine without a GPU. If
+    a step cannot be simulated, `persistent_bytes` is still exact, and `not_simulated` contains the
     reason.
     """
     persistent_plan = plan_persistent_memory(model_outline.model, train, precision)
@@ -160,8 +162,8 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """The bytes of one FSDP unit. They include the padding that is added so that its rows can be
-    split into equal parts.
+    """The bytes of one FSDP unit. These numbers include the padding with which the rows of the unit
+    can be split into equal parts.
 
     weights   bytes of all weights
     trained   bytes of the trained weights
@@ -275,7 +277,7 @@ def plan_process_memory(
 def plan_persistent_memory(
     model: nn.Module, train: TrainSection, precision: Precision
 ) -> MemoryPlan:
-    """Plans the memory that stays allocated during the whole run. It is used by the weights, the
+    """Plans the memory that stays allocated during the whole run: the memory of the weights, the
     gradients and the optimizer states.
     """
     parameters = list(model.parameters())
@@ -472,7 +474,7 @@ def replace_with_fakes(model: nn.Module, device: torch.device) -> None:
 @contextmanager
 def simulate_device(device_type: str) -> Iterator[None]:
     """Within this block, operators compute only shapes and dtypes. If the simulated device is a
-    CPU, its tensors are fake tensors. For another device, they are meta tensors.
+    CPU, the tensors are fake tensors. For other devices, the tensors are meta tensors.
     """
     if device_type == "cpu":
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -487,9 +489,9 @@ def max_step_bytes(
     model: nn.Module, train: TrainSection, precision: Precision, *, length: int
 ) -> int:
     """Returns an upper bound on the bytes of a step on `train.batch_size` rows of `length` tokens,
-    padding included. It also holds if nothing is recomputed. It is the sum of the weights, the
-    gradients, the optimizer states, six fp32 copies of the input and output of every matrix, and
-    the full attention scores.
+    padding included. The bound is valid even if no layer is recomputed. It is the sum of the
+    weights, the gradients, the optimizer states, six fp32 copies of the input and output of every
+    matrix, and the full attention scores.
     """
     widths = [width for module in model.modules() for width in _matrix_widths(module)]
     tokens = train.batch_size * length

@@ -1,11 +1,12 @@
-"""Chooses which layers of a model recompute their activations in backward. Also chooses whether the
-inputs of these layers are stored in host memory.
+"""Chooses which layers of a model recompute their activations in backward. The choice also says
+whether the inputs of these layers are stored in host memory.
 
 A layer that recomputes stores only its input. In transformers, all layers that support
-recomputation have the same base class, which has a switch for it. This module sets the switch for
-each layer, so that some layers recompute and others do not. diffusers has only one switch for a
-whole model. Therefore this module replaces the forward of each block that recomputes. The
-recomputation uses the same random numbers, so that the results are bit-identical.
+recomputation have the same base class, which has a switch for it. This module sets the switch of
+each layer separately, so that only the chosen layers recompute their activations. In diffusers, a
+model has a single switch for all its blocks. Therefore this module replaces the forward method of
+each diffusers block that recomputes. The recomputation uses the same random numbers, so that the
+results are bit-identical.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Checkpointing:
         return f"{self.kind}: {layer_text} of {self.layer_count}{attention_text} ({self.reason})"
 
     def to_settings(self) -> dict[str, Any]:
-        """Returns the settings with which a run makes exactly this choice."""
+        """Returns settings with which a later run recomputes exactly these layers."""
         count = len(self.layers)
         if count == self.layer_count:
             layers: Any = "all"
@@ -115,8 +116,8 @@ def check_settings(train: TrainSection, *, device_type: str) -> None:
 
 
 def configured_checkpointing(model: nn.Module, train: TrainSection) -> Checkpointing:
-    """Returns the choice that the configuration makes for this model. The setting must not be
-    `auto`. Raises UsageError if the model has no layers that support recomputation.
+    """Returns which layers of this model recompute according to the configuration. The setting must
+    not be `auto`. Raises UsageError if the model has no layers that support recomputation.
     """
     assert train.gradient_checkpointing != AUTO
     if train.gradient_checkpointing == NONE:
@@ -159,8 +160,9 @@ def select_layers(layers: str | int | list[int], total: int) -> tuple[int, ...]:
 
 def checkpointable_layers(model: nn.Module) -> list[Any]:
     """Returns the layers for which gradient checkpointing is possible, in the order of the model.
-    In transformers, these are the layers with the base class `GradientCheckpointingLayer`. Such a
-    layer is left out if it is inside another one. In a diffusers model, these are the blocks.
+    In transformers, these are the layers with the base class `GradientCheckpointingLayer`. If such
+    a layer is inside another such layer, only the outer layer is returned. In a diffusers model,
+    these are the blocks.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -183,7 +185,9 @@ def checkpointable_layers(model: nn.Module) -> list[Any]:
 
 
 def apply_checkpointing(model: nn.Module, checkpointing: Checkpointing) -> None:
-    """Switches recomputation on or off for every layer. It may be called again with another choice."""
+    """Switches recomputation on or off for every layer. This function may be called again later to
+    change the choice.
+    """
     call: Callable[..., Any] = partial(
         call_and_recompute, keep_attention=checkpointing.keep_attention
     )
@@ -209,8 +213,8 @@ def _prepare_and_run(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Calls `function(run, ...)`. Whenever `function` calls `run`, the block's weights are first
-    copied to the device. This includes the calls in backward.
+    """Calls `function(run, ...)`. Before each call of `run`, the weights of the block are copied to
+    the device. This also happens when `run` is called again in backward.
     """
 
     def run_prepared(*values: Any, **kwargs: Any) -> Any:
@@ -224,8 +228,8 @@ class OnWhileRecording:
     """A switch that is true only while autograd records operators.
 
     If a layer is in training mode and its switch is on, transformers disables its cache. If the
-    switch were always True, the layer would see only the newest token when it generates text in
-    training mode.
+    switch were always True, there would be no cache when the model generates text in training mode,
+    and the layer would see only the newest token.
     """
 
     def __bool__(self) -> bool:

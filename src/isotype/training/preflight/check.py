@@ -1,9 +1,9 @@
 """Implements the preflight, which runs all checks before step 1 and writes preflight.json. If a
 check finds an error, the run does not start.
 
-The checks run in phases, and the fast checks come first. The phases are facts that need no step,
-the data, the memory, and a trial step. If a phase finds an error, the later phases do not run. The
-task adds its own checks to each phase.
+The checks run in phases, and the fast checks come first. The first phase checks facts that need no
+step. The later phases check the data, then the memory, and then run a trial step. If a phase finds
+an error, the later phases do not run. The task adds its own checks to each phase.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ def preflight(
     world: World = ALONE,
 ) -> Outcome:
     """Runs the checks and writes preflight.json. Raises a PreflightError that contains all errors.
-    For a resumed run, only the checks that need no step are run.
+    If the run is resumed, only the checks that need no step are done.
 
     subject  the prepared run that is checked
     skips    for each check that is left out: its code -> the user's reason
     checks   the checks of each phase; the checks of the task are added to them
     world    the processes of the run. Each process checks its own machine and step. If one process
-             finds an error, the run does not start in any process. The first process writes its
-             result to preflight.json.
+             finds an error, the run does not start in any process. The file preflight.json contains
+             the result of the first process.
     """
     path = subject.folder / PREFLIGHT_FILE
     previous_content = RunFolder(path.parent).read_json(path.name) if subject.is_resuming else {}

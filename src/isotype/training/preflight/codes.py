@@ -36,8 +36,8 @@ UNSKIPPABLE_REASONS = {"PF008": "the run would read outside its embeddings"}
 
 
 def check_skips(skips: Mapping[str, str], template: str = "skip={{'{}': '...'}}") -> dict[str, str]:
-    """Returns the skipped checks as a mapping from code to reason, if it is allowed to skip all of
-    them.
+    """Checks whether the user may skip these checks, and returns them as a mapping from code to
+    reason.
 
     template  the form in which the user writes a code, for the error message
     Raises    UsageError if no check has this code, if the check must not be left out, or if the

@@ -1,13 +1,13 @@
-"""Implements the checks PF012 to PF017. They run one step with learning rate 0 on the longest rows,
-one evaluation batch and one sample. Then they restore the state.
+"""Implements the checks PF012 to PF017. The checks run one step with learning rate 0 on the longest
+rows, evaluate one batch and generate one sample. Afterwards, they restore the state of the run.
 
-The update of a user-defined optimizer is left out. Such an optimizer may store a part of its state
-outside `optimizer.state`, and this part could not be restored.
+If the user has defined an optimizer, the checks do not run its update. A user's optimizer may store
+a part of its state outside `optimizer.state`, and the checks could not restore this part.
 
 The gradients, optimizer states, buffers, training or evaluation modes, the loss scale and every
 random generator are restored. So the weights of a run are bit-identical with and without these
-checks. With learning rate 0, AdamW does not change any weight. This is true even with stochastic
-rounding, because a weight that does not change needs no rounding.
+checks. With learning rate 0, AdamW does not change any weight. Stochastic rounding does not change
+the weights either, because a weight that is not updated needs no rounding.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def preserve_state(prepared: CheckedRun) -> Iterator[None]:
 @contextmanager
 def _preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within this block, the optimizer has no states, and its learning rate is 0. At the end of the
-    block, its states and settings are restored.
+    block, the states and settings of the optimizer are restored.
     """
     settings = [
         {key: value for key, value in group.items() if key != "params"}
@@ -152,11 +152,12 @@ def rehearse_step(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def time_longest_batch(subject: PreflightSubject) -> None:
-    """Measures the time of forward and backward on the longest rows, and of a small sample. This is done after the trial
-    step, because the first call also compiles code and takes many times as long. There is no
-    measurement if the run has fewer than 50 batches, because a batch would then take more than 2%
-    of the run's time. There is none for several processes either, because their steps wait for each
-    other.
+    """Measures the time of forward and backward on the longest rows, and of a small sample. The
+    measurement happens after the trial step, because the first step also compiles code and
+    therefore takes many times longer than later steps. If the run has fewer than 50 batches,
+    nothing is measured, because a batch would take more than 2% of the run's time. A run with
+    several processes measures nothing either, because the processes wait for each other in each
+    step.
     """
     prepared = subject.prepared
     stepper = prepared.stepper
@@ -227,9 +228,9 @@ def _rehearse(
     observation_name: str,
     role: str = "compute",
 ) -> Iterator[list[Finding]]:
-    """Records the dtypes within this block, and restores all state at its end. Yields a list, which
-    is filled at the end of the block. It then contains the dtypes that are not the declared ones,
-    and an error if the block failed.
+    """Records the dtypes within this block, and restores all state at its end. Yields an empty
+    list. At the end of the block, the list is filled with a `Finding` for each dtype that is not
+    the declared one, and with a `Finding` for the error if the block failed.
     """
     findings: list[Finding] = []
     with preserve_state(subject.prepared):
@@ -290,8 +291,8 @@ def find_missing_gradients(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def _nonzero_names(tensors: dict[str, Tensor], subject: PreflightSubject) -> set[str]:
-    """Returns the names of the tensors that have a non-zero element. If processes share a model, it
-    is enough that one of them has such an element.
+    """Returns the names of the tensors that have a non-zero element. If processes share a model, a
+    tensor counts as non-zero if any process holds a non-zero element of it.
     """
     stepper = subject.prepared.stepper
     flags = torch.stack([t.any() for t in tensors.values()]).tolist() if tensors else []
@@ -306,9 +307,10 @@ def _is_expected_zero(
     nonzero_adapter_names: set[str],
     unused_layers: Sequence[str],
 ) -> bool:
-    """Returns True if a gradient of zeros is correct. At the start, LoRA's matrix B is zero, so the
-    gradient of A is zero at step 1. In LoKr, one factor is zero at the start, so the gradients of
-    the other factors are zero. The gradient of an expert is zero if the expert gets no token.
+    """Returns True if it is correct that the gradient of a tensor contains only zeros. At the
+    start, LoRA's matrix B is zero, so the gradient of A is zero at step 1. In LoKr, one factor is
+    zero at the start, so the gradients of the other factors are zero. The gradient of an expert is
+    zero if the expert gets no token.
 
     nonzero_adapter_names  the names of the adapters' matrices that have a non-zero element
     unused_layers          the names of the layers whose result the model does not use

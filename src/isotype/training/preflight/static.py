@@ -91,13 +91,13 @@ def installed_gpu() -> str | None:
 
 def check_update_sizes(subject: PreflightSubject) -> Iterator[Finding]:
     """Runs the check PF003. For each trained tensor, it compares the size of an update with the
-    distance between two neighbouring numbers of the tensor's dtype. This distance depends on the
-    size of the tensor's elements.
+    distance between two neighbouring numbers of the tensor's dtype. The distance is larger for
+    larger numbers.
 
-    AdamW changes a weight by the learning rate times m / sqrt(v). This factor is 1 at the first
-    step, and 0.2 to 0.4 (root mean square) later (Liu et al. 2025, "Muon is scalable for LLM
-    training"). If the change is smaller than half the distance to the next number of the dtype,
-    rounding removes it and the weight stays the same.
+    AdamW changes a weight by the learning rate times m / sqrt(v). The factor m / sqrt(v) is 1 at
+    the first step, and 0.2 to 0.4 (root mean square) at later steps (Liu et al. 2025, "Muon is
+    scalable for LLM training"). If the change is smaller than half the distance to the next number
+    of the dtype, rounding removes it and the weight stays the same.
     """
     train = subject.config.train
     precision = subject.prepared.resolved.precision
@@ -198,9 +198,9 @@ def stuck_share(weight: nn.Parameter | Tensor, update: float) -> float:
 
 def check_disk(subject: PreflightSubject) -> Iterator[Finding]:
     """Runs the check PF004. It compares the free space on the disk with the space that the result,
-    the adapters and the checkpoints need. Up to `run.keep` checkpoints exist at the same time. In
-    addition, there are the best checkpoint, and a new checkpoint that is written before an old one
-    is removed.
+    the adapters and the checkpoints need. Up to `run.keep` checkpoints exist at the same time. Two
+    more checkpoints may need space: the best checkpoint, and a new checkpoint, which is written
+    before the oldest one is removed.
     """
     schedule = subject.schedule
     run = subject.config.run
