@@ -1,8 +1,9 @@
 """Recognises columns that mark answers as unwanted, such as `label`, `kto_tag` and `feedback`.
 
-Some objectives train on every answer. They would also train on unwanted answers, so the run stops
-with an error at the first row that has such a mark. Only the user knows whether the column judges
-the answer or names a class, so the error message names the settings for both cases.
+Some objectives train on every answer. Such an objective would also train on unwanted answers, so
+the run stops with an error at the first row with an answer that is marked as unwanted. Only the
+user knows whether the column judges the answer or names a class, so the error message names the
+settings for both cases.
 """
 
 from __future__ import annotations

@@ -146,8 +146,9 @@ class BadRows:
 
 def normalise_reason(reason: str) -> str:
     """Returns a reason without the details of a row, so that rows with the same reason can be
-    counted. The function replaces numbers and quoted texts by placeholders. It keeps a single
-    quoted word, such as the name of a role, and digits within a name (UTF-8, cp1252.csv).
+    counted. The function replaces numbers and quoted texts by placeholders. A single quoted word,
+    such as the name of a role, is not replaced. Digits within a name (UTF-8, cp1252.csv) are not
+    replaced either.
     """
 
     def replace_quoted(match: re.Match[str]) -> str:
@@ -159,8 +160,9 @@ def normalise_reason(reason: str) -> str:
 
 
 class BadRowFile:
-    """The file bad_rows.jsonl of a run. Each line is an object `{"place", "reason"}`, and each
-    place is listed once. The file is created when the first bad row is found.
+    """The file bad_rows.jsonl of a run. Each line is a JSON object with the keys `place` and
+    `reason`. The place is the file and the line of a row, and each place is listed once. The file
+    is created when the first bad row is found.
     """
 
     def __init__(self, path: Path, *, resuming: bool = False) -> None:

@@ -1,11 +1,12 @@
 """Caches tokenised sources on disk, so that the next run with the same data, tokenizer and settings
 begins at once.
 
-An entry is one safetensors file. Its name is a hash of everything that determines its rows. This
-includes the content of the source, the tokenizer, the template, the settings, and the `VERSION` of
-this code. The file is written under a temporary name and renamed, so that concurrent or killed runs
-leave no partial entries. The file's metadata contain a checksum. If the file is damaged, it is
-written again. Rows are memory-mapped, so they are not all read into memory.
+An entry is one safetensors file. The name of the file is a hash of everything that determines the
+rows of the entry. The hash includes the content of the source, the tokenizer, the template, the
+settings, and the `VERSION` of this code. The file is written under a temporary name and renamed, so
+that concurrent or killed runs leave no partial entries. The file's metadata contain a checksum. If
+the file is damaged, it is written again. Rows are memory-mapped, so they are not all read into
+memory.
 
 When a new entry exceeds the folder's limit, the least recently used entries are removed. If another
 run has memory-mapped a removed entry, the operating system keeps the content of this entry until
@@ -122,7 +123,7 @@ def entry_key(parts: Any) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Returns a hash of everything that decides how a text is tokenised. This includes the
+    """Returns a hash of everything that decides how a text is tokenised. The hash includes the
     tokenizer's vocabulary, rules and special tokens, and the versions of the libraries.
     """
     import tokenizers

@@ -2,12 +2,12 @@
 rendered text.
 
 The templates of Llama, Qwen and Gemma have no `{% generation %}` block, which would mark the
-answers. So this module finds the position of each answer itself. It renders the turns before an
-answer with the generation prompt; the answer begins where this text ends. Then it renders the turns
-including the answer; the answer ends where this text ends. Some templates render an earlier turn
-differently from the last one. For example, Qwen3's template drops the thoughts of earlier turns.
-For such a turn, this module renders the conversation a second time with another text in place of
-the answer, and compares the two results.
+answers. So this module finds the position of each answer itself. First it renders the turns before
+an answer, with the generation prompt. The answer begins where this text ends. Then it renders the
+turns including the answer. The answer ends where this second text ends. Some templates render an
+earlier turn differently from the last turn of a conversation. For example, Qwen3's template drops
+the thoughts of earlier turns. For such a turn, this module renders the conversation a second time
+with another text in place of the answer, and compares the two results.
 """
 
 from __future__ import annotations

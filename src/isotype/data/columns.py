@@ -1,7 +1,7 @@
-"""Renames the keys of a row to the keys that Isotype reads. It uses `data.columns` and
-`data.roles`. It also renames keys that differ from Isotype's keys only in capital letters and
-spaces, and converts the rows of a file that ChatGPT exported. All rows pass through this module,
-whatever their format and the run's objective.
+"""Renames the keys of a row to the keys that Isotype reads. The settings `data.columns` and
+`data.roles` say which keys and roles to rename. This module also renames keys that differ from
+Isotype's keys only in capital letters and spaces, and converts the rows of a file that ChatGPT
+exported. The rows of all formats pass through this module, for every objective.
 """
 
 from __future__ import annotations
@@ -292,8 +292,8 @@ def used_names(row: NamedRow) -> set[str]:
 
 
 def describe_name(key: str, names: Mapping[str, str]) -> str:
-    """Returns the text that names a key in a message. It contains the key's original name in the
-    row if the key was renamed.
+    """Returns the text that names a key in a message. If the key was renamed, the text contains its
+    original name in the row.
     """
     name = names.get(key, key)
     if name == key:

@@ -72,9 +72,9 @@ def is_sharegpt(turns: Sequence[Any]) -> bool:
 
 
 def convert_sharegpt_messages(value: Any, key: str, location: str) -> tuple[Message, ...]:
-    """Converts the list `conversations` of ShareGPT's format to messages. Its turns have the keys
-    `from` and `value`. If `from` is `function_call`, the turn contains a tool call as JSON. If it
-    is `observation`, the turn contains the result of the tool call.
+    """Converts the list `conversations` of ShareGPT's format to messages. In this format, a turn
+    has the keys `from` and `value`. If `from` is `function_call`, the turn contains a tool call as
+    JSON. If it is `observation`, the turn contains the result of the tool call.
     """
     turns = parse_json_cell(value, f"{location}: {key}")
     if not isinstance(turns, list) or not turns:
@@ -131,8 +131,8 @@ def read_tools(row: Mapping[str, Any], location: str) -> list[Any] | None:
 
 
 def is_learnt(message: Message) -> bool:
-    """Returns True if the model may learn this turn. It does not learn a turn with `weight: 0`,
-    `train: false` or `training: false`.
+    """Returns True if the model may learn this turn. The model does not learn a turn with `weight:
+    0`, `train: false` or `training: false`.
     """
     return all(message.get(key) is None or bool(message[key]) for key in LEARN_KEYS)
 
@@ -467,8 +467,8 @@ _THOUGHT_TAGS = (
 
 def refuse_cut_thoughts(answer: Any, path: str) -> None:
     """Raises RowError for an answer that begins with thoughts and ends before the thoughts are
-    complete. Such an answer was cut by a limit on new tokens. It would teach the model to stop in
-    the middle of its thoughts.
+    complete. Such an answer was cut by a limit on new tokens. Training on this answer would teach
+    the model to stop in the middle of its thoughts.
     """
     text = answer.lstrip() if isinstance(answer, str) else ""
     for begin, end in _THOUGHT_TAGS:
@@ -509,10 +509,11 @@ def select_thoughts(
 
 
 def make_thought_probes(thought: str) -> Iterator[tuple[tuple[str, bool], list[Message]]]:
-    """Yields conversations that contain the text `thought` as the thoughts of a turn. They test
-    which thoughts a template writes. For each key that can contain thoughts there are two
-    conversations, with the thoughts before and after the last question. Each is yielded with the
-    position of the thoughts, which is a pair (key, whether a question follows).
+    """Yields conversations that contain the text `thought` as the thoughts of a turn. These
+    conversations are used to test which thoughts a template writes. For each key that can contain
+    thoughts there are two conversations, with the thoughts before and after the last question. Each
+    conversation is yielded together with the position of its thoughts. A position is a pair (key,
+    whether a question follows).
     """
     for key in (CONTENT_KEY, *THOUGHT_KEYS):
         if key == CONTENT_KEY:

@@ -1,5 +1,6 @@
-"""Computes what data.json says about a run's data. This includes counts, lengths, duplicates and
-special tokens. It also makes the notes that are printed for the user.
+"""Computes what data.json says about a run's data. Examples are the number and lengths of the rows,
+duplicates and special tokens. This module also makes the messages about the data that are printed
+for the user.
 
 A side means either the training rows or the evaluation rows.
 """
@@ -101,9 +102,9 @@ def eval_set_sizes(sources: Sequence[Source], rows: TokenRows) -> dict[str, int]
 
 
 def overlap_facts(train: TokenRows, evaluation: TokenRows) -> dict[str, int]:
-    """Counts the evaluation rows that are also training rows. It also counts the other evaluation
-    rows whose prompt is the prompt of a training row, unless all training rows have the same
-    prompt.
+    """Counts the evaluation rows that are also training rows. Among the other evaluation rows,
+    counts those whose prompt is also the prompt of a training row, unless all training rows have
+    the same prompt.
     """
     copies = np.isin(evaluation.column("digest"), train.column("digest"))
     prompts = evaluation.column("prompt")
@@ -145,8 +146,8 @@ def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total_tally: Tally
 
 
 def template_facts(encoder: Encoder) -> dict[str, Any] | None:
-    """Returns facts about the chat template. These are its source, its settings, and whether it
-    marks the text to learn with {% generation %}.
+    """Returns facts about the chat template. The facts are the source of the template, its
+    settings, and whether it marks the text to learn with {% generation %}.
     """
     template = encoder.template
     if template is None:

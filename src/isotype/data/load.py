@@ -1,5 +1,5 @@
-"""Loads the data of a run. It reads the sources that the section `data` of the configuration names,
-and returns rows of tokens, prompts for samples, and facts about the data.
+"""Loads the data of a run. This module reads the sources that the section `data` of the
+configuration names, and returns rows of tokens, prompts for samples, and facts about the data.
 
 Sources are read row by row and tokenised into flat arrays (`tokens`), which are cached on disk if
 they are large (`cache`). Evaluation rows come from separate sources, or some training rows are held

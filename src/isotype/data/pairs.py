@@ -102,8 +102,8 @@ def pair_digests(rows: TokenRows) -> np.ndarray:
 
 
 def pair_facts(rows: TokenRows) -> dict[str, Any]:
-    """Returns the facts about pairs for data.json. These are the number of pairs, the lengths of
-    the answers, and the number of pairs in which only one of the two answers is cut.
+    """Returns the facts about pairs for data.json. The facts are the number of pairs, the lengths
+    of the answers, and the number of pairs in which only one of the two answers is cut.
     """
     chosen, rejected = rows.column("supervised").reshape(-1, 2).T
     cut = rows.column("cut").reshape(-1, 2)
@@ -225,8 +225,8 @@ def draw_partners(prompts: np.ndarray, pool: np.ndarray, seed: int) -> np.ndarra
 
 
 def swap_answer(row: Row, partner: Row, max_length: int) -> Row:
-    """Returns a row that consists of the prompt of `row` and the answer of `partner`. It is cut at
-    `max_length`.
+    """Returns a row that consists of the prompt of `row` and the answer of `partner`. The new row
+    is cut at `max_length` tokens.
     """
     prompt_length = row.prompt_length
     ids = row.input_ids[:prompt_length] + partner.input_ids[partner.prompt_length :]

@@ -4,8 +4,8 @@ A row stores references to files. Pictures that the data contain as bytes are wr
 the cache. The name of such a file is a hash of its content, so each picture is stored only once. If
 the folder is larger than its limit, the least recently used pictures are removed before a run adds
 its first picture. A picture is decoded when its row is tokenised, so that a truncated file is
-reported before training. It is decoded again for each batch that uses it, so that memory holds the
-pixels of one batch only.
+reported before training. The picture is decoded again for each batch that contains its row, so that
+memory holds the pixels of only one batch.
 """
 
 from __future__ import annotations
@@ -276,8 +276,8 @@ class Pictures:
         }
 
     def reference(self, picture: Any, folder: Path) -> str:
-        """Checks a picture and returns its reference. This is a text `DIGEST TIME PATH` with the
-        hash of the content, the modification time and the path. Raises BadPicture.
+        """Checks a picture and returns its reference. The reference is a text `DIGEST TIME PATH`
+        with the hash of the file's content, its modification time and its path. Raises BadPicture.
         """
         source = resolve_picture(picture, folder)
         content = source.read_bytes() if isinstance(source, Path) else source

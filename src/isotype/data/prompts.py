@@ -1,5 +1,5 @@
-"""Builds the prompts that the model answers during training. They come from the first evaluation
-rows or from `run.samples`.
+"""Builds the prompts that the model answers during training. The prompts come from the first
+evaluation rows or from the setting `run.samples`.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def read_records(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
 
 
 def read_json(path: Path, name: str, *, skip: int = 0) -> Iterator[Record]:
-    """Reads a JSON file. It may contain one object per line, an array of objects, or objects that
-    extend over several lines. The first `skip` lines are not parsed.
+    """Reads a JSON file. The file may contain one object per line, an array of objects, or objects
+    that extend over several lines. The first `skip` lines are not parsed.
     """
     first = first_line(path) if file_suffix(path) == ".json" else ""
     # a first line that is only `{` begins an object over several lines
@@ -232,7 +232,7 @@ def _python_limit_message(error: Exception) -> str:
 def _check_value(name: str, line: int, value: Any, source: str, repeated_key: str | None) -> Record:
     """Returns a `Record` that contains the row `value`. The record has an error if one of the row's
     objects has the key `repeated_key` twice. It also has an error if a text contains half of a
-    surrogate pair. This is valid JSON, but tokenizers fail on it.
+    surrogate pair. Such a text is valid JSON, but tokenizers raise an error for it.
     """
     message = None if repeated_key is None else str(RepeatedKey(repeated_key))
     if (
@@ -449,8 +449,8 @@ class ObjectDecoder(json.JSONDecoder):
     """Decodes like `json`. If an object within the value has a key twice, `repeated_key` is set to
     the first such key, otherwise to None.
 
-    A repeated key does not raise an error during decoding. So code that reads several values still
-    knows where the next value begins.
+    A repeated key does not raise an error during decoding. Code that reads several values one after
+    the other therefore still knows where the next value begins.
     """
 
     def __init__(self) -> None:

@@ -97,8 +97,8 @@ def prepare_texts(
 
 
 class _RenderProcess:
-    """A child process that renders with one tokenizer. It uses the tokenizer as it was when the
-    process was forked.
+    """A child process that renders with one tokenizer. The child process uses the tokenizer in the
+    state that it had when the process was forked.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -214,9 +214,9 @@ MAX_TOKENS = 512  # largest number of tokens of a row that are shown
 
 
 def example_rows(rows: Sequence[Row], tokenizer: Any, pictures: Any = None) -> list[dict[str, Any]]:
-    """Returns up to four examples. These are the first row, a row of median length, the longest
-    row, and the first row with a picture. Each example is split into parts that the model learns
-    and parts that it does not learn.
+    """Returns up to four examples. The examples are the first row, a row of median length, the
+    longest row, and the first row with a picture. Each example is split into parts that the model
+    learns and parts that it does not learn.
 
     pictures  the run's `Pictures`, which gives thumbnails of a row's pictures as `data:` URLs
 
@@ -368,8 +368,8 @@ def _rows_per_source(shares: Sequence[Share]) -> list[int]:
 
 class RowStream(Generic[T]):
     """Yields rows endlessly, from rows in memory or in the cache. Implements `training.task.Feed`.
-    Its only state is `position`, the number of rows taken so far. So a resumed run continues with
-    exactly the next row.
+    Its only state is `position`, the number of rows taken so far. When a run is resumed, it
+    therefore continues with exactly the next row.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 pattern, a dataset on the hub, the built-in data set `stdlib`, or rows in memory. Each becomes a
 `Source` object.
 
-A source can be read several times, beginning at any row. Its rows are not kept in memory, because
-they are tokenised while they are read.
+A source can be read several times, beginning at any row. The rows of a source are not kept in
+memory, because they are tokenised while they are read.
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ class FileSource(Source):
 
 @dataclass
 class StdlibSource(Source):
-    """The source `stdlib`. It contains questions and answers from the docstrings of Python's
-    standard library.
+    """The source `stdlib`. This data set contains questions and answers from the docstrings of
+    Python's standard library.
     """
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Makes the built-in data set `stdlib`. It contains question and answer pairs, and texts, from the
-docstrings of Python's standard library.
+"""Makes the built-in data set `stdlib`. The data set contains pairs of a question and an answer,
+and plain texts, from the docstrings of Python's standard library.
 
 The source files of the running Python are parsed and never imported. The same version of Python
 gives the same pairs in the same order.
@@ -120,8 +120,8 @@ def stdlib_pairs() -> tuple[QuestionAnswer, ...]:
 
 @cache
 def stdlib_text() -> tuple[str, ...]:
-    """Returns texts from which a small model can learn English and Python. They are docstrings,
-    each below the signature of its function or class, and the topics of `help()`.
+    """Returns texts from which a small model can learn English and Python. The texts are
+    docstrings, each below the signature of its function or class, and the topics of `help()`.
     """
     texts: dict[str, None] = {}
     for item in documented_items():

@@ -355,8 +355,8 @@ def _interleave_sources(sources: Sequence[Source]) -> Iterator[Example | BadRow]
 def _sample_prompts(
     examples: Sequence[Example], rows: TokenRows, encoder: Encoder
 ) -> list[SamplePrompt]:
-    """Returns prompts for samples. They come from the examples, or from the first rows if the data
-    are plain texts.
+    """Returns prompts for samples. The prompts come from the examples, or from the first rows if
+    the data are plain texts.
     """
     if examples and examples[0].text is None:
         return example_prompts(examples, encoder)

@@ -298,9 +298,9 @@ class TokenRows(LazyRowSequence[Row]):
         return used
 
     def count_bos_and_eos(self, bos: int | None, eos: int | None) -> np.ndarray:
-        """Returns three numbers, int64[3]. They count the rows that begin with `bos`, the rows that
-        begin with `bos` twice, and the rows whose last token is `eos` if the model learns this
-        token.
+        """Returns three numbers, int64[3]. The numbers count the rows that begin with `bos`, the
+        rows that begin with `bos` twice, and the rows whose last token is `eos` if the model learns
+        this token.
         """
         counts = np.zeros(3, np.int64)
         for i, block in enumerate(self.blocks):

@@ -100,8 +100,8 @@ def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
 
 
 def fingerprint_of_weights(model: nn.Module) -> str:
-    """Hashes some elements of every parameter. Returns the hash. It is different if the weights
-    come from another model file or from another seed.
+    """Hashes some elements of every parameter. Returns the hash. The hash is different if the
+    weights come from another model file or from another seed.
     """
     digest = hashlib.sha256()
     for name, p in model.named_parameters():

@@ -1,5 +1,5 @@
 """Implements `isotype train --processes N`. This module starts the processes of a run on this
-machine, waits for them and returns their exit status. It does not import torch.
+machine, waits for them and returns their exit status. This module does not import torch.
 
 The first process writes to the terminal. The output of the other processes is stored. The output of
 such a process is shown only if the process ends without reporting an error to the first process.

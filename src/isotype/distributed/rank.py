@@ -1,10 +1,10 @@
 """Finds out which process of a run this is, from the environment variables that the launcher sets.
 This module does not import torch.
 
-`torchrun`, `accelerate launch` and `isotype train --processes N` set the same variables. These are
-RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. SLURM's `srun` and
-MPI's `mpirun` set variables with other names. The variables of `srun` and `mpirun` do not contain
-the address at which the processes can connect to each other.
+`torchrun`, `accelerate launch` and `isotype train --processes N` set the same variables. The
+variables are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. SLURM's
+`srun` and MPI's `mpirun` set variables with other names. The variables of `srun` and `mpirun` do
+not contain the address at which the processes can connect to each other.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _SCHEDULERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """The position of this process. It is number `rank` of the `size` processes of the run, and
-    number `local_rank` of the `local_size` processes on this machine.
+    """The position of this process. This process has the number `rank` among the `size` processes
+    of the run, and the number `local_rank` among the `local_size` processes on this machine.
 
     launcher  the launcher's name, for messages
     """

@@ -71,8 +71,8 @@ class Sharding:
 
 
 class UnitGradients:
-    """The gradients of one unit, summed over the processes. They keep the dtype in which the
-    processes exchanged them. For each parameter, the object holds the rows that belong to this
+    """The gradients of one unit, summed over the processes. The gradients keep the dtype in which
+    the processes exchanged them. For each parameter, the object holds the rows that belong to this
     process.
     """
 
@@ -105,7 +105,7 @@ class UnitGradients:
 
 
 def create_mesh(world: World, device: torch.device, *, nodes: int = 1) -> Any:
-    """Creates FSDP's device mesh of the processes. All processes call it together.
+    """Creates FSDP's device mesh of the processes. All processes call this function together.
 
     nodes  number of machines; if it is more than 1, the processes of each machine share one whole
            model, and the gradients are summed over the machines (hybrid)

@@ -366,8 +366,8 @@ class JoinedWorld(World):
 
     def _wait_for_key(self, key: str, *, owner_rank: int, without_timeout: bool = False) -> bytes:
         """Waits until the process `owner_rank` has set a key in the store, and returns its value.
-        It asks the store again and again, because torch's own `wait` logs a warning when it times
-        out.
+        This method asks the store again and again and does not use torch's own method `wait`, which
+        logs a warning when it times out.
         """
         start_time = last_check = last_heartbeat_time = time.monotonic()
         last_heartbeat = b""

@@ -676,7 +676,7 @@ def precision(record: RunRecord) -> dict[str, Any]:
 
 def preflight(record: RunRecord) -> dict[str, Any] | None:
     """Returns every check of the preflight with its result: passed, findings, or skipped with a
-    reason. None if the run has no record of the preflight.
+    reason. Returns None if the run has no record of the preflight.
     """
     recorded = record.preflight
     if not recorded:

@@ -139,8 +139,8 @@ def describe_losses(record: RunRecord) -> str:
 
 
 def loss_plot(record: RunRecord) -> Plot | None:
-    """Returns the plot of the training loss, raw and smoothed, with the evaluations. None if there
-    is no finite value.
+    """Returns the plot of the training loss, raw and smoothed, with the evaluations. Returns None
+    if no value is finite.
     """
     note = describe_losses(record)
     plot = _metric_plot(

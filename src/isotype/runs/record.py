@@ -20,8 +20,8 @@ class PrecisionRecord:
     task_roles   the roles (purposes of tensors, such as `grads`) that only this kind of run has
     lora_branch  `model.lora_branch`: "fp32" if the matrix products of the adapters are computed in
                  fp32, else "compute"
-    is_writer    whether this process writes the file. Only the first process does; the other
-                 processes only check their own observations
+    is_writer    whether this process writes the file. Only the first process writes the file; the
+                 other processes only check their own observations
     """
 
     def __init__(

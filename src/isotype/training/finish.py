@@ -159,8 +159,8 @@ def _describe_eval_set(loop: Loop) -> str:
 
 
 def _evaluation_loss(loop: Loop, step: int) -> float | None:
-    """Returns the evaluation loss of the weights after `step`. It is the loss on the rows that
-    decide which step is the best.
+    """Returns the evaluation loss of the weights after `step`. This loss is computed on the
+    evaluation rows that decide which step is the best.
     """
     stop_metric = loop.config.train.stop_on
     return _evaluation_metric(
@@ -292,8 +292,8 @@ def _verify_result(
     """Loads the result again and returns its loss. Raises RunError SV001 if this loss or one of the
     trained weights differs.
 
-    sharding  how the processes of `world` share the trained model. They share the reloaded model in
-              the same way, so all processes call this together
+    sharding  how the processes of `world` share the trained model. The processes share the reloaded
+              model in the same way, so all processes call this function together
     """
     mesh = None if sharding is None else sharding.mesh
 

@@ -1,5 +1,5 @@
-"""Finds where a non-finite number comes from. This is the first module whose output contains such a
-number, or the parameters that contain one.
+"""Finds where a non-finite number comes from. Functions of this module return the name of the first
+module whose output contains a non-finite number, or the parameters that contain one.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def first_non_finite_trained(model: nn.Module) -> str | None:
 def refuse_non_finite_weights(
     model: nn.Module, *, step: int, learning_rate: float, clip: float | None
 ) -> None:
-    """Raises RunError NF001 if a trained weight contains a non-finite number. It is called before
-    the weights are saved.
+    """Raises RunError NF001 if a trained weight contains a non-finite number. This function is
+    called before the weights are saved.
     """
     name = first_non_finite_trained(model)
     if name is not None:

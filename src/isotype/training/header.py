@@ -33,8 +33,8 @@ def header_rows(
     world: World,
     trial: Trial,
 ) -> Header:
-    """Returns the rows of a run's header that are always shown. They describe the model, the data
-    with an example, the precision, the memory, the time and the schedule.
+    """Returns the rows of a run's header that are always shown. These rows describe the model, the
+    data with an example, the precision, the memory, the time and the schedule.
 
     trial  the measurements of the trial step before step 1
     """
@@ -73,9 +73,9 @@ def header_rows(
 
 
 def detail_rows(task: Task, prepared: Prepared) -> Header:
-    """Returns the rows that are printed only with `--verbose`. The log always contains them. They
-    show the dtype of each role with the reason for the preset, the sources of the data, the ops in
-    each part of the model, attention and recomputation.
+    """Returns the rows that are printed only with `--verbose`. The log always contains them. These
+    rows show the dtype of each role with the reason for the preset, the sources of the data, the
+    ops in each part of the model, attention and recomputation.
     """
     resolved = prepared.resolved
     checkpointing = prepared.checkpointing

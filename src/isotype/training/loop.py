@@ -1,5 +1,5 @@
-"""Runs the training loop. It does the optimizer steps, and between them the evaluations, samples
-and checkpoints.
+"""Runs the training loop. The loop does the optimizer steps. Between the steps, it evaluates,
+generates samples and writes checkpoints.
 
 `training.setup` prepares everything that the loop needs. A checkpoint stores the loop's `RunState`.
 A run that is resumed from this state has bit for bit the same results as a run without an
@@ -107,8 +107,8 @@ class Loop:
 
     @property
     def is_stopped_early(self) -> bool:
-        """True if early stopping ends the run at this step. This is also true if a run that ended
-        early is resumed.
+        """True if early stopping ends the run at this step. Also returns True if a run that early
+        stopping has already ended is resumed.
         """
         patience = self.config.train.patience
         return patience is not None and self.progress.without_gain >= patience

@@ -519,8 +519,8 @@ class Ema:
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """Within this block, the model has the averages as its weights. They are converted to the
-        dtypes of the weights.
+        """Within this block, the model has the averages as its weights. The averages are converted
+        to the dtypes of the weights.
         """
         with preserve_weights(self.parameters.values()):
             for name, p in self.parameters.items():

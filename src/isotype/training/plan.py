@@ -1,5 +1,5 @@
 """Implements `isotype plan`, which describes what a run would do (precision, parameters, data,
-memory, schedule). It does not load the weights and does not write a run folder.
+memory, schedule). `isotype plan` does not load the weights and does not write a run folder.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Implements `train`, which runs a training. It begins with a loaded configuration and ends with a
-verified adapter or model in the run folder.
+"""Implements `train`, which runs a training. A training begins with a loaded configuration and ends
+with a verified adapter or model in the run folder.
 """
 
 from __future__ import annotations
@@ -312,8 +312,8 @@ class _TrainingRun:
     def _print_headers(
         self, loop: Loop, prepared: Prepared, outcome: Outcome, trial: Trial
     ) -> None:
-        """Prints the header. Also calls the task's `prepare_training`, which returns more rows for
-        the header.
+        """Prints the header. Then calls the task's method `prepare_training`, which returns more
+        rows for the header.
         """
         rows = header_rows(self.task, prepared, loop.schedule, self.folder, self.world, trial)
         name = objective_name(self.objective)
@@ -364,8 +364,8 @@ class _TrainingRun:
         return 0, result
 
     def _record_immediate_stop(self) -> dict[str, Any]:
-        """Returns the result of a run that stopped without saving. This happens before step 1,
-        after a second Ctrl-C, or if a callback raised KeyboardInterrupt.
+        """Returns the result of a run that stopped without saving. A run stops in this way before
+        step 1, after a second Ctrl-C, or if a callback raised KeyboardInterrupt.
         """
         folder = self.folder
         console = self.console

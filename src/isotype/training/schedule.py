@@ -194,9 +194,10 @@ class RunSchedule:
 
 
 class Pace:
-    """Measures the speed of a run. It computes the median time of the last WINDOW steps, and the
-    mean time of each kind of pause. A pause is an evaluation, a checkpoint or a round of samples
-    between two steps. The first step is not counted, because it is slower than all other steps.
+    """Measures the speed of a run. This class computes the median time of the last WINDOW steps,
+    and the mean time of each kind of pause. A pause is an evaluation, a checkpoint or a round of
+    samples between two steps. The first step is not counted, because it is slower than all other
+    steps.
     """
 
     WINDOW = 50

@@ -1,4 +1,4 @@
-"""Contains the names that checks and error messages use for settings. These are the keys of a
+"""Contains the names that checks and error messages use for settings. The names are the keys of a
 configuration file, or the names of the arguments of another library's trainer.
 """
 

@@ -113,8 +113,8 @@ def check_host_memory(task: Task, device_setup: DeviceSetup, world: World) -> No
 
 
 class WeightFingerprints:
-    """Fingerprints of a whole model. They are computed before the model is split over the
-    processes.
+    """Fingerprints of a whole model. The fingerprints are computed before the model is split over
+    the processes.
 
     weights  the fingerprint of all weights, which the processes compare; "" if there is only one
              process

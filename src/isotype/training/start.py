@@ -301,8 +301,8 @@ def _checksums(facts: Any) -> Iterator[tuple[str, str]]:
 
 
 def read_previous_settings(folder: RunFolder) -> RunConfig:
-    """Returns the settings of the last start. They are read from plan.json. If plan.json does not
-    contain them, they are read from resolved.yaml.
+    """Returns the settings of the last start. The settings are read from plan.json. If plan.json
+    does not contain them, they are read from resolved.yaml.
     """
     try:
         return RunConfig.model_validate(folder.read_json("plan.json")[SETTINGS])
@@ -351,8 +351,8 @@ def _read_resumes(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
 
 
 def report_truncated_files(folder: RunFolder, console: RunConsole) -> None:
-    """Prints which memory-mapped files were truncated. This is done only if the run ended without
-    writing a result, because a truncated file may have been the cause.
+    """Prints which memory-mapped files were truncated. Prints them only if the run ended without
+    writing a result, because a truncated file may have ended the run.
     """
     if folder.read_json("result.json"):
         return
@@ -465,8 +465,8 @@ def write_start(
 def _resolved_text(
     loaded: LoadedConfig, prepared: Prepared, folder: RunFolder, *, is_resuming: bool
 ) -> str:
-    """Returns the text of `resolved.yaml`. It contains each setting and where it was set. For
-    settings that are `auto`, it contains the value that the run chose.
+    """Returns the text of `resolved.yaml`. The text contains each setting and the place where it
+    was set. For settings that are `auto`, it contains the value that the run chose.
     """
     resolved = prepared.resolved
     model = prepared.model

@@ -1,5 +1,5 @@
-"""Runs one optimizer step. It accumulates the gradients of the micro-batches and divides them by
-the weight of these batches. Then it checks and clips the gradients, updates the weights, and
+"""Runs one optimizer step. A step accumulates the gradients of the micro-batches and divides them
+by the weight of these batches. Then it checks and clips the gradients, updates the weights, and
 measures the share of weights that changed.
 """
 
@@ -398,7 +398,7 @@ def choose_sampled_elements(
 
 
 def sample_items(items: Sequence[T], count: int) -> list[T]:
-    """Draws at most `count` items at random with a fixed seed. Their order is kept.
+    """Draws at most `count` items at random with a fixed seed. The drawn items keep their order.
 
     The items are not evenly spaced. LoRA's A and B alternate in the list of trained tensors, so
     evenly spaced items could all be A matrices.

@@ -92,9 +92,9 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class IdleBatch:
-    """A batch whose loss is multiplied by 0. If processes share a model, they must run each forward
-    together. So a process without a batch of its own computes this batch while another process
-    computes a real batch.
+    """A batch whose loss is multiplied by 0. If processes share a model, all of them must run each
+    forward pass together. A process that has no batch left computes this batch while another
+    process computes a real batch.
     """
 
     batch: Batch
@@ -126,7 +126,9 @@ class Sample(Protocol):
 
     @property
     def file(self) -> tuple[str, bytes] | None:
-        """The suffix and the content of a file with the sample. It is None if the sample is a text."""
+        """The suffix and the content of a file with the sample. None if the sample is a text, which
+        needs no file.
+        """
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -429,7 +431,7 @@ class Task(Protocol):
         is_shortened: bool = False,
         world: World = ALONE,
     ) -> Sequence[Sample]:
-        """Generates one round of samples. It does not change the state of training.
+        """Generates one round of samples. Generating samples does not change the state of training.
 
         is_shortened  whether to generate only one small sample as a test, from start to end
         world         the processes that call this together because they share the model
@@ -464,8 +466,8 @@ class Task(Protocol):
     # what is shown and recorded
 
     def header(self) -> Header:
-        """Returns the rows about the data for the run's header. They show the amount of data, what
-        the model learns from one example, and what the user has to know.
+        """Returns the rows about the data for the run's header. The rows show the amount of data,
+        what the model learns from one example, and what the user has to know.
         """
 
     def header_details(self) -> Header:
@@ -507,8 +509,8 @@ def load_local_batches(
     process.
 
     is_shared  whether the processes share the model, so that they must run each forward together.
-               Then all processes run the same number of forward passes, as many as the process with
-               the most batches
+               In this case, all processes run as many forward passes as the process with the most
+               batches
     """
     micro_batches: list[Sequence[Sequence[object]]] = [
         task.split_by_shape(stream.take(batching.micro_batch_size))

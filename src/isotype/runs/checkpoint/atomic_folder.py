@@ -198,8 +198,8 @@ def _sync_and_hash(file: Path) -> dict[str, Any]:
 def find_damage(
     folder: Path, needs: Sequence[str] = (), *, rank: int = 0, size: int = 1
 ) -> str | None:
-    """Returns a description of the damage of a folder that `write_folder` has written. None if
-    every file has the recorded size and checksum and the files `needs` are among them.
+    """Returns a description of the damage of a folder that `write_folder` has written. Returns None
+    if every file has the recorded size and checksum and the folder contains the files `needs`.
 
     rank, size  only checks the checksum of every `size`-th file, beginning with file number `rank`
     """

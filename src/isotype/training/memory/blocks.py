@@ -60,7 +60,8 @@ _MATMUL_EFFICIENCY = 0.80
 
 
 class Block:
-    """The frozen weights of one block. They are stored in one contiguous piece of host memory.
+    """The frozen weights of one block. The weights are stored in one contiguous piece of host
+    memory.
 
     tensors  parameters of the model, and the scales of packed parameters; their `.data` is set to a
              host tensor or a device tensor

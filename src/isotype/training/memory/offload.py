@@ -76,8 +76,8 @@ class CopyEvent:
 
 
 class SavedCall:
-    """The tensors that one call of a layer saved, in order. They are weak references, because the
-    autograd graph owns the tensors. `previous` is the call before this one.
+    """The tensors that one call of a layer saved, in order. The tensors are stored as weak
+    references, because the autograd graph owns them. `previous` is the call before this one.
     """
 
     def __init__(self, previous: SavedCall | None) -> None:
@@ -93,8 +93,8 @@ class SavedCall:
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Returns the strides for a copy of a tensor that has no gaps in memory. These are the tensor's
-    own strides if the tensor has no gaps, otherwise contiguous strides.
+    """Returns the strides for a copy of a tensor that has no gaps in memory. If the tensor itself
+    has no gaps, the copy has the same strides. Otherwise the copy is contiguous.
     """
     step = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):

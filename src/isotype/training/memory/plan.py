@@ -508,8 +508,8 @@ def max_step_bytes(
 
 def _matrix_widths(module: nn.Module) -> tuple[int, ...]:
     """Returns the number of inputs and the number of outputs of a module that has a weight matrix.
-    They are read from `in_features` and `out_features` if the module has these attributes, because
-    the shape of a 4-bit weight does not show them.
+    If the module has the attributes `in_features` and `out_features`, the two numbers are read from
+    them, because the shape of a 4-bit weight does not show these numbers.
     """
     weight = module._parameters.get("weight")
     if weight is None or (weight.ndim < 2 and not is_quantised(weight)):

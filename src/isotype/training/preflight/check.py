@@ -75,8 +75,8 @@ class Outcome:
         }
 
     def header_rows(self) -> list[tuple[str, str]]:
-        """Returns rows for the run's header. They contain a summary, each problem that was found,
-        and each check that was left out.
+        """Returns rows for the run's header. The rows contain a summary, each problem that was
+        found, and each check that was skipped.
         """
         passed = len(self.checked_codes) - len({f.code for f in self.findings})
         return [

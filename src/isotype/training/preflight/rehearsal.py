@@ -112,8 +112,8 @@ def _preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def rehearse_step(subject: PreflightSubject) -> Iterator[Finding]:
-    """Runs the checks PF012 to PF015. They run forward, backward and an update on the longest rows,
-    and check the gradients before these are freed.
+    """Runs the checks PF012 to PF015. The checks run forward, backward and an update on the longest
+    rows, and check the gradients before these are freed.
     """
     prepared = subject.prepared
     stepper = prepared.stepper

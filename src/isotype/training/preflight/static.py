@@ -1,5 +1,5 @@
-"""Contains the checks of the preflight that do not run a step. They check the device (PF001),
-updates that are lost by rounding (PF003), the disk (PF004) and the memory (PF011).
+"""Contains the checks of the preflight that do not run a step. These checks examine the device
+(PF001), updates that rounding would remove (PF003), the disk (PF004) and the memory (PF011).
 """
 
 from __future__ import annotations
@@ -273,8 +273,8 @@ def result_bytes(subject: PreflightSubject) -> int:
 
 def check_memory(subject: PreflightSubject) -> Iterator[Finding]:
     """Runs the check PF011, which compares the planned memory of a step with the available memory.
-    Planning takes some seconds. It is not done if a rough upper bound shows that the memory is far
-    more than enough.
+    Planning takes some seconds. The memory is not planned if a rough upper bound shows that the
+    available memory is far more than enough.
     """
     prepared = subject.prepared
     config = subject.config
