@@ -490,8 +490,8 @@ class Encoder:
 
     def _tokenize_parts(self, text: str, edges: list[int]) -> tuple[list[int], Offsets]:
         """Tokenises the beginning of the text up to each position in `edges`. The tokens that are
-        new since the previous position are the tokens of the part between the two positions. If
-        this changes earlier tokens, the part is tokenised on its own.
+        added from one position to the next are the tokens of the part between the two positions. If
+        a longer text changes earlier tokens, the part is tokenised on its own.
         """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []

@@ -34,8 +34,8 @@ def data_facts(
     *,
     held_out: bool,
 ) -> dict[str, Any]:
-    """Returns the content of data.json that describes the rows. For a stream, this describes only
-    its first rows.
+    """Returns the content of data.json that describes the rows. If the data are a stream, only its
+    first rows are described.
 
     sides, tallies, files  each has two entries, one for the training rows and one for the
                            evaluation rows

@@ -132,7 +132,8 @@ def detect_format(
     roles: Roles = None,
     objective_format: FormatName | None = None,
 ) -> tuple[FormatName, str]:
-    """Returns the format of a file, detected from its first row, and the reason.
+    """Returns the format of a file, which is detected from the file's first row, and the reason for
+    this choice.
 
     requested         `data.format`
     objective_format  the only format that the run's objective learns from, or None

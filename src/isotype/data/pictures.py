@@ -386,7 +386,9 @@ class Pictures:
         return texts
 
     def insert_texts(self, text: str, picture_texts: Sequence[str]) -> str:
-        """Replaces the mark of each picture in a rendered text by the picture's text."""
+        """In a rendered text, replaces the mark of each picture by the text that `picture_texts`
+        returns for it.
+        """
         first, *rest = text.split(self.placeholder)
         return first + "".join(
             picture_text + following_text

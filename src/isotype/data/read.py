@@ -55,7 +55,7 @@ class NoRows(UsageError):
 @dataclass(frozen=True, slots=True)
 class Record:
     """One row of a file, and its position. The position is the number of the line on which the row
-    begins. If `unit` is "row", it is the number of the row, counted from 1.
+    begins. If `unit` is "row", the position is the number of the row, counted from 1.
     """
 
     file: str

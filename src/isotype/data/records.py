@@ -421,7 +421,7 @@ def _refuse_large_columns(file: Any, group: int, name: str) -> int:
 
 def remove_inner_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Removes keys whose value is null from the values of a row, at any depth. A column of the row
-    itself is not removed if it is null, so that error messages can name it.
+    itself is kept even if its value is null, so that error messages can name the column.
     """
     return {key: _remove_nulls(value) for key, value in row.items()}
 

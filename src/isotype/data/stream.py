@@ -304,7 +304,9 @@ def usable_examples(examples: Iterable[Example | BadRow]) -> Iterator[Example]:
 def tokenize_examples(
     examples: Iterator[Example | BadRow], encoder: Encoder
 ) -> tuple[TokenRows, list[Example], Tally]:
-    """Tokenises examples. Returns the rows in memory, the usable examples, and the counts."""
+    """Tokenises examples. Returns three values: the tokenised rows, the examples that can be used,
+    and the counts of the tokenisation.
+    """
     used_examples: list[Example] = []
     tally = Tally()
     writer = TokenWriter()

@@ -263,8 +263,8 @@ class TokenRows(LazyRowSequence[Row]):
         return block, row - self._starts[block]
 
     def column(self, name: str) -> np.ndarray:
-        """Returns one value for each row. `name` is `lengths`, `supervised`, `cut`, `wanted`,
-        `digest`, `prompt` or `example`.
+        """Returns the column `name` of the table of rows, which contains one value for each row.
+        `name` is `lengths`, `supervised`, `cut`, `wanted`, `digest`, `prompt` or `example`.
         """
         return np.concatenate(
             [np.asarray(getattr(block, name)) for block in self.blocks] or [np.zeros(0, np.int64)]
@@ -287,7 +287,7 @@ class TokenRows(LazyRowSequence[Row]):
 
     def tokens_used(self, *, learnt: bool = False) -> set[int]:
         """Returns the set of token ids that occur in all blocks, or only of those that the model
-        learns. The blocks are read in chunks.
+        learns. The tokens of a block are read in chunks, so that a large block needs little memory.
         """
         used: set[int] = set()
         for block in self.blocks:

@@ -41,7 +41,7 @@ class Heartbeat:
     """The state of a process, as the process itself last wrote it.
 
     count      heartbeats written so far
-    exchanges  number of exchanges between all processes that this process has begun
+    exchanges  number of exchanges of data between all processes that this process has begun so far
     """
 
     rank: int

@@ -430,7 +430,8 @@ def _format_value(value: Any) -> str:
 
 def _sources(split: dict[str, Any], weights: Any) -> list[dict[str, str]]:
     """Returns the sources of the training or evaluation data, with the number of rows of each and
-    the number of rows that were used. For weighted sources it also tells how often a row occurs.
+    the number of rows that were used. For weighted sources, the result also says how often a row is
+    used.
     """
     sources = rows_or_empty(split.get("files"), "path", "format", "why")
     shares = {

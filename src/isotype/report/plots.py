@@ -191,7 +191,9 @@ _STEP_PLOTS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 
 
 def plots(record: RunRecord) -> list[Plot]:
-    """Returns the plots of the other metrics. A metric that the run did not record has no plot."""
+    """Returns the plots of all metrics except the loss. A metric that the run did not record has no
+    plot.
+    """
     result = []
     evaluation_sets = record.setting("data", "eval")
     for name in evaluation_sets if isinstance(evaluation_sets, dict) else ():

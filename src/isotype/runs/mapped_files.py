@@ -49,8 +49,8 @@ class _MappedFile:
 
 
 class MappedFiles:
-    """Stores which files this process has mapped at the time when the object is created. `close`
-    closes their descriptors.
+    """Stores which files this process has mapped at the time when the object is created. The method
+    `close` closes the descriptors of these files.
     """
 
     def __init__(self) -> None:

@@ -98,8 +98,8 @@ class _PipeSafeConsole(Console):
     `| head`. The run continues. The files of the run still contain everything that is no longer
     printed.
 
-    In this case, the console of the library `rich` would end the process with status 1 and without
-    a message.
+    The console of the library `rich` would instead end the process with status 1 and without a
+    message.
     """
 
     def on_broken_pipe(self) -> None:

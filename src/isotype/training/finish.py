@@ -38,7 +38,8 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
     weights.
 
     The first process does this while the other processes wait. If the processes share the model,
-    they do it together, because no process could hold the whole model.
+    all of them save, load and compare it together, because no single process could hold the whole
+    model.
     """
     loop.world.record_progress(loop.progress.step, "the result")
     if prepared.sharding is not None:
@@ -209,8 +210,9 @@ def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
 
 
 def _round_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Rounds the trained weights to the dtype of the file. The loss on a single row is then the
-    same as with the loaded result. The weights are not trained any more after this.
+    """Rounds the trained weights to the dtype of the file. After rounding, the loss on a single row
+    is the same as that of the loaded result. The weights are not trained any more after they are
+    rounded.
     """
     with torch.no_grad():
         for p in model.parameters():

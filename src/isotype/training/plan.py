@@ -393,8 +393,8 @@ def plan_processes(
 ) -> ProcessesPlan:
     """Plans the memory of one process for each kind of parallelism.
 
-    task         a task whose setting `train.batch_size` is the number of rows of a micro-batch in
-                 `batching`
+    task         a task whose setting `train.batch_size` is equal to the number of rows of a
+                 micro-batch in `batching`
     whole_model  the plan of a process that has the whole model
     """
     available = device_setup.hardware.memory

@@ -158,9 +158,10 @@ class Stepper:
     def accumulate(
         self, batches: Sequence[Batch], weight: int | None = None, *, sends_gradients: bool = False
     ) -> Tensor:
-        """Runs forward and backward for every micro-batch. Returns the sum of their losses, divided
-        by `weight`. By default, `weight` is the sum of the weights of the micro-batches. The task's
-        other measures are summed and divided in the same way, and stored in `measure_sums`.
+        """Runs forward and backward for every micro-batch. Returns the sum of the losses of all
+        micro-batches, divided by `weight`. By default, `weight` is the sum of the weights of the
+        micro-batches. The task's other measures are summed and divided in the same way, and stored
+        in `measure_sums`.
 
         sends_gradients  whether to send gradients to the other processes during the last backward;
                          all processes then call this method together
@@ -253,7 +254,7 @@ class Stepper:
         )
 
     def norm(self) -> float:
-        """Returns the norm of the whole gradient."""
+        """Returns the norm over the gradients of all trained tensors."""
         (local_norm,) = read_on_host(gradient_norm(self.accumulator.gradients()))
         if self.sharding is None:
             return local_norm
@@ -422,8 +423,8 @@ def measure_share_changed(previous: list[Tensor], current: list[Tensor]) -> Tens
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns a number of bytes. On a GPU, it is the peak of the allocator. On a CPU, it is the
-    peak resident size of the process.
+    """Returns the largest number of bytes of memory that were in use. For a GPU, this is the peak
+    of PyTorch's allocator. For a CPU, this is the peak resident size of the process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

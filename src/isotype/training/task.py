@@ -346,7 +346,9 @@ class Task(Protocol):
         """
 
     def outline_largest_step(self, precision: Precision) -> StepOutline:
-        """Returns the work of the largest step, evaluation and sample, for a memory plan."""
+        """Returns functions that run the largest step, the largest evaluation and the largest
+        sample, so that a memory plan can simulate them.
+        """
         ...
 
     def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
@@ -375,7 +377,8 @@ class Task(Protocol):
         self, model: nn.Module, batches: Iterable[Batch], world: World, *, dtype: str
     ) -> Iterable[Batch]:
         """Computes values that all batches of a step have in common, and adds them to the batches.
-        No gradient is computed. Every process calls this with its own batches.
+        No gradients are computed for these values. Every process calls this method with its own
+        batches.
         """
 
     def loss_sum(self, model: nn.Module, batch: Batch, divisor: int = 1, *, dtype: str) -> Tensor:

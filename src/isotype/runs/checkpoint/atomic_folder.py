@@ -145,7 +145,9 @@ def describe_io_error(error: BaseException) -> str | None:
 
 
 def suggest_fix(reason: str) -> str:
-    """Returns the fix for a failed write, selected by the message of the operating system."""
+    """Returns advice on how to fix a failed write. The advice depends on the error message of the
+    operating system.
+    """
     if "(os error 2)" in reason or os.strerror(errno.ENOENT) in reason:
         return "another program removed or renamed a folder of the run: put it back"
     return next(

@@ -122,8 +122,8 @@ def restore_random_state(tensors: dict[str, Tensor], state: dict[str, Any]) -> N
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Seeds this process. Every process gets a different seed, because dropout must differ between
-    the rows of different processes. A repeated run gets the same seeds.
+    """Seeds the random generators of this process. Every process gets a different seed, because
+    dropout must differ between the rows of different processes. A repeated run gets the same seeds.
     """
     seed_generators(int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:4]))
 
@@ -229,7 +229,8 @@ def average_weights(tensors: dict[str, Tensor], beta1: float) -> dict[str, Tenso
 
 def local_row_selector(model: nn.Module) -> RowSelector:
     """Returns a function that takes the name of a checkpoint's tensor and returns the range of rows
-    that this process holds. The names are those of `trainable_tensors` and `optimizer_tensors`.
+    that this process holds. The function knows the names that `trainable_tensors` and
+    `optimizer_tensors` return.
     """
     sharded = {full: local_rows(p) for full, p in model.named_parameters() if is_sharded(p)}
 

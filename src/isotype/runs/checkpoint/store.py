@@ -286,8 +286,9 @@ def pop_file_count(state: dict[str, Any]) -> int:
 
 
 def deduplicate_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the tensors on the CPU without shared memory, and the aliases, which map each other
-    name of a tensor to the name under which the tensor is saved.
+    """Returns two dictionaries. The first contains the tensors on the CPU, and no two of its
+    tensors share memory. If a tensor has several names, it is saved under only one of them. The
+    second dictionary maps each other name to this name.
     """
     saved: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}

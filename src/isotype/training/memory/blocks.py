@@ -235,7 +235,9 @@ def apply_offload(model: nn.Module, offload: str, device: torch.device) -> nn.Mo
 
 
 def get_frozen_blocks(model: nn.Module) -> FrozenBlocks | None:
-    """Returns the blocks of a model that are kept in host memory. Returns None if there are none."""
+    """Returns the blocks of a model that are kept in host memory. Returns None if the model has no
+    such blocks.
+    """
     frozen_blocks: FrozenBlocks | None = inner_model(model).__dict__.get(_BLOCKS_ATTRIBUTE)
     return frozen_blocks
 

@@ -31,7 +31,8 @@ from ...ops.recomputed_layer import RecomputedLayer
 def call_and_recompute(
     function: Callable[..., Any], *args: Any, keep_attention: bool, **options: Any
 ) -> Any:
-    """Returns the result of `function(*args)`. Its activations are recomputed in backward.
+    """Returns the result of `function(*args)`. The activations of `function` are recomputed in
+    backward.
 
     keep_attention  whether to keep the output and the logsumexp of attention, so that attention is
                     not recomputed

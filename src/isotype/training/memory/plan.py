@@ -206,7 +206,7 @@ def unit_bytes(model: nn.Module, parts: int) -> list[UnitBytes]:
 
 def padded_elements(weight: Tensor, parts: int) -> int:
     """Returns the number of elements of a weight after its rows are padded so that they can be
-    split into equal parts. FSDP2 stores and sends weights in this form.
+    split into equal parts. FSDP2 stores and sends weights with this padding.
     """
     if weight.dim() == 0 or weight.numel() == 0:
         return weight.numel()
