@@ -274,9 +274,9 @@ def wrap_header(lines: str, width: int, *, indent: int = 10) -> str:
 
 
 class Interrupt:
-    """A context manager. Within its block, the signals SIGINT, SIGTERM, SIGHUP and SIGUSR1 do not
-    end the process, but set the attribute `is_requested`. SIGHUP means a closed terminal or a
-    broken connection. SIGUSR1 can come from Slurm (`sbatch --signal=USR1@120`).
+    """A context manager. Within its block, the signals SIGINT, SIGTERM, SIGHUP and SIGUSR1 set the
+    attribute `is_requested` to true. SIGHUP means a closed terminal or a broken connection. SIGUSR1
+    can come from Slurm (`sbatch --signal=USR1@120`).
 
     While `is_training` is true, the loop saves a checkpoint after the current step and stops. A
     second signal stops the loop at once. Before training begins, a signal raises KeyboardInterrupt,

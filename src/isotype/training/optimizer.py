@@ -382,7 +382,8 @@ def parameter_groups(
 
 def _text_encoder_rates(text_rate: float | Sequence[float] | None) -> dict[str, float]:
     """Returns the learning rates of the text encoders. Each key of the returned dictionary is a
-    text that occurs in the names of all parameters of one text encoder.
+    text that occurs in the names of all parameters of one text encoder, or of all text encoders if
+    they have the same rate.
     """
     if text_rate is None:
         return {}
