@@ -213,7 +213,7 @@ def plan(
 
 
 def fit_plan(text: str) -> str:
-    """Breaks the lines of a plan between words where it is shown in a terminal."""
+    """Wraps the long lines of a plan at spaces if the output is a terminal."""
     if not sys.stdout.isatty():
         return text
     from ..training.console import wrap_header

@@ -8,7 +8,7 @@ through its attribute `optimizer_cls_and_kwargs`.
 
 accelerate wraps the forward of one object in autocast, and `generate` does not call this wrapper.
 The attribute `native_amp` of the trainer's accelerator decides whether accelerate adds the wrapper.
-With fp16 the wrapper is kept, because the gradient scaler reads the same attribute.
+With fp16 the wrapper is kept, because accelerate's gradient scaler reads `native_amp` too.
 """
 
 from __future__ import annotations

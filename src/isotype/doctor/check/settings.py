@@ -174,7 +174,9 @@ class Facts:
         return any(d.tool in tools for d in self.documents)
 
     def get(self, *names: str) -> Setting | None:
-        """Returns the first of the settings `tool.key` whose value is not null."""
+        """Looks up settings by their names, each written `tool.key`, in this order. Returns the first
+        setting whose value is not null, or None.
+        """
         for name in names:
             tool, _, key = name.partition(".")
             for document in self.documents:

@@ -336,7 +336,9 @@ _OTHER_OPERATORS = r"norm|attention|flash_attn|conv|index_|scatter|linear|lstm|g
 
 
 def infer_operator(situation: Situation) -> str:
-    """Infers the operator from the innermost frames, for messages that do not name it."""
+    """Infers the operator from the innermost frames of the traceback. This is for error messages
+    that do not name the operator.
+    """
     if "optimizer" in situation:
         return "optimizer update"
     if (

@@ -238,8 +238,8 @@ class RuleFacts(sheets.Facts):
     has TOOL               whether the run has a file of the tool
     unknown TOOL.KEY       whether a program computes the value of the setting
 
-    An ending converts a fact. `NAME as dtype` and similar endings convert the value of a setting.
-    `NAME as key`, `NAME as name` and `NAME as half` convert the key of the setting.
+    Words after a name convert the fact. For example, `NAME as dtype` converts the value of a
+    setting to a dtype. `NAME as key`, `NAME as name` and `NAME as half` convert its key.
     """
 
     fact_functions = {
