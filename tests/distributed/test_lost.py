@@ -101,6 +101,7 @@ def test_of_several_ended_processes_the_one_that_was_lost_is_named():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.full
 def test_of_four_processes_the_killed_one_alone_is_named(configured, tmp_path):
     configured("run")
     process = start(4, "-m", "tests.distributed.worker",
@@ -113,7 +114,8 @@ def test_of_four_processes_the_killed_one_alone_is_named(configured, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.full
 def test_the_others_end_when_the_first_process_is_frozen(count, configured, tmp_path):
     configured("run", parallel={"timeout": 10})
     begin = time.monotonic()

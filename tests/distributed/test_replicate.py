@@ -196,6 +196,7 @@ def test_no_process_closes_its_connections_before_all_are_through(tmp_path):
     assert max(through) <= min(closed)
 
 
+@pytest.mark.full
 def test_a_process_whose_rows_have_no_picture_adds_nothing_to_the_tower(vlm, tmp_path):
     """Of each step's two rows one process sees a picture, the other none; tower and language part
     are those of one process.

@@ -180,6 +180,7 @@ def test_a_packed_run_of_a_tied_model_begins_with_the_weights_that_the_preflight
     ],
     ids=str,
 )
+@pytest.mark.full
 def test_a_run_goes_on_in_another_number_of_parts(path, more, configured, tmp_path):
     steps = STEPS | {"steps": 6} | more
     assert train(configured("whole", train=steps, **FULL)) == 0
@@ -230,6 +231,7 @@ def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, 
     ("form", "kind"),
     [("fp8-block", "shard"), pytest.param("awq", "replicate", marks=pytest.mark.full)],
 )
+@pytest.mark.full
 def test_a_published_base_is_that_of_one_process(form, kind, configured, workshop, tmp_path):
     """Packed layers on two processes, each with half of the rows."""
     tokenizer = AutoTokenizer.from_pretrained(workshop.base)

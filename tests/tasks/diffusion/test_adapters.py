@@ -159,6 +159,7 @@ def _named(name, family):
     return f"{'diffusion_model' if family in ('wan', 'ltx') else 'transformer'}.{name}"
 
 
+@pytest.mark.full
 def test_adapters_on_the_way_change_nothing_and_are_drawn_with(drawn, tmp_path, capsys):
     """`run.adapters_every` writes what the run of as many steps would have: it is loaded, drawn
     with and exported.

@@ -18,6 +18,7 @@ from tests.tasks.diffusion.test_families import edits
 from tests.training.memory.test_blocks import same
 
 
+@pytest.mark.full
 def test_an_edit_is_drawn_and_exported_also_where_the_pictures_of_its_prompts_are_gone(
     drawn, studio, tmp_path
 ):

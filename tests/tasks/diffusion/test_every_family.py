@@ -13,7 +13,6 @@ from tests.tasks.diffusion.every_family import PIPELINES, train_pipeline
 # the others are trained by `make test-full`
 EVERY_DAY = {
     "ZImagePipeline",
-    "Flux2Pipeline",
     "QwenImageEditPlusPipeline",
     "StableDiffusionPipeline",
 }

@@ -38,6 +38,7 @@ def drift(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_that_share_a_denoiser_make_the_run_of_one(drawn, studio, tmp_path):
     """Evaluation has one pass for two processes, and the first process alone encodes."""
     sections = {

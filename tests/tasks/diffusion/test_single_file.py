@@ -460,6 +460,7 @@ def publish(pipeline, folder, form):
         ),
     ],
 )
+@pytest.mark.full
 def test_a_published_denoiser_trains_draws_resumes_bit_for_bit_and_merges(
     drawn, studio, tmp_path, capsys, form
 ):

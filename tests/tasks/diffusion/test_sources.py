@@ -120,6 +120,7 @@ def prior(folder, **settings):
     }
 
 
+@pytest.mark.full
 def test_class_pictures_are_drawn_once_by_the_base_and_mixed_one_to_one(drawn, studio, tmp_path):
     folder, images = tmp_path / "class", prior(tmp_path / "class")
     assert (

@@ -93,6 +93,7 @@ def test_a_qwen_image_lora(place):
     assert list((place / "runs/style/samples").glob("*.png"))
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_and_another_begins_with_its_adapter(place):
     same = "train model.name=flux images.train=pictures images.resolution=1024"
     first, resume, second = commands(
@@ -124,6 +125,7 @@ def test_a_person_with_class_pictures(place):
 INK = "train model.name=sdxl images.train=pictures images.resolution=1024 run.folder=runs/ink"
 
 
+@pytest.mark.full
 def test_a_style_that_comfyui_loads_whole(place):
     plan, train, merge = commands("plan model.name=sdxl", INK, "merge runs/ink")
     assert "this process, without a model" in ask(*plan, *TINY)

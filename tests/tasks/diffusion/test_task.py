@@ -22,7 +22,10 @@ from tests.training.interrupted import cut_back
 
 @pytest.mark.parametrize(
     ("family", "base"),
-    [("flux", "bf16"), ("sdxl", "nf4"), pytest.param("sdxl", "fp8", marks=pytest.mark.full)],
+    [
+        ("flux", "bf16"),
+        *(pytest.param("sdxl", base, marks=pytest.mark.full) for base in ("nf4", "fp8")),
+    ],
 )
 def test_a_lora_trains_from_a_folder(drawn, studio, tmp_path, family, base):
     run = {"samples": ["a red circle on white"], "sample_every": 4} if base == "bf16" else {}
@@ -78,6 +81,7 @@ def shaped(studio, folder):
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_rows_are_drawn_by_position_whatever_the_batch(drawn, studio, tmp_path):
     """1 x 8 and 4 x 2 train the same adapter, with all that is drawn for a row: noise, time,
     caption, window, mirror image.

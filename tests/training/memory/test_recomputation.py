@@ -146,6 +146,7 @@ def little_memory(monkeypatch):
     monkeypatch.setattr(device_setup, "detect", some)
 
 
+@pytest.mark.full
 def test_a_run_uses_the_choice_prints_it_and_records_it(
     configured, tmp_path, little_memory, capsys
 ):
