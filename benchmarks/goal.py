@@ -61,7 +61,9 @@ def base_model(a: argparse.Namespace) -> nn.Module:
     model.requires_grad_(False)
     model.config.use_cache = False
     if a.base == "nf4" and a.who != "unsloth":
-        lora_bench.in_4_bits(model)
+        from isotype.proof.adapters import quantise_to_nf4
+
+        quantise_to_nf4(model)
     return model.train()
 
 

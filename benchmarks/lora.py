@@ -138,7 +138,9 @@ def contender(a: argparse.Namespace, who: str, checkpointing: bool) -> nn.Module
     torch.manual_seed(0)
     model = LlamaForCausalLM(config_of(a)).to(a.device, torch.bfloat16).requires_grad_(False)
     if a.base == "nf4":
-        in_4_bits(model)
+        from isotype.proof.adapters import quantise_to_nf4
+
+        quantise_to_nf4(model)
     if who == "no adapter":
         model.model.layers[0].input_layernorm.weight.requires_grad_()
     else:
@@ -153,34 +155,6 @@ def contender(a: argparse.Namespace, who: str, checkpointing: bool) -> nn.Module
 
 def has_bitsandbytes() -> bool:
     return importlib.util.find_spec("bitsandbytes") is not None
-
-
-def in_4_bits(model: nn.Module) -> None:
-    """Every linear layer of the decoder as bitsandbytes' NF4 layer, as transformers loads them for
-    QLoRA.
-    """
-    import bitsandbytes
-
-    # PEFT asks for it
-    model.is_loaded_in_4bit = True
-    for parent in list(model.model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                layer = bitsandbytes.nn.Linear4bit(
-                    child.in_features,
-                    child.out_features,
-                    False,
-                    compute_dtype=torch.bfloat16,
-                    compress_statistics=True,
-                    quant_type="nf4",
-                )
-                layer.weight = bitsandbytes.nn.Params4bit(
-                    child.weight.data,
-                    requires_grad=False,
-                    compress_statistics=True,
-                    quant_type="nf4",
-                )
-                setattr(parent, name, layer.to(child.weight.device))
 
 
 def profiled(a: argparse.Namespace, steps: dict[str, Step]) -> str:

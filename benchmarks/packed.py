@@ -155,7 +155,9 @@ def main() -> None:
     )
     base = LlamaForCausalLM(config).bfloat16().requires_grad_(False).train()
     models: dict[str, Any] = {"dense": copy.deepcopy(base), "nf4": copy.deepcopy(base)}
-    lora_bench.in_4_bits(models["nf4"])
+    from isotype.proof.adapters import quantise_to_nf4
+
+    quantise_to_nf4(models["nf4"])
     for name, pack in FORMATS.items():
         packed_layers(models.setdefault(name, copy.deepcopy(base)), pack)
     steps = {name: adapted(model) for name, model in models.items()}

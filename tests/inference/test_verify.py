@@ -213,29 +213,11 @@ def test_a_file_of_the_base_is_named_as_not_merged(llama, tmp_path) -> None:
     assert "higher learning rate" in outcome.stdout
 
 
-def requantise(file: Path, out: Path, kind: str) -> None:
-    """Writes the file again with its matrices in another type, by gguf's own quantisers."""
-    reader = gguf.GGUFReader(str(file))
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(str(out), architecture)
-    for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key == "general.architecture":
-            continue
-        item_type = field.types[-1] if len(field.types) > 1 else None
-        writer.add_key_value(key, field.contents(), field.types[0], item_type)
-    for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        wanted = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-        writer.add_tensor(tensor.name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def test_a_q4_0_file_is_reported_with_what_it_keeps(llama, tmp_path) -> None:
+    from benchmarks.served_formats import quantise
+
     file = tmp_path / "q4.gguf"
-    requantise(llama.file, file, "Q4_0")
+    quantise(llama.file, file, "Q4_0")
     result = verify(llama.run, file, "--keep", 0.0)
     assert result["format"] == "GGUF, Q4_0"
     assert result["differences"] == []

@@ -17,6 +17,7 @@ def prove(folder, **options):
     lines = []
     proof = run_proof(
         folder,
+        card=describe_card("cpu"),
         scale=TINY,
         print_line=lines.append,
         **({"minutes": 5, "names": list(FAST)} | options),

@@ -51,6 +51,7 @@ def proof(
 
         isotype proof --device cpu --tiny --out /tmp/proof    # the same code without a GPU
     """
+    from ..proof.card import describe_card
     from ..proof.parts import Scale
     from ..proof.runner import run_proof
     from ..proof.summary import card_line, result_lines
@@ -59,11 +60,11 @@ def proof(
         if not json_output:
             print(line, flush=True)
 
-    from ..proof.card import describe_card
-
-    print_line(card_line(describe_card(device)))
+    card = describe_card(device)
+    print_line(card_line(card))
     result = run_proof(
         out,
+        card=card,
         scale=Scale(device, tiny),
         minutes=minutes,
         names=part or (),

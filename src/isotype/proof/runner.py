@@ -19,25 +19,28 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..environment.hardware import detect
 from ..errors import UsageError
 from ..runs.checkpoint.atomic_folder import write_text
-from .card import describe_card
 from .parts import PARTS, Part, Scale
-from .summary import Proof, markdown_table, part_line
+from .summary import (
+    FAILED,
+    NO_PACKAGE,
+    PASSED,
+    TIMED_OUT,
+    Proof,
+    markdown_table,
+    part_line,
+)
 
 PROOF_FILE = "proof.json"
 TABLE_FILE = "proof.md"
-PASSED = "passed"
-FAILED = "failed"
-TIMED_OUT = "timed out"
-NO_PACKAGE = "package missing"
 _MAX_MESSAGE = 300
 
 
 def run_proof(
     folder: Path,
     *,
+    card: dict[str, Any],
     scale: Scale,
     minutes: float,
     names: Sequence[str] = (),
@@ -47,16 +50,15 @@ def run_proof(
     """Runs the parts that fit into the time, in their order, and returns all results.
 
     folder    gets proof.json and proof.md
+    card      the result of `describe_card` for the device of `scale`
     minutes   the time for all parts. A part is begun only if its expected time is left
     names     only these parts
     previous  a folder, or a proof.json, of an earlier call: what passed there is not repeated
-    Raises    UsageError for an unknown part, another card's results, or a missing device
+    Raises    UsageError for an unknown part or another card's results
     """
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         raise UsageError(f"--part {unknown[0]}: there is no such part", fix=" ".join(PARTS))
-    detect(scale.device)  # raises UsageError
-    card = describe_card(scale.device)
     proof = _read_proof(folder, card, scale)
     if previous is not None:
         earlier = _read_proof(previous, card, scale)

@@ -8,6 +8,11 @@ from typing import Any
 from .parts import PARTS
 
 FORMAT = 1
+# the statuses of a part
+PASSED = "passed"
+FAILED = "failed"
+TIMED_OUT = "timed out"
+NO_PACKAGE = "package missing"
 NOT_RUN = "not run"
 COLUMNS = (
     "card",
@@ -41,7 +46,7 @@ class Proof:
 
     @property
     def failed(self) -> list[str]:
-        return [name for name in self.parts if self.status(name) in ("failed", "timed out")]
+        return [name for name in self.parts if self.status(name) in (FAILED, TIMED_OUT)]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -159,7 +164,7 @@ def _memory_cell(proof: Proof) -> str:
 
 def result_lines(proof: Proof, folder: str) -> list[str]:
     """The last lines of the command."""
-    passed_count = sum(1 for name in PARTS if proof.status(name) == "passed")
+    passed_count = sum(1 for name in PARTS if proof.status(name) == PASSED)
     lines = [f"result    {passed_count} of {len(PARTS)} parts passed"]
     if proof.failed:
         lines.append(f"failed    {' '.join(proof.failed)}")

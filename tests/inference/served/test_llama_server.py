@@ -17,7 +17,6 @@ from tests.inference.served.llama_server import TEMPLATE, find_server, serve, tr
 from tests.inference.test_verify import (
     FAMILIES,
     MIXTURE,
-    requantise,
     set_field,
     write_mixture,
 )
@@ -150,7 +149,9 @@ def test_an_adapter_that_is_not_applied_is_named(llama, tmp_path) -> None:
 
 @pytest.mark.full
 def test_a_q4_0_file_is_named(llama, tmp_path) -> None:
-    requantise(llama.file, tmp_path / "q4.gguf", "Q4_0")
+    from benchmarks.served_formats import quantise
+
+    quantise(llama.file, tmp_path / "q4.gguf", "Q4_0")
     set_field(gguf.GGUFReader(str(tmp_path / "q4.gguf"), "r+"), "general.file_type", 2)
     result = verify(llama.run, "-m", tmp_path / "q4.gguf")
     assert "logprobs" in names(result)

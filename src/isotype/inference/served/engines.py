@@ -29,11 +29,7 @@ class LlamaCppServer(OpenAiServer):
     )
 
     def render(self, prompt: Prompt) -> str | None:
-        answer = self.connection.try_post("/apply-template", conversation(prompt))
-        if answer is None:
-            return None
-        with self.connection.reading("/apply-template"):
-            return str(answer["prompt"])
+        return self.request_field("/apply-template", conversation(prompt), "prompt", str)
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...] | None:
         text = self.render(prompt) if prompt.messages else prompt.text
@@ -46,11 +42,7 @@ class LlamaCppServer(OpenAiServer):
 
     def _tokenize(self, text: str, *, add_special: bool) -> tuple[int, ...] | None:
         body = {"content": text, "add_special": add_special, "parse_special": True}
-        answer = self.connection.try_post("/tokenize", body)
-        if answer is None:
-            return None
-        with self.connection.reading("/tokenize"):
-            return tuple(int(index) for index in answer["tokens"])
+        return self.request_field("/tokenize", body, "tokens", _read_ids)
 
     def complete(self, ids: Sequence[int], max_tokens: int) -> Answer | None:
         try:
@@ -125,6 +117,10 @@ class LlamaCppServer(OpenAiServer):
         return values
 
 
+def _read_ids(tokens: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(token) for token in tokens)
+
+
 def _alternatives(entries: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     return {int(entry["id"]): float(entry["logprob"]) for entry in entries}
 
@@ -146,11 +142,7 @@ class VllmServer(OpenAiServer):
         if ids is None:
             return None
         body = {"model": self.facts.model, "tokens": list(ids)}
-        answer = self.connection.try_post("/detokenize", body)
-        if answer is None:
-            return None
-        with self.connection.reading("/detokenize"):
-            return str(answer["prompt"])
+        return self.request_field("/detokenize", body, "prompt", str)
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...] | None:
         body: dict[str, Any] = {"model": self.facts.model}
@@ -166,11 +158,7 @@ class VllmServer(OpenAiServer):
         )
 
     def _tokenize(self, body: Mapping[str, Any]) -> tuple[int, ...] | None:
-        answer = self.connection.try_post("/tokenize", body)
-        if answer is None:
-            return None
-        with self.connection.reading("/tokenize"):
-            return tuple(int(index) for index in answer["tokens"])
+        return self.request_field("/tokenize", body, "tokens", _read_ids)
 
     def complete(self, ids: Sequence[int], max_tokens: int) -> Answer | None:
         body = self._completion(ids, max_tokens) | {"logprobs": ALTERNATIVES}

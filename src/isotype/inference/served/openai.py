@@ -5,12 +5,13 @@ text.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from .http import Connection
 from .server import Answer, Prompt, RefusedError, Remedies, Scores, ServerFacts
 
+Value = TypeVar("Value")
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 _ENDED = ("stop", "eos", "end_turn", "tool_calls")
@@ -32,6 +33,18 @@ class OpenAiServer:
         self.connection = connection
         self.facts = facts
         self.has_logprobs = True
+
+    def request_field(
+        self, path: str, body: Mapping[str, Any], name: str, convert: Callable[[Any], Value]
+    ) -> Value | None:
+        """Posts a request and returns one converted field of the answer. Returns None if the server
+        does not offer this path. Raises UsageError for an answer of any other form.
+        """
+        answer = self.connection.try_post(path, body)
+        if answer is None:
+            return None
+        with self.connection.reading(path):
+            return convert(answer[name])
 
     def render(self, prompt: Prompt) -> str | None:
         return None
