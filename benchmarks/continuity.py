@@ -22,12 +22,10 @@ from isotype.data.rows import Row
 from isotype.observe.continuity import Continuity
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
-from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
-from isotype.training.optimizer import build_optimizer
-from isotype.training.step import Stepper
+from isotype.training.step import Stepper, assemble_stepper
 
 
 def stepper_of(preset: str, hidden: int, layers: int) -> Stepper:
@@ -47,18 +45,11 @@ def stepper_of(preset: str, hidden: int, layers: int) -> Stepper:
         model = get_peft_model(
             model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
         )
-    precision, train = PRESETS[preset], TrainSection()
+    precision = PRESETS[preset]
     optimize(model, precision)
     apply_precision(model, precision, device_type="cpu")
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    optimizer = build_optimizer(model, train, precision, accumulator.gradient)
-    return Stepper(
-        model.train(),
-        optimizer,
-        accumulator,
-        precision,
-        train,
-        partial(batch_loss_sum, dtype=precision.loss),
+    return assemble_stepper(
+        model.train(), TrainSection(), precision, partial(batch_loss_sum, dtype=precision.loss)
     )
 
 

@@ -36,14 +36,12 @@ from torch import Tensor
 from isotype.config.load import load
 from isotype.environment.hardware import detect
 from isotype.model.build import resolve_precision
-from isotype.precision.accumulate import GradientAccumulator
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.denoiser import build_denoiser
 from isotype.tasks.diffusion.families import Conditioning
 from isotype.tasks.diffusion.families.flow import Flux, pack_latents, position_ids, unpack_latents
 from isotype.tasks.diffusion.loss import FlowMatching, NoiseLevels, picture_losses
-from isotype.training.optimizer import build_optimizer
-from isotype.training.step import Stepper
+from isotype.training.step import assemble_stepper
 
 RANK, RATE = 16, 1e-4
 
@@ -93,10 +91,6 @@ def ours(model: Any, preset: str) -> tuple[Callable[[Batch], float], Callable[[B
     ).precision
     trained, manifest = build_denoiser(model, Flux(), loaded.config, precision, device_type="cpu")
     print(manifest, file=sys.stderr)  # stdout has the JSON alone
-    accumulator = GradientAccumulator(
-        trained.parameters(), dtype=precision.grads, reduce=precision.reduce
-    )
-    optimizer = build_optimizer(trained, loaded.config.train, precision, accumulator.gradient)
     objective = FlowMatching(NoiseLevels("uniform", 1.0))
 
     def loss_sum(model: Any, batch: Batch, divisor: int = 1) -> Tensor:
@@ -107,9 +101,7 @@ def ours(model: Any, preset: str) -> tuple[Callable[[Batch], float], Callable[[B
             / divisor
         )
 
-    stepper = Stepper(
-        trained.train(), optimizer, accumulator, precision, loaded.config.train, loss_sum
-    )
+    stepper = assemble_stepper(trained.train(), loaded.config.train, precision, loss_sum)
 
     def step(batch: Batch) -> float:
         return stepper([batch], step=1, learning_rate=RATE, watch_changes=False).loss

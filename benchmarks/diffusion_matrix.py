@@ -33,7 +33,6 @@ from isotype.environment.hardware import detect
 from isotype.errors import IsotypeError, UsageError
 from isotype.model.build import resolve_precision
 from isotype.observe import Observer
-from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import PRESETS, Precision
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.denoiser import build_denoiser, quantise
@@ -42,8 +41,7 @@ from isotype.tasks.diffusion.families.flow import SD3, Flux, QwenImage, Sana
 from isotype.tasks.diffusion.families.noise import SDXL, PixArtSigma
 from isotype.tasks.diffusion.families.video import Wan
 from isotype.tasks.diffusion.loss import Ddpm, FlowMatching, NoiseLevels, Objective, picture_losses
-from isotype.training.optimizer import build_optimizer
-from isotype.training.step import Stepper
+from isotype.training.step import assemble_stepper
 
 TRAINS, REFUSED = "trains", "refused"
 RESULT = Path(__file__).parent / "results" / "diffusion_matrix.md"
@@ -166,10 +164,6 @@ def _step(make: Callable[[], Any], family: Family, precision: Precision, config:
         quantise(denoiser.requires_grad_(False), family, precision, device)
     model, _ = build_denoiser(denoiser, family, config, precision, device_type="cpu")
     model.train()
-    accumulator = GradientAccumulator(
-        model.parameters(), dtype=precision.grads, reduce=precision.reduce
-    )
-    optimizer = build_optimizer(model, config.train, precision, accumulator.gradient)
     objective = plain_objective(family)
 
     def loss_sum(model: Any, batch: Batch, divisor: int = 1) -> torch.Tensor:
@@ -180,7 +174,8 @@ def _step(make: Callable[[], Any], family: Family, precision: Precision, config:
             / divisor
         )
 
-    stepper = Stepper(model, optimizer, accumulator, precision, config.train, loss_sum)
+    stepper = assemble_stepper(model, config.train, precision, loss_sum)
+    optimizer, accumulator = stepper.optimizer, stepper.accumulator
     batches = [random_batch(family, denoiser.config, precision) for _ in range(2)]
     observer = Observer(model, precision)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}

@@ -73,31 +73,19 @@ def isotype_step(a: argparse.Namespace, length: int, model: nn.Module) -> tuple[
     from isotype.data.rows import Row
     from isotype.optimize import optimize
     from isotype.precision import PRESETS
-    from isotype.precision.accumulate import GradientAccumulator
     from isotype.precision.apply import apply_precision
     from isotype.tasks.language.batches import collate
     from isotype.tasks.language.objective import batch_loss_sum
     from isotype.training.memory.recomputation import apply_checkpointing
-    from isotype.training.optimizer import build_optimizer
-    from isotype.training.step import Stepper
+    from isotype.training.step import assemble_stepper
 
-    precision, train, device = (
-        PRESETS["nf4-lora" if a.base == "nf4" else "bf16-lora"],
-        TrainSection(),
-        torch.device(a.device),
-    )
+    precision = PRESETS["nf4-lora" if a.base == "nf4" else "bf16-lora"]
+    device = torch.device(a.device)
     manifest = optimize(model, precision, device_type=device.type)
     apply_precision(model, precision, device_type=device.type)
     apply_checkpointing(model, checkpointing_of(a, model))
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    optimizer = build_optimizer(model, train, precision, accumulator.gradient)
-    stepper = Stepper(
-        model,
-        optimizer,
-        accumulator,
-        precision,
-        train,
-        partial(batch_loss_sum, dtype=precision.loss),
+    stepper = assemble_stepper(
+        model, TrainSection(), precision, partial(batch_loss_sum, dtype=precision.loss)
     )
     ids = tuple(tokens(a, length).tolist())
     batch = collate([Row(ids, ids, 0)], pad_id=0, device_type=device.type).to(device)

@@ -34,7 +34,6 @@ from isotype.config.load import load
 from isotype.config.schema import TrainSection
 from isotype.environment.hardware import Hardware, lookup_hardware
 from isotype.errors import UsageError
-from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.precision import Precision
 from isotype.tasks.language.outline import outline_model, outline_step
 from isotype.training.console import silence_library_warnings
@@ -45,8 +44,7 @@ from isotype.training.memory.plan import (
     simulate_device,
 )
 from isotype.training.memory.recomputation import Checkpointing, apply_checkpointing
-from isotype.training.optimizer import build_optimizer
-from isotype.training.step import Stepper
+from isotype.training.step import assemble_stepper
 from isotype.training.task import ModelOutline, StepOutline
 from isotype.wording import format_binary_bytes
 
@@ -251,14 +249,9 @@ def recorded(
     apply_checkpointing(made.model, checkpointing)
     with simulate_device("cuda"), silence_library_warnings():
         replace_with_fakes(made.model, device)
-        accumulator = GradientAccumulator(
-            made.model.parameters(), dtype=precision.grads, reduce=precision.reduce
-        )
         plain = train.model_copy(update={"optimizer": "adamw"})
-        optimizer = build_optimizer(made.model, plain, precision, accumulator.gradient)
-        stepper = Stepper(
-            made.model, optimizer, accumulator, precision, train, largest.compute_loss_sum
-        )
+        stepper = assemble_stepper(made.model, plain, precision, largest.compute_loss_sum)
+        optimizer, accumulator = stepper.optimizer, stepper.accumulator
         batch = largest.make_batch(device)
         # the first step makes the optimizer's states
         stepper.accumulate([batch])

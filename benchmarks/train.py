@@ -48,12 +48,10 @@ def run_isotype(a: argparse.Namespace, who: str) -> dict[str, Any]:
     from isotype.model.adapter import attach_adapter
     from isotype.optimize import optimize
     from isotype.precision import PRESETS
-    from isotype.precision.accumulate import GradientAccumulator
     from isotype.precision.apply import apply_precision
     from isotype.tasks.language.batches import collate
     from isotype.tasks.language.objective import batch_loss_sum
-    from isotype.training.optimizer import build_optimizer
-    from isotype.training.step import Stepper, peak_memory
+    from isotype.training.step import assemble_stepper, peak_memory
 
     base, rows = model_and_rows(a)
     device = torch.device(a.device)
@@ -62,15 +60,7 @@ def run_isotype(a: argparse.Namespace, who: str) -> dict[str, Any]:
     if who == "isotype":
         optimize(model, precision)
     apply_precision(model, precision, device_type=device.type)
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    step = Stepper(
-        model,
-        build_optimizer(model, train, precision, accumulator.gradient),
-        accumulator,
-        precision,
-        train,
-        partial(batch_loss_sum, dtype=precision.loss),
-    )
+    step = assemble_stepper(model, train, precision, partial(batch_loss_sum, dtype=precision.loss))
     model.train()
     before, seconds, losses = peak_memory(device), [], []
     for i in range(a.steps + a.warmup):

@@ -248,7 +248,7 @@ INNER = {
     ),
     "isotype.training.setting_names": "RUN_FILE_NAMES",
     "isotype.training.setup": "Trial PreflightSubject prepare",
-    "isotype.training.step": "Stepper gradient_norm peak_memory",
+    "isotype.training.step": "Stepper assemble_stepper gradient_norm peak_memory",
     "isotype.translate.source": "read_source",
     "isotype.translate.transforms": "transforms= ConfigDraft SourceKey TEMPLATES",
     "isotype.translate.translation": "TOOLS",

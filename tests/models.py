@@ -119,18 +119,14 @@ def stepper(model, preset: str = "fp32", **train):
 
     from isotype.config.schema import TrainSection
     from isotype.precision import PRESETS
-    from isotype.precision.accumulate import GradientAccumulator
     from isotype.precision.apply import apply_precision
     from isotype.tasks.language.objective import batch_loss_sum
-    from isotype.training.optimizer import build_optimizer
-    from tests.api import Stepper
+    from tests.api import assemble_stepper
 
     precision, section = PRESETS[preset], TrainSection(**train)
     apply_precision(model, precision, device_type="cpu")
-    sums = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    optimizer = build_optimizer(model, section, precision, sums.gradient)
-    return Stepper(
-        model, optimizer, sums, precision, section, partial(batch_loss_sum, dtype=precision.loss)
+    return assemble_stepper(
+        model, section, precision, partial(batch_loss_sum, dtype=precision.loss)
     )
 
 

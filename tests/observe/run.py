@@ -14,13 +14,11 @@ from torch import nn
 from isotype.config.schema import TrainSection
 from isotype.observe import Observation, Observer, is_observed
 from isotype.precision import PRESETS
-from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.precision.precision import Precision
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
-from isotype.training.optimizer import build_optimizer
-from tests.api import Stepper
+from tests.api import assemble_stepper
 from tests.models import rows
 
 BATCH = collate(rows(2), pad_id=0)
@@ -65,11 +63,9 @@ def set_up(
 ) -> Run:
     if apply:
         apply_precision(model, precision, device_type="cpu")
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
     train = TrainSection(learning_rate=RATE, optimizer=optimizer)
-    built = build_optimizer(model, train, precision, accumulator.gradient)
-    stepper = Stepper(
-        model, built, accumulator, precision, train, partial(batch_loss_sum, dtype=precision.loss)
+    stepper = assemble_stepper(
+        model, train, precision, partial(batch_loss_sum, dtype=precision.loss)
     )
     return Run(model, stepper, Observer(model, precision))
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.api import Stepper, evaluate, gradient_norm, plan_device
+from tests.api import assemble_stepper, evaluate, gradient_norm, plan_device
 from tests.host_reads import NoHostReads
 from tests.models import lora, rows, stepper, tiny
 from tests.worlds import Two
@@ -18,11 +18,9 @@ from isotype.distributed.world import ALONE
 from isotype.errors import RunError
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
-from isotype.precision.accumulate import GradientAccumulator
 from isotype.precision.apply import apply_precision
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.objective import batch_loss_sum
-from isotype.training.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
 
@@ -155,20 +153,13 @@ def stepper_of(preset, world, sharding, loss_sum=batch_loss_sum):
     optimize(model, precision, device_type="cuda")
     apply_precision(model, precision, device_type="cuda")
     model.to(META)
-    processes = world if sharding is None else None
-    accumulator = GradientAccumulator(
-        model.parameters(), dtype=precision.grads, processes=processes
-    )
-    optimizer = build_optimizer(model, train, precision, accumulator.gradient)
-    return Stepper(
+    return assemble_stepper(
         model,
-        optimizer,
-        accumulator,
-        precision,
         train,
+        precision,
         partial(loss_sum, dtype=precision.loss),
-        world,
-        sharding,
+        world=world,
+        sharding=sharding,
     )
 
 

@@ -29,13 +29,11 @@ from ..data.rows import Row as TokenRow
 from ..environment.hardware import detect
 from ..optimize import optimize
 from ..precision import PRESETS
-from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import apply_precision
 from ..runs.folder import RunFolder
 from ..tasks.language.batches import collate
 from ..tasks.language.objective import batch_loss_sum
-from ..training.optimizer import build_optimizer
-from ..training.step import Stepper, peak_memory
+from ..training.step import assemble_stepper, peak_memory
 from .adapters import (
     RANK,
     SIZES_8B,
@@ -176,17 +174,10 @@ def _isotype_step(model: Any, ids: torch.Tensor, preset: str, device_name: str) 
     """The step of `isotype train`."""
     device = torch.device(device_name)
     precision = PRESETS[preset]
-    train = TrainSection()
     optimize(model, precision, device_type=device.type)
     apply_precision(model, precision, device_type=device.type)
-    accumulator = GradientAccumulator(model.parameters(), dtype=precision.grads)
-    stepper = Stepper(
-        model,
-        build_optimizer(model, train, precision, accumulator.gradient),
-        accumulator,
-        precision,
-        train,
-        partial(batch_loss_sum, dtype=precision.loss),
+    stepper = assemble_stepper(
+        model, TrainSection(), precision, partial(batch_loss_sum, dtype=precision.loss)
     )
     row = TokenRow(tuple(ids.tolist()), tuple(ids.tolist()), 0)
     batch = collate([row], pad_id=0, device_type=device.type).to(device)

@@ -33,11 +33,10 @@ from .device_setup import DeviceSetup, prepare_data, seed_everything
 from .memory.blocks import BLOCKS, get_frozen_blocks, refuse_without_host_memory
 from .memory.choice import choose_checkpointing
 from .memory.recomputation import Checkpointing, apply_checkpointing
-from .optimizer import build_optimizer
 from .parallel import ONE_PROCESS, Parallel, choose_parallel
 from .schedule import RunSchedule
 from .setting_names import RUN_FILE_NAMES, SettingNames
-from .step import LossScale, Stepper
+from .step import LossScale, Stepper, assemble_stepper
 from .task import Batch, Task
 
 
@@ -70,7 +69,16 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     world.record_progress(0, "building the model")
     check_host_memory(task, device_setup, world)
     built = build_model(task, sources, device_setup, parallel, folder, world)
-    stepper = build_stepper(task, device_setup.resolved.precision, built, world)
+    precision = device_setup.resolved.precision
+    stepper = assemble_stepper(
+        built.model,
+        train,
+        precision,
+        partial(task.loss_sum, dtype=precision.loss),
+        adapter=task.config.adapter,
+        world=world,
+        sharding=built.sharding,
+    )
     # building the model drew random numbers, and a resumed run may draw others
     seed_process(train, world)
     return Prepared(
@@ -215,36 +223,6 @@ def build_model(
                 local.model, local.units, world, mesh=mesh, replica_count=parallel.nodes
             )
     return BuiltModel(local.model, local.manifest, local.checkpointing, fingerprints, sharding)
-
-
-def build_stepper(task: Task, precision: Precision, built: BuiltModel, world: World) -> Stepper:
-    """Builds a `Stepper` for a model, with its gradient accumulation, optimizer and loss."""
-    config = task.config
-    accumulator = GradientAccumulator(
-        built.model.parameters(),
-        dtype=precision.grads,
-        reduce=precision.reduce,
-        sharded_gradients=built.sharding,
-        processes=world if built.sharding is None else None,
-    )
-    optimizer = build_optimizer(
-        built.model,
-        config.train,
-        precision,
-        accumulator.gradient,
-        plus=config.adapter.plus,
-        text_rate=config.adapter.text_encoder_rate,
-    )
-    return Stepper(
-        built.model,
-        optimizer,
-        accumulator,
-        precision,
-        config.train,
-        partial(task.loss_sum, dtype=precision.loss),
-        world,
-        built.sharding,
-    )
 
 
 def seed_process(train: TrainSection, world: World) -> None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import TrainSection
+from ..config.schema import AdapterSection, TrainSection
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
 from ..errors import RunError
@@ -27,6 +27,7 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.parts import local_part
 from ..precision.precision import Precision
 from .finite import non_finite_error, non_finite_parameters
+from .optimizer import build_optimizer
 from .task import Batch, IdleBatch, LossSum
 
 # the size of the sample for `share_changed`, which gives the share to within 1% and needs a few
@@ -430,3 +431,38 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def assemble_stepper(
+    model: nn.Module,
+    train: TrainSection,
+    precision: Precision,
+    loss_sum: LossSum,
+    *,
+    adapter: AdapterSection | None = None,
+    world: World = ALONE,
+    sharding: Sharding | None = None,
+) -> Stepper:
+    """Builds the gradient accumulator and the optimizer of a model, and the `Stepper` that uses
+    them.
+
+    adapter  the section with the learning rates of LoRA's B matrices and of the text encoders; None
+             if all weights are trained with `train.learning_rate`
+    Other arguments are those of `Stepper`.
+    """
+    accumulator = GradientAccumulator(
+        model.parameters(),
+        dtype=precision.grads,
+        reduce=precision.reduce,
+        sharded_gradients=sharding,
+        processes=world if sharding is None else None,
+    )
+    optimizer = build_optimizer(
+        model,
+        train,
+        precision,
+        accumulator.gradient,
+        plus=adapter.plus if adapter else None,
+        text_rate=adapter.text_encoder_rate if adapter else None,
+    )
+    return Stepper(model, optimizer, accumulator, precision, train, loss_sum, world, sharding)

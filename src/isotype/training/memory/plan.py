@@ -41,13 +41,12 @@ from ...errors import UsageError
 from ...model.architecture import layer_settings
 from ...ops.backend import force_backend
 from ...ops.linear_cross_entropy.op import scratch_estimators as head_scratch_estimators
-from ...precision.accumulate import GradientAccumulator
 from ...precision.apply import inner_model, is_quantised
 from ...precision.precision import EIGHT_BIT_OPTIMIZERS, Precision
 from ...wording import first_line
 from ..console import silence_library_warnings
-from ..optimizer import MUON, build_optimizer, state_bytes
-from ..step import Stepper
+from ..optimizer import MUON, state_bytes
+from ..step import assemble_stepper
 from ..task import ModelOutline, StepOutline
 from .blocks import offload_buffer_bytes, offloaded_tensors
 from .outline import copy_quantisation, quantisation_tensors, scratch_sizes
@@ -332,18 +331,13 @@ def _simulate_step(
     )
     with simulate_device(device_type), live, silence_library_warnings():
         replace_with_fakes(model, device)
-        accumulator = GradientAccumulator(
-            model.parameters(), dtype=precision.grads, reduce=precision.reduce
-        )
         # whether the update runs: other optimizers read values of tensors. The size of their states
         # is known, and an update needs at most two more copies of a tensor
         is_simulated = train.optimizer in ("adamw", MUON)
         simulated_train = train if is_simulated else train.model_copy(update={"optimizer": "adamw"})
         largest_trained = max((_bytes(p) for p in model.parameters() if p.requires_grad), default=0)
-        optimizer = build_optimizer(model, simulated_train, precision, accumulator.gradient)
-        stepper = Stepper(
-            model, optimizer, accumulator, precision, train, step_outline.compute_loss_sum
-        )
+        stepper = assemble_stepper(model, simulated_train, precision, step_outline.compute_loss_sum)
+        optimizer, accumulator = stepper.optimizer, stepper.accumulator
         batch = step_outline.make_batch(device)
         bytes_after_forward: list[int] = []
         peaks: list[int] = []  # by turns the peak before a forward, and the peak in it
