@@ -1,7 +1,7 @@
 """One Markdown page of what `benchmarks/gpu.py` found, from its OUT/COMMAND.jsonl: machine, tests,
 whole steps, profiles, ops, failures.
 
-    python benchmarks/gpu_table.py gpu > benchmarks/results/2026-12-01-h100.md
+    python benchmarks/gpu_table.py gpu > benchmarks/results/h100.md
 
 The last line of a part counts. Ratios are between medians of one folder; figures of `--tiny` say
 that the code runs, and nothing else.

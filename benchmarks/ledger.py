@@ -1,6 +1,6 @@
 """The ledger of one step of Llama-3.1-8B QLoRA on an H200, counted without a GPU, beside Unsloth's published code at the same shapes.
 
-    python benchmarks/ledger.py --tokens 4096 --host-ms 171 --out benchmarks/results/2026-11-24-ledger-4096.md
+    python benchmarks/ledger.py --tokens 4096 --host-ms 171 --out benchmarks/results/ledger_4096.md
 
 Ours is recorded from a step on meta tensors, launch by launch; Unsloth's is `unsloth_step`. One row of so many tokens, every linear layer
 adapted, and the kind of recomputation given. No weights are made; a minute or two on a CPU.
@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -423,9 +422,10 @@ def main() -> None:
     command = f"python benchmarks/ledger.py --tokens {asked.tokens}"
     command += f" --host-ms {asked.host_ms:g}" if asked.host_ms else ""
     text = (
-        f"# {date.today()}, the ledger of Llama-3.1-8B QLoRA at {asked.tokens:,} tokens, counted, nothing measured\n\n"
-        f"rank {asked.rank}, one row, `{asked.kind}` that keeps {asked.kept}, {asked.device.upper()} as published: "
-        f"`{command}`.\n\n"
+        f"# Computed times of a Llama-3.1-8B QLoRA step with {asked.tokens:,} tokens\n\n`{command}` computes the time of "
+        f"every kernel of a step from its bytes and its FLOPs, with the published bandwidth and FLOP/s of "
+        f"{asked.device.upper()}. Nothing was measured. The adapters have rank {asked.rank}. A step has one row. "
+        f"Recomputation is `{asked.kind}`; the results of {asked.kept} are kept.\n\n"
         f"```\n{ledger.as_text()}\n{rest}\n```\n"
     )
     if asked.out:
