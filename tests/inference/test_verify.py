@@ -27,6 +27,7 @@ from tests.api import (
 from tests.api import gguf_file_FAMILIES as GGUF_FAMILIES
 from tests.commands import ask, invoke
 from tests.gguf_files import splitting
+from tests.gguf_files import write as write_file
 from tests.models import SIZES, tiny
 from transformers import AutoModelForCausalLM
 
@@ -214,10 +215,8 @@ def test_a_file_of_the_base_is_named_as_not_merged(llama, tmp_path) -> None:
 
 
 def test_a_q4_0_file_is_reported_with_what_it_keeps(llama, tmp_path) -> None:
-    from benchmarks.served_formats import quantise
-
     file = tmp_path / "q4.gguf"
-    quantise(llama.file, file, "Q4_0")
+    ask("export", llama.run, "--to", "gguf", "--type", "Q4_0", "--out", file)
     result = verify(llama.run, file, "--keep", 0.0)
     assert result["format"] == "GGUF, Q4_0"
     assert result["differences"] == []
@@ -491,3 +490,80 @@ def test_a_file_cut_short_and_files_of_another_model_are_refused(llama, tmp_path
 def test_options_without_verify_are_refused(llama) -> None:
     with pytest.raises(UsageError, match="--keep has no effect without --verify"):
         ask("merge", llama.run, "--keep", 0.5)
+
+
+def file_tensors(file: Path) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(str(file)).tensors}
+
+
+def test_4_and_5_bit_types_keep_the_head_wider(llama, tmp_path) -> None:
+    """As llama-quantize does, which gives the head Q6_K."""
+    for kind in ("Q4_0", "q5_0"):
+        file = tmp_path / f"{kind}.gguf"
+        ask("export", llama.run, "--to", "gguf", "--type", kind, "--out", file)
+        kinds = {name: t.tensor_type.name for name, t in file_tensors(file).items()}
+        assert kinds["output.weight"] == "Q8_0"
+        assert kinds["output_norm.weight"] == "F32"
+        assert kinds["token_embd.weight"] == kinds["blk.0.ffn_up.weight"] == kind.upper()
+        result = verify(llama.run, file, "--keep", 0.0)
+        assert result["differences"] == []
+        assert 0.5 < result["kept"] < 1.5
+
+
+def test_an_export_rounds_the_sum_of_base_and_adapter_once(llama, tmp_path) -> None:
+    """A merge to bf16 on the way would round it twice, and lose a part of a light adapter."""
+    file = tmp_path / "q8.gguf"
+    ask("export", llama.run, "--to", "gguf", "--type", "Q8_0", "--out", file)
+    exact = RunWeights(load_run(llama.run)).trained("model.layers.0.mlp.up_proj.weight")
+    stored = file_tensors(file)["blk.0.ffn_up.weight"]
+    want = gguf.quants.quantize(exact.numpy(), gguf.GGMLQuantizationType.Q8_0)
+    assert np.array_equal(stored.data, want)
+
+
+def test_a_gguf_base_goes_back_into_its_own_types(llama, tmp_path) -> None:
+    base = tmp_path / "base.gguf"
+    export_model(llama.base, base, "Q4_0")
+    config = json.loads((llama.folder / "run.yaml").read_text())
+    config["model"]["name"] = str(base)
+    config["adapter"]["targets"] = ["q_proj", "down_proj"]
+    config["precision"] = {"preset": "auto"}
+    config["run"]["folder"] = str(tmp_path / "run")
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    ask("train", tmp_path / "run.yaml")
+    file = tmp_path / "own.gguf"
+    ask("export", tmp_path / "run", "--to", "gguf", "--type", "base", "--out", file)
+    assert verify(tmp_path / "run", file, "--keep", 0.0)["differences"] == []
+    before = file_tensors(base)
+    after = file_tensors(file)
+    assert {name: t.tensor_type for name, t in before.items()} == {
+        name: t.tensor_type for name, t in after.items()
+    }
+    for name, tensor in before.items():
+        is_adapted = "attn_q." in name or "ffn_down." in name
+        assert np.array_equal(tensor.data, after[name].data) != is_adapted, name
+    with pytest.raises(UsageError, match="is no GGUF file"):
+        ask("export", llama.run, "--to", "gguf", "--type", "base", "--out", tmp_path / "no.gguf")
+
+
+@pytest.mark.full
+def test_a_base_type_without_a_quantiser_is_refused(llama, tmp_path) -> None:
+    base = tmp_path / "base.gguf"
+    write_file(AutoModelForCausalLM.from_pretrained(llama.base), llama.base, base, "IQ4_NL")
+    config = json.loads((llama.folder / "run.yaml").read_text())
+    config["model"]["name"] = str(base)
+    config["train"]["steps"] = 1
+    config["precision"] = {"preset": "auto"}
+    config["run"]["folder"] = str(tmp_path / "run")
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    ask("train", tmp_path / "run.yaml")
+    with pytest.raises(UsageError, match="has no quantiser for IQ4_NL"):
+        ask(
+            "export",
+            tmp_path / "run",
+            "--to",
+            "gguf",
+            "--type",
+            "base",
+            "--out",
+            tmp_path / "o.gguf",
+        )

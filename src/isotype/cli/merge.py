@@ -182,8 +182,8 @@ def export(
         typer.Option(
             "--type",
             help=(
-                "gguf, ollama: the whole model in F16, BF16 or Q8_0; gguf without it: an adapter"
-                " alone."
+                "gguf, ollama: the whole model in F16, BF16, Q8_0, Q5_0 or Q4_0, or in the types of"
+                " the base's GGUF file (base). gguf without it: an adapter alone."
             ),
         ),
     ] = None,
@@ -201,6 +201,8 @@ def export(
         isotype export runs/qwen --to gguf                 # one file for llama-server --lora
 
         isotype export runs/qwen --to gguf --type Q8_0     # merged: the whole model in one file
+
+        isotype export runs/qwen --to gguf --type Q4_0 --verify
 
         isotype export runs/qwen --to ollama --verify      # a folder with a Modelfile, read back
 

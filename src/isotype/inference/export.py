@@ -1,7 +1,8 @@
-"""Exports the result of a language run. This is its adapter, or the whole model, which is merged
-first if necessary.
+"""Exports the result of a language run. This is its adapter, or the whole model.
 
-A merge may take minutes, so unsupported models are refused before the merge.
+For a GGUF file, base and adapter are added in fp32, one weight at a time, and the sum is rounded
+once. No merged model is written to the disk. Unsupported models are refused before the model is
+loaded, since this may take minutes.
 """
 
 from __future__ import annotations
@@ -9,22 +10,35 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..config.sources import gguf_file
+from ..dtypes import to_torch
 from ..errors import UsageError
 from ..model.adapter_settings import ADAPTER_CONFIG_FILE
+from ..model.export import embedding_and_head, write_config
 from ..model.gguf import read_architecture
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import detect_model_folder, split_run_and_adapter
 from .adapter_file import export_vllm, read_settings
-from .gguf_file import TYPES, export_adapter, export_model, llama_cpp, refuse_model, tokenizer_keys
+from .gguf_file import (
+    BASE_TYPE,
+    TYPES,
+    WeightToWrite,
+    export_adapter,
+    export_model,
+    llama_cpp,
+    refuse_model,
+    tokenizer_keys,
+)
 from .loaded import LoadedRun, find_result, load_run
-from .merge import merge
+from .merge import build_plain_model, merge, merged_dtype, refuse_unmergeable
 from .ollama import CONVERTED, modelfile, write_for_converter
+from .run_weights import RunWeights, is_tied
 
 Export = tuple[dict[str, Any], list[str]]
 
@@ -44,8 +58,9 @@ def export_language(
     out     the file or folder to write
     to      vllm, gguf or ollama
     name    the adapter's name in vLLM, or the model's name in Ollama
-    kind    the GGUF type of the whole model. None means that only the adapter is written to a GGUF
-            file; a model without an adapter is written in the type that keeps its values
+    kind    the GGUF type of the whole model, or `base` for the types of the base's GGUF file. None
+            means that only the adapter is written to a GGUF file; a model without an adapter is
+            written in the type that keeps its values
     load    loads the run for a merge
     Raises  UsageError
     """
@@ -58,14 +73,11 @@ def export_language(
         serve = f"llama-server -m BASE.gguf --lora {out}"
         lines = [f"exported  {layers} layers to {out}", f"serve     {serve}"]
         return {"file": str(out), "layers": layers}, lines
-    if kind is not None and kind not in TYPES:
-        raise UsageError(
-            f"--type {kind}: expected {', '.join(TYPES)}: llama.cpp's own program makes the others",
-            fix=_conversion_command(run, result, kind),
-        )
     base = str(result)
     if has_adapter:
         base = str(read_settings(result).get("base_model_name_or_path"))
+    if kind is not None:
+        kind = _parse_type(kind, run, result, base)
     tokenizer = result if (result / "tokenizer_config.json").is_file() else base
     config = read_architecture(base)
     uses_converter = to == "ollama" and (config.architectures or ["?"])[0] in CONVERTED
@@ -82,13 +94,24 @@ def export_language(
     content = ""
     if to == "ollama":
         content = modelfile(tokenizer, "." if uses_converter else "./model.gguf")
-    with _merge_temporarily(run, result, out.absolute().parent, load) as folder:
+    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".merged-") as temporary:
+        folder = result
+        weights = None
+        if has_adapter and uses_converter:
+            folder = Path(temporary) / "model"
+            merge(load(run), folder)
+        elif has_adapter:
+            folder = Path(temporary)
+            weights = _merge_lazily(load(run), folder)
         kind = kind or _lossless_type(folder)
+        write = partial(export_model, folder, kind=kind, weights=weights)
+        if kind == BASE_TYPE:
+            write = partial(write, base=gguf_file(base))
         if to == "gguf":
-            tensors = export_model(folder, out, kind)
+            tensors = write(out)
             facts = {"file": str(out), "tensors": tensors, "type": kind}
-            return facts, [f"exported  {tensors} tensors in {kind} to {out}"]
-        _write_ollama_folder(folder, out, content, kind=None if uses_converter else kind)
+            return facts, [f"exported  {tensors} tensors in {_type_text(kind)} to {out}"]
+        _write_ollama_folder(folder, out, content, None if uses_converter else write)
     create = f"ollama create {name.lower()} -f {out / 'Modelfile'}"
     return {"folder": str(out), "command": create}, [f"exported  {out}", f"create    {create}"]
 
@@ -133,30 +156,68 @@ def _lossless_type(folder: Path) -> str:
     return "BF16" if dtype == "bfloat16" else "F16"
 
 
-def _write_ollama_folder(model: Path, out: Path, modelfile_text: str, *, kind: str | None) -> None:
-    """Writes weights and Modelfile. `kind` is the GGUF type; None means safetensors for Ollama's
-    converter."""
+def _parse_type(kind: str, run: Path, result: Path, base: str) -> str:
+    """Returns the type of `--type` in its usual spelling. Raises UsageError for a type that cannot
+    be written."""
+    if kind.lower() == BASE_TYPE:
+        if gguf_file(base) is None:
+            raise UsageError(
+                f"--type {BASE_TYPE}: {base} is no GGUF file", fix=f"--type {' or '.join(TYPES)}"
+            )
+        return BASE_TYPE
+    if kind.upper() not in TYPES:
+        raise UsageError(
+            f"--type {kind}: expected {', '.join(TYPES)}: llama.cpp's own program makes the others",
+            fix=_conversion_command(run, result, kind),
+        )
+    return kind.upper()
+
+
+def _type_text(kind: str) -> str:
+    return "the types of the base" if kind == BASE_TYPE else kind
+
+
+def _write_ollama_folder(
+    model: Path, out: Path, modelfile_text: str, write: Callable[[Path], int] | None
+) -> None:
+    """Writes weights and Modelfile.
+
+    write  writes a GGUF file; None means that the safetensors files are copied for Ollama's
+           converter
+    """
 
     def write_contents(folder: Path) -> None:
-        if kind is None:
+        if write is None:
             ignore = shutil.ignore_patterns("DONE")
             shutil.copytree(model, folder, dirs_exist_ok=True, ignore=ignore)
             write_for_converter(folder)
         else:
-            export_model(model, folder / "model.gguf", kind)
+            write(folder / "model.gguf")
         (folder / "Modelfile").write_text(modelfile_text, encoding="utf-8")
 
     write_folder(out, write_contents, next_action="export again")
 
 
-@contextmanager
-def _merge_temporarily(
-    run: Path, result: Path, parent: Path, load: Callable[[Path], LoadedRun]
-) -> Iterator[Path]:
-    """Yields a folder with the whole model. An adapter is merged into a temporary folder first."""
-    if not (result / ADAPTER_CONFIG_FILE).is_file():
-        yield result
-        return
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".merged-") as temporary:
-        merge(load(run), Path(temporary) / "model")
-        yield Path(temporary) / "model"
+def _merge_lazily(run: LoadedRun, folder: Path) -> dict[str, WeightToWrite]:
+    """Writes the configuration and the tokenizer of a run's merged model into `folder`. Returns its
+    weights, each of which is computed in fp32 when it is read.
+    """
+    weights = RunWeights(run)
+    refuse_unmergeable(weights.inner)
+    dtype, _ = merged_dtype(run.precision)
+    plain = build_plain_model(run, weights.inner, dtype)
+    plain.config.architectures = [type(plain).__name__]
+    plain.config.save_pretrained(folder)
+    plain.generation_config.save_pretrained(folder)
+    tied = is_tied(weights)
+    write_config(folder, to_torch(dtype), tied=tied)
+    run.tokenizer.save_pretrained(str(folder))
+    names = embedding_and_head(plain)
+    skipped = names[1] if tied and names is not None else None
+    return {
+        name: WeightToWrite(
+            weights.shape(name), partial(weights.trained, name), name in weights.changed_names
+        )
+        for name in weights.parameters
+        if name != skipped
+    }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,11 +25,19 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from ..errors import UsageError
 from ..model.gguf import read_architecture
+from ..model.gguf_header import read_header
 from ..model.pre_tokenizers import match_splitting
 from .adapter_file import read_pairs, read_settings
 from .ollama import adds_bos
 
-TYPES = ("F16", "BF16", "Q8_0")
+# the number of a type in `general.file_type`
+TYPES = {"F16": 1, "BF16": 32, "Q8_0": 7, "Q5_0": 8, "Q4_0": 2}
+BASE_TYPE = "base"  # the value of --type for the types of a base that was published as a GGUF file
+MERGE_DTYPE_KEY = "isotype.merge_dtype"
+# types of the head that are wider than the type of the other matrices. llama-quantize writes Q6_K,
+# for which the package gguf has no quantiser
+_HEAD_TYPES = {"Q4_0": "Q8_0", "Q5_0": "Q8_0"}
+_BLOCK_SIZE = 32
 _FP16_MAX = 65504.0  # the largest fp16
 
 
@@ -79,7 +87,7 @@ def llama_cpp(model: Path | str, kind: str) -> str:
     write.
     """
     convert = f"python llama.cpp/convert_hf_to_gguf.py {model} --outfile"
-    if kind in TYPES:
+    if kind in ("F16", "BF16", "Q8_0"):
         return f"{convert} {kind}.gguf --outtype {kind.lower()}"
     return (
         f"{convert} whole.gguf --outtype auto && llama.cpp/build/bin/llama-quantize whole.gguf"
@@ -127,8 +135,8 @@ def export_adapter(adapter: Path, out: Path) -> int:
             )
         b = _reorder_rows(pair.rescaled_b(alpha / pair.rank), pair.module, text_config, family)
         matrices += [
-            _StoredTensor(f"{gguf_name}.weight.lora_a", pair.a),
-            _StoredTensor(f"{gguf_name}.weight.lora_b", b),
+            _whole_tensor(f"{gguf_name}.weight.lora_a", pair.a),
+            _whole_tensor(f"{gguf_name}.weight.lora_b", b),
         ]
 
     header = [
@@ -140,14 +148,23 @@ def export_adapter(adapter: Path, out: Path) -> int:
     return len(pairs)
 
 
-def export_model(folder: Path, out: Path, kind: str) -> int:
-    """Writes a Hugging Face folder as one file, with tokenizer and template. Returns the number of
-    tensors.
+def export_model(
+    folder: Path,
+    out: Path,
+    kind: str,
+    weights: Mapping[str, WeightToWrite] | None = None,
+    base: Path | None = None,
+) -> int:
+    """Writes a model as one file, with tokenizer and template. Returns the number of tensors.
 
-    kind    type of matrices: F16, BF16 or Q8_0. Vectors stay fp32. With Q8_0, a matrix is stored as
-            F16 if the length of its rows is not a multiple of 32
-    Raises  UsageError for an unknown family or tokenizer, and for F16 if weights are outside the
-            range of fp16
+    folder   a Hugging Face folder with the configuration, the tokenizer and the weights
+    kind     the type of matrices, one of TYPES, or BASE_TYPE. Vectors stay fp32. `tensor_type`
+             lists the matrices that get a wider type
+    weights  the weights by their names in transformers; None means those of `folder`
+    base     the GGUF file whose types BASE_TYPE takes. Weights that are not in `weights` are copied
+             from this file
+    Raises   UsageError for an unknown family or tokenizer, for F16 if weights are outside the range
+             of fp16, and for a type of `base` that cannot be written
     """
     import gguf
 
@@ -157,23 +174,33 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
     architecture = getattr(gguf.MODEL_ARCH, family.architecture)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     factors = rope_factors(config)
-    tensors = [] if factors is None else [_StoredTensor("rope_freqs.weight", factors)]
-    files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
-    for name, stored in ((name, file.get_slice(name)) for file in files for name in file.keys()):  # noqa: SIM118  # not a mapping
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+    tensors = []
+    if factors is not None:
+        tensors.append(_whole_tensor("rope_freqs.weight", factors))
+    merge_dtype = None if weights is None else "fp32"
+    if weights is None:
+        weights = _read_folder(folder)
+    base_tensors = {} if base is None else _base_tensors(base)
+    has_head = "lm_head.weight" in weights and not config.tie_word_embeddings
+    for name, weight in weights.items():
+        if name == "lm_head.weight" and not has_head:
             continue
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
             raise UsageError(
                 f"{folder}: llama.cpp has no name for {name}", fix=llama_cpp(folder, kind)
             )
-        shape = stored.get_shape()
-        if len(shape) < 2:
-            tensor_type = "F32"
-        elif kind == "Q8_0" and shape[1] % 32:
-            tensor_type = "F16"
+        base_tensor = base_tensors.pop(gguf_name, None)
+        if base_tensor is not None and not weight.is_changed:
+            tensors.append(base_tensor)
+            continue
+        if base_tensor is not None:
+            _refuse_unwritable(base_tensor)
+            type_name = base_tensor.kind
         else:
-            tensor_type = kind
+            is_head = name == ("lm_head.weight" if has_head else "model.embed_tokens.weight")
+            plain_kind = "Q8_0" if kind == BASE_TYPE else kind
+            type_name = tensor_type(plain_kind, weight.shape, is_head=is_head)
         norm_offset = family.norm_offset if name.endswith("norm.weight") else 0.0
         order = partial(
             _reorder_rows,
@@ -182,16 +209,88 @@ def export_model(folder: Path, out: Path, kind: str) -> int:
             family=family,
             norm_offset=norm_offset,
         )
-        tensors.append(_StoredTensor(gguf_name, stored, tensor_type, order))
+        tensors.append(_StoredTensor(gguf_name, weight.shape, weight.read, type_name, order))
 
-    file_type = ("add_file_type", {"F16": 1, "Q8_0": 7, "BF16": 32}[kind])
-    header = [
+    header: list[tuple[Any, ...]] = [
         *header_keys(config),
-        file_type,
         *tokenizer_keys(folder, config.vocab_size, llama_cpp(folder, kind)),
     ]
+    if kind in TYPES:
+        header.append(("add_file_type", TYPES[kind]))
+    if merge_dtype is not None:
+        header.append(("add_string", MERGE_DTYPE_KEY, merge_dtype))
     _write_file(out, gguf.MODEL_ARCH_NAMES[architecture], header, tensors)
     return len(tensors)
+
+
+@dataclass(frozen=True)
+class WeightToWrite:
+    """A weight of a model in transformers' form.
+
+    read        returns its values
+    is_changed  whether training could change it
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    is_changed: bool = True
+
+
+def _read_folder(folder: Path) -> dict[str, WeightToWrite]:
+    """Returns the weights in the safetensors files of a folder."""
+    weights = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        file = safe_open(path, framework="pt")
+        for name in file.keys():  # noqa: SIM118  # not a mapping
+            part = file.get_slice(name)
+            weights[name] = WeightToWrite(tuple(part.get_shape()), partial(_read_slice, part))
+    return weights
+
+
+def _read_slice(part: Any) -> Tensor:
+    value: Tensor = part[:]
+    return value
+
+
+def tensor_type(kind: str, shape: Sequence[int], *, is_head: bool) -> str:
+    """Returns the GGUF type of one tensor if a model is written in the type `kind`.
+
+    Vectors get F32. The head, or the embedding if the head shares its weight, gets Q8_0 in the
+    4-bit and 5-bit types. llama.cpp keeps it wide too. A matrix whose rows are no multiple of a
+    block's length gets F16.
+    """
+    if len(shape) < 2:
+        return "F32"
+    if is_head:
+        kind = _HEAD_TYPES.get(kind, kind)
+    if kind not in ("F16", "BF16") and shape[-1] % _BLOCK_SIZE:
+        return "F16"
+    return kind
+
+
+def _base_tensors(file: Path) -> dict[str, _StoredTensor]:
+    """Returns the tensors of a GGUF file, whose blocks are copied unchanged."""
+    tensors = {}
+    content = np.memmap(file, mode="r")
+    for name, entry in read_header(file).tensors.items():
+        blocks = content[entry.offset : entry.offset + entry.size]
+        tensors[name] = _StoredTensor(name, entry.shape, _no_values, entry.kind, blocks=blocks)
+    return tensors
+
+
+def _no_values() -> Tensor:
+    raise AssertionError("the blocks of this tensor are copied")
+
+
+def _refuse_unwritable(tensor: _StoredTensor) -> None:
+    """Raises UsageError for a type that the package gguf cannot quantise to."""
+    if tensor.kind in (*TYPES, "F32", "Q4_1", "Q5_1"):
+        return
+    raise UsageError(
+        f"{tensor.name} is {tensor.kind} in the base: an adapter changed it, and the package gguf has"
+        f" no quantiser for {tensor.kind}",
+        fix="--type Q8_0, Q5_0 or Q4_0, or --type BF16 and then llama-quantize",
+    )
 
 
 def refuse_model(config: PreTrainedConfig, command: str) -> None:
@@ -343,26 +442,25 @@ class _StoredTensor:
     """A tensor of the output file. Its values are read when they are written, so that the model
     need not fit into memory.
 
-    stored  the tensor, or its slice of a safetensors file
+    read    returns the values in transformers' form
     order   converts the fp32 values to the order of llama.cpp
+    blocks  the bytes of a tensor that is copied from another GGUF file
     """
 
     name: str
-    stored: Any
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
     kind: str = "F32"
     order: Callable[[Tensor], Tensor] = lambda value: value
-
-    @property
-    def shape(self) -> list[int]:
-        return list(
-            self.stored.shape if isinstance(self.stored, Tensor) else self.stored.get_shape()
-        )
+    blocks: np.ndarray[Any, Any] | None = None
 
     def content(self, out: Path) -> np.ndarray[Any, Any]:
         """Returns the bytes in ggml's format. Raises UsageError."""
         import gguf
 
-        value = self.order(self.stored[:].float())
+        if self.blocks is not None:
+            return self.blocks
+        value = self.order(self.read().float().cpu())
         if self.kind == "F16" and float(value.abs().max()) > _FP16_MAX:
             raise UsageError(
                 f"{out}: {self.name} has values beyond fp16's {_FP16_MAX:.0f}",
@@ -371,6 +469,10 @@ class _StoredTensor:
         return gguf.quants.quantize(
             value.contiguous().numpy(), gguf.GGMLQuantizationType[self.kind]
         )
+
+
+def _whole_tensor(name: str, value: Tensor) -> _StoredTensor:
+    return _StoredTensor(name, tuple(value.shape), lambda: value)
 
 
 def _write_file(

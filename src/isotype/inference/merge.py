@@ -89,18 +89,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> MergeResult
     adapter_loss = _loss(run.model, run, rows)
 
     def fill(folder: Path) -> None:
-        trust = run.source.trust_remote_code
-        config = read_architecture(run.source.name, run.source.revision, trust_remote_code=trust)
-        if run.source.rope is not None:
-            apply_rope_parameters(config, run.source.rope)
-        with torch.device("meta"):
-            plain = auto_class(config, text_only=vision_parts(base) is None).from_config(
-                config, dtype=to_torch(dtype), trust_remote_code=trust
-            )
-        if hasattr(plain.config, "quantization_config"):
-            del plain.config.quantization_config
-        plain.generation_config.eos_token_id = base.generation_config.eos_token_id
-        align_special_tokens(plain, run.tokenizer)
+        plain = build_plain_model(run, base, dtype)
         names = embedding_and_head(plain)
         # if embedding or head was trained, weights that are tied in the base may differ now
         tied = (
@@ -142,6 +131,25 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> MergeResult
     return MergeResult(out, dtype, reason, count, noise, adapter_loss, merged_loss, len(rows[0]))
 
 
+def build_plain_model(run: LoadedRun, base: Any, dtype: str) -> Any:
+    """Returns the architecture of a run's merged model on the meta device, without adapters and
+    without quantisation. Its configurations are those that are saved with the merged weights.
+    """
+    trust = run.source.trust_remote_code
+    config = read_architecture(run.source.name, run.source.revision, trust_remote_code=trust)
+    if run.source.rope is not None:
+        apply_rope_parameters(config, run.source.rope)
+    with torch.device("meta"):
+        plain = auto_class(config, text_only=vision_parts(base) is None).from_config(
+            config, dtype=to_torch(dtype), trust_remote_code=trust
+        )
+    if hasattr(plain.config, "quantization_config"):
+        del plain.config.quantization_config
+    plain.generation_config.eos_token_id = base.generation_config.eos_token_id
+    align_special_tokens(plain, run.tokenizer)
+    return plain
+
+
 def refuse_other_loss(out: Path, merged_loss: float, adapter_loss: float) -> None:
     """Raises RunError SV001 if the merged model's loss differs from the loss of the adapter on its
     base.
@@ -176,7 +184,7 @@ def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
     the base's dtype.
     """
     inner = model.get_base_model()
-    _refuse_unmergeable(inner)
+    refuse_unmergeable(inner)
     state: dict[str, Tensor] = {}
     effect = error = 0.0
     count = 0
@@ -268,7 +276,7 @@ def _strip_wrappers(name: str) -> str:
     return re.sub(r"(\.token_adapter|\.base_layer)+(?=\.|$)", "", name)
 
 
-def _refuse_unmergeable(model: nn.Module) -> None:
+def refuse_unmergeable(model: nn.Module) -> None:
     """Raises UsageError for a layer whose adapter cannot be merged into one weight, such as an
     adapter with its own bias.
     """

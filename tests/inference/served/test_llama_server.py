@@ -75,6 +75,21 @@ def test_each_family_is_the_same_in_each_type(tmp_path, family: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0"])
+def test_4_and_5_bit_files_are_served_with_their_own_rounding(llama, tmp_path, kind: str) -> None:
+    """The server answers as the file's own weights do in fp32, which `verify --file` measures."""
+    file = tmp_path / f"{kind}.gguf"
+    ask("export", llama.run, "--to", "gguf", "--type", kind, "--out", file)
+    measured = invoke("verify", llama.run, "--file", file, "--json", "--keep", 0)
+    in_file = json.loads(measured.stdout)["loss"]["served"]
+    served = verify(llama.run, "-m", file, "--cache-type-k", "f32", "--cache-type-v", "f32")
+    checks = served["checks"]
+    assert {checks[name] for name in ("prompt", "tokens", "first")} == {"same"}
+    # llama.cpp also rounds activations to 8 bits
+    assert served["loss"]["served"] == pytest.approx(in_file, abs=0.05)
+
+
+@pytest.mark.full
 def test_a_mixture_of_experts_is_the_same(tmp_path) -> None:
     # llama.cpp divides by the sum of the chosen experts' weights, whatever config.json says
     changes = {**MIXTURE, "moe_intermediate_size": 64, "norm_topk_prob": True}
@@ -149,9 +164,8 @@ def test_an_adapter_that_is_not_applied_is_named(llama, tmp_path) -> None:
 
 @pytest.mark.full
 def test_a_q4_0_file_is_named(llama, tmp_path) -> None:
-    from benchmarks.served_formats import quantise
-
-    quantise(llama.file, tmp_path / "q4.gguf", "Q4_0")
+    q4 = tmp_path / "q4.gguf"
+    ask("export", llama.run, "--to", "gguf", "--type", "Q4_0", "--out", q4)
     set_field(gguf.GGUFReader(str(tmp_path / "q4.gguf"), "r+"), "general.file_type", 2)
     result = verify(llama.run, "-m", tmp_path / "q4.gguf")
     assert "logprobs" in names(result)

@@ -16,9 +16,9 @@ from ...data.rows import IGNORE_INDEX, Row, SamplePrompt
 from ...errors import UsageError
 from ...tasks.language.sample import generation_config
 from ..loaded import LoadedRun
+from ..run_weights import RunWeights
 from ..verify.measure import load_evaluation, row_source
 from ..verify.reference import ReferenceModel
-from ..verify.run_weights import RunWeights
 from .expectation import (
     ALTERNATIVES,
     ANSWER_TOKENS,

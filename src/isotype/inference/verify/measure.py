@@ -20,12 +20,13 @@ from ...model.processor import build_picture_reader
 from ...tasks.language.batches import Batch
 from ...tasks.language.objective import NextToken
 from ...tasks.language.result import evaluate
+from ..gguf_file import MERGE_DTYPE_KEY
 from ..loaded import LoadedRun
 from ..merge import merged_dtype
+from ..run_weights import RunWeights
 from .gguf_model import open_gguf
 from .reference import ReferenceModel, Scores
 from .result import Verification, kept_share
-from .run_weights import RunWeights
 from .settings import (
     apply_folder_settings,
     apply_gguf_settings,
@@ -162,7 +163,7 @@ def open_written(
     if path.is_file():
         written = open_gguf(path, reference.config, reference.names, weights.base)
         if not written.adapter_only:
-            written.merge_dtype = merged_dtype(run.precision)[0]
+            written.merge_dtype = _read_merge_dtype(written, run)
         return written
     if (path / ADAPTER_CONFIG_FILE).is_file():
         return open_adapter_folder(path, weights.base)
@@ -172,6 +173,14 @@ def open_written(
         f"{path}: neither a GGUF file nor the folder of a model or adapter",
         fix="--file the file or folder that isotype export or merge wrote",
     )
+
+
+def _read_merge_dtype(written: WrittenModel, run: LoadedRun) -> str:
+    """Returns the dtype of the merged weights from which a GGUF file was written. Files that
+    `isotype export` writes contain it. For other files, it is the dtype of `isotype merge`.
+    """
+    dtype = written.fields.get(MERGE_DTYPE_KEY)
+    return dtype if dtype in ("fp32", "bf16", "fp16") else merged_dtype(run.precision)[0]
 
 
 def _changed_names(reference: ReferenceModel, weights: RunWeights) -> list[str]:

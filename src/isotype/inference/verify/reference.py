@@ -20,11 +20,10 @@ from transformers.initialization import no_init_weights
 from ...data.pictures import Pictures
 from ...data.rows import IGNORE_INDEX, Row
 from ...model.architecture import auto_class
-from ...model.export import embedding_and_head
 from ...precision.vision import vision_parts
 from ...tasks.language.batches import Batch, collate, model_inputs, split_by_pictures
 from ..loaded import LoadedRun
-from .run_weights import RunWeights
+from ..run_weights import RunWeights, is_tied
 
 Reader = Callable[[str], Tensor]  # name of a weight -> its values
 _LOGITS_PER_BATCH = 1 << 26  # values of fp32 logits in one batch: 0.25 GB
@@ -83,7 +82,7 @@ class ReferenceModel:
             del self.config.quantization_config
         self.trusts_remote_code = run.source.trust_remote_code
         self.text_only = vision_parts(weights.inner) is None
-        self.is_tied = _is_tied(weights)
+        self.is_tied = is_tied(weights)
         for config in (self.config, self.config.get_text_config()):
             config.tie_word_embeddings = self.is_tied
         self.readers: dict[str, Reader] = {}
@@ -233,22 +232,3 @@ def _find_blocks(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, nn.ModuleList):
         return list(module)
     return [block for child in module.children() for block in _find_blocks(child)]
-
-
-def _is_tied(weights: RunWeights) -> bool:
-    """Returns True if the trained head and embedding have the same values. If only one of them has
-    an adapter, training can make them different.
-    """
-    names = embedding_and_head(weights.inner)
-    if names is None:
-        return False
-    embedding, head = (name.replace(".base_layer.", ".") for name in names)
-    if head not in weights.parameters:
-        return True
-    if embedding not in weights.parameters:
-        return False
-    if weights.parameters[embedding].shape != weights.parameters[head].shape:
-        return False
-    if head not in weights.adapters and embedding not in weights.adapters:
-        return weights.parameters[embedding].data_ptr() == weights.parameters[head].data_ptr()
-    return torch.equal(weights.trained(embedding), weights.trained(head))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...dtypes import to_torch
 from ...errors import UsageError
+from ..run_weights import RunWeights
 from .reference import ReferenceModel
-from .run_weights import RunWeights
 from .written_model import WrittenModel, WrittenTensor
 
 # the largest relative error of one rounding

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...model.load import load_base
-from ..loaded import LoadedRun
-from ..merge import adapted_weights, dequantise, merged_weight, strip_adapter_name
+from ..model.export import embedding_and_head
+from ..model.load import load_base
+from .loaded import LoadedRun
+from .merge import adapted_weights, dequantise, merged_weight, strip_adapter_name
 
 _ORIGINAL = ".original_module."
 
@@ -53,6 +54,12 @@ class RunWeights:
             self.original = _plain_parameters(base)
             self.changed_names = frozenset(self.parameters)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a weight, also of a packed weight."""
+        parameter = self.parameters[name]
+        state = getattr(parameter, "quant_state", None)
+        return tuple(parameter.shape if state is None else state.shape)
+
     @torch.no_grad()
     def base(self, name: str) -> Tensor:
         """Returns a weight before training, in fp32."""
@@ -81,3 +88,22 @@ def _plain_parameters(model: nn.Module) -> dict[str, Tensor]:
         if name in persistent and plain_name is not None and buffer.is_floating_point():
             parameters[plain_name] = buffer
     return parameters
+
+
+def is_tied(weights: RunWeights) -> bool:
+    """Returns True if the trained head and embedding have the same values. If only one of them has
+    an adapter, training can make them different.
+    """
+    names = embedding_and_head(weights.inner)
+    if names is None:
+        return False
+    embedding, head = (name.replace(".base_layer.", ".") for name in names)
+    if head not in weights.parameters:
+        return True
+    if embedding not in weights.parameters:
+        return False
+    if weights.parameters[embedding].shape != weights.parameters[head].shape:
+        return False
+    if head not in weights.adapters and embedding not in weights.adapters:
+        return weights.parameters[embedding].data_ptr() == weights.parameters[head].data_ptr()
+    return torch.equal(weights.trained(embedding), weights.trained(head))
