@@ -437,3 +437,42 @@ def test_prodigy_and_simpletuners_defaults_are_carried(tmp_path):
     assert (config.train.optimizer, config.train.learning_rate) == ("prodigy", 1.0)
     assert (config.diffusion.shift, config.train.clip, config.adapter.dropout) == (3.0, 2.0, 0.1)
     assert "to_q" in config.adapter.targets
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "kohya.toml",
+            KOHYA.replace("dataset_config", 'network_weights = "dog.safetensors"\ndataset_config'),
+        ),
+        (
+            "ai_toolkit.yaml",
+            AI_TOOLKIT.replace("linear: 16,", "linear: 16, pretrained_lora_path: dog.safetensors,"),
+        ),
+        ("onetrainer.json", json.dumps({**ONETRAINER, "lora_model_name": "dog.safetensors"})),
+        (
+            "config.json",
+            json.dumps(
+                {
+                    "model_type": "lora", "model_family": "flux", "lora_rank": 8, "init_lora": "dog.safetensors",
+                    "pretrained_model_name_or_path": "flux", "data_backend_config": "data.json",
+                }
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_that_starts_from_a_lora_keeps_the_ranks_of_its_file(tmp_path, name, text):
+    result, config = made(tmp_path, name, text, **{"data.toml": DATA, "data.json": "[]"})
+    assert config.adapter.start_from == "dog.safetensors"
+    assert "  r:" not in result.text
+    assert any("keeps its own ranks" in note for note in result.notes)
+
+
+def test_another_vae_is_translated_unless_it_is_on_the_hub(tmp_path):
+    for value, expected in (("vae.safetensors", "vae.safetensors"), ("someone/vae", None)):
+        text = KOHYA.replace("dataset_config", f'vae = "{value}"\ndataset_config')
+        result, config = made(tmp_path, "kohya.toml", text, **{"data.toml": DATA})
+        assert config.model.vae == expected
+        (outcome,) = [o for o in result.outcomes if o.source_key.name == "vae"]
+        assert expected or "model.vae takes a file or a folder" in outcome.note

@@ -52,7 +52,7 @@ ALLOWED_CHANGES = {
     key: reason for reason, names in _KEYS_BY_REASON.items() for key in names.split()
 }
 PATH_KEYS = (
-    "model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template",
+    "model.name", "model.tokenizer", "model.vae", "data.train", "data.eval", "data.chat_template",
     "images.train", "images.eval", "images.regularisation", "images.masks", "images.controls", "adapter.start_from",
 )  # fmt: skip
 AUTO_KEYS = (

@@ -184,6 +184,7 @@ NAME_KEYS = (
     "model.name",
     "model.tokenizer",
     "model.config",
+    "model.vae",
     "data.train",
     "data.eval",
     "images.train",

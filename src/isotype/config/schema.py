@@ -60,6 +60,11 @@ class ModelSection(Section):
     ...). The config of a diffusers model (`_class_name: FluxTransformer2DModel`, ...) replaces the
     denoiser of the pipeline `name`; the other parts of the pipeline stay.
     """
+    vae: str | None = None
+    """Diffusion: a VAE to use instead of the pipeline's own VAE. It is a .safetensors file, or a
+    folder with a config.json and a .safetensors file. Without this key, a file `NAME.vae.safetensors`
+    next to the checkpoint `NAME.safetensors` is used if it exists.
+    """
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer. By default the tokenizer of the model."""
     add_tokens: list[str] = []

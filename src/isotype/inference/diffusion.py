@@ -81,12 +81,14 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> MergeRe
     def fill(folder: Path) -> None:
         base = task.run.folder.path
         part = task.run.folder.denoiser_part
-        weights = ".safetensors" if task.run.folder.has_all_parts else "/"
+        parts_outside = task.run.folder.parts_outside
 
         def ignore(directory: str, names: list[str]) -> list[str]:
             if Path(directory) == base:
                 return [part]
-            return [name for name in names if weights in name]
+            if Path(directory).name in parts_outside:
+                return [name for name in names if ".safetensors" in name]
+            return []
 
         shutil.copytree(base, folder, dirs_exist_ok=True, ignore=ignore)
         task.run.folder.save_other_parts(folder)
@@ -197,7 +199,9 @@ def export_comfyui(run: Path, intermediate: Path | None, out: Path) -> int:
     return write_comfyui(
         adapter,
         out,
-        PipelineFolder.open(str(config.model.name), revision=config.model.revision).family,
+        PipelineFolder.open(
+            str(config.model.name), revision=config.model.revision, vae=config.model.vae
+        ).family,
     )
 
 

@@ -217,6 +217,8 @@ HANDLERS: dict[str, transforms.Handler] = {
         pictures.set_lokr,
         transforms.report_no_effect(pictures.PEFT_LORA_NOTE),
     ),
+    "network.pretrained_lora_path": pictures.set_start,
+    "model.vae_path": pictures.set_vae,
     "network.lokr_full_rank": transforms.set_if_enabled(
         "adapter.r", _FULL_RANK, note="a rank at which both factors are whole, with as much alpha"
     ),
@@ -275,6 +277,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
     has_network = any(source_key.name.startswith("network.") for source_key in source.keys)
     draft.set_adapter_defaults("lora" if has_network else "none", 4)
     pictures.drop_text_encoders(draft)
+    pictures.keep_start_settings(draft)
     pictures.set_default_preset(draft, source.get("train.dtype") or "bf16")
     draft.set_defaults(pictures.COMMON_DEFAULTS | _DEFAULTS)
     if "run.adapters_every" not in draft.settings:

@@ -52,7 +52,7 @@ _NO_EFFECT = {
     pictures.NOT_UPLOADED_NOTE: "push_to_hub hub_*",
     transforms.NO_GPU_COUNT_NOTE: "num_processes",
     transforms.IRRELEVANT_NOTE: (
-        "variant pretrained_vae_model_name_or_path vae_path sample_batch_size prediction_type"
+        "variant sample_batch_size prediction_type"
         " precondition_outputs logging_dir dataloader_num_workers local_rank"
         " enable_xformers_memory_efficient_attention set_grads_to_none"
     ),
@@ -100,6 +100,7 @@ HANDLERS: dict[str, transforms.Handler] = {
         "without class pictures",
     ),
     "lora_layers": transforms.convert_list("adapter.targets"),
+    **transforms.same_handler(pictures.set_vae, "pretrained_vae_model_name_or_path vae_path"),
     **transforms.same_handler(
         pictures.note_precision_key,
         "mixed_precision launcher.mixed_precision allow_tf32 upcast_before_saving"

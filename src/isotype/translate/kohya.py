@@ -220,7 +220,7 @@ _NO_EFFECT = {
     transforms.NO_GPU_COUNT_NOTE: "num_processes num_cpu_threads_per_process ddp_*",
     pictures.NOT_UPLOADED_NOTE: "huggingface_*",
     transforms.IRRELEVANT_NOTE: (
-        "clip_l clip_g t5xxl ae vae v2 tokenizer_cache_dir clip_skip"
+        "clip_l clip_g t5xxl ae v2 tokenizer_cache_dir clip_skip"
         " network_module model_prediction_type sample_sampler output_name logging_dir log_*"
         " max_data_loader_n_workers persistent_data_loader_workers xformers sdpa mem_eff_attn"
         " lowvram highvram metadata_* training_comment console_* config_file"
@@ -228,7 +228,6 @@ _NO_EFFECT = {
     ),
 }
 _NOT_OFFERED = {
-    "adapter.start_from takes the file, with its ranks and alphas: remove adapter.r, adapter.alpha": "network_weights",
     "train.clip bounds the gradient": "scale_weight_norms",
     "the base is bf16; precision.preset: nf4-lora takes a quarter": "blocks_to_swap",
     pictures.ADAM_SETTINGS_NOTE: "optimizer_args",
@@ -273,6 +272,9 @@ HANDLERS: dict[str, transforms.Handler] = {
     "max_token_length": _convert_token_length,
     # adapter
     "network_args": _convert_network_args,
+    "network_weights": pictures.set_start,
+    "dim_from_weights": transforms.report_no_effect("always so: adapter.start_from"),
+    "vae": pictures.set_vae,
     **transforms.same_handler(
         transforms.set_if_enabled(
             "precision.base", "fp8", note="with one scale per channel; kohya uses no scales"
@@ -329,6 +331,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
     if re.search(r"(^|/)(sdxl_)?train_network\b", source.method) and not sets_text_encoders:
         draft.set_default("adapter.text_encoders", True)
     pictures.drop_text_encoders(draft)
+    pictures.keep_start_settings(draft)
     pictures.set_default_preset(
         draft,
         source.get("mixed_precision"),

@@ -160,7 +160,6 @@ _NO_EFFECT = {
 _NOT_OFFERED = {
     "images.masks names a folder of masks": "masked_training",
     "adapter.targets names modules": "layer_filter layer_filter_preset",
-    "adapter.start_from takes the file, with its ranks and alphas: remove adapter.r, adapter.alpha": "lora_model_name",
     "diffusion.loss: l2, huber": "mae_strength log_cosh_strength vb_loss_strength huber_strength",
     "diffusion.weighting: min_snr": "loss_weight_fn loss_weight_strength",
     pictures.NO_TEXT_ENCODER_NOTE: "embedding* additional_embeddings",
@@ -204,6 +203,8 @@ HANDLERS: dict[str, transforms.Handler] = {
         "text_encoder.train text_encoder.learning_rate text_encoder_2.train"
         " text_encoder_2.learning_rate",
     ),
+    "lora_model_name": pictures.set_start,
+    "vae.model_name": pictures.set_vae,
     "lora_decompose": transforms.set_if_enabled("adapter.dora", True),
     # precision
     **transforms.same_handler(
@@ -261,6 +262,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
     """
     if not draft.set_adapter_defaults("lora", 16, 1.0):
         pictures.drop_adapter_files(draft)
+    pictures.keep_start_settings(draft)
     pictures.set_default_preset(
         draft,
         source.get("train_dtype") or "bf16",

@@ -587,6 +587,50 @@ def set_default_preset(
     draft.set_default("precision.preset", presets.get(dtype_name, "fp32"))
 
 
+def set_start(draft: ConfigDraft, source_key: SourceKey) -> None:
+    """Translates the LoRA file with which a run starts. A file that is not .safetensors cannot be
+    read.
+    """
+    if not source_key.value:
+        draft.report_no_effect(source_key, "no file is named")
+    elif Path(str(source_key.value)).suffix in (".ckpt", ".pt", ".pth", ".bin"):
+        draft.report_not_offered(source_key, "adapter.start_from takes a .safetensors file")
+    else:
+        draft.set(source_key, "adapter.start_from", str(source_key.value))
+
+
+def keep_start_settings(draft: ConfigDraft) -> None:
+    """Removes the settings of a new adapter if the run starts with an existing adapter, whose file
+    has its own ranks and alphas.
+    """
+    if "adapter.start_from" not in draft.settings:
+        return
+    names = ("r", "alpha", "dropout", "targets", "dora", "rslora", "start")
+    dropped = [f"adapter.{name}" for name in names if f"adapter.{name}" in draft.settings]
+    for key in dropped:
+        del draft.settings[key]
+    if dropped:
+        draft.notes.append(
+            f"{', '.join(dropped)}: left out, because the adapter of adapter.start_from keeps its"
+            " own ranks, alphas and targets"
+        )
+
+
+def set_vae(draft: ConfigDraft, source_key: SourceKey) -> None:
+    """Translates the file or folder of another VAE. `model.vae` does not take a name on the hub."""
+    name = str(source_key.value or "")
+    if not name:
+        draft.report_no_effect(source_key, "no VAE is named")
+    elif name.endswith(".safetensors") or name.startswith((".", "/", "~")):
+        draft.set(source_key, "model.vae", name)
+    else:
+        draft.report_not_offered(
+            source_key,
+            "model.vae takes a file or a folder: download it. The VAE computes in fp32, so that a"
+            " VAE made for fp16 is not needed",
+        )
+
+
 def drop_text_encoders(draft: ConfigDraft) -> None:
     """Removes the settings of the text encoders, unless a LoRA adapter is trained."""
     if draft.settings.get("adapter.kind") != "lora":

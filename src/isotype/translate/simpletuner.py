@@ -445,7 +445,6 @@ _NO_EFFECT = {
 _NOT_OFFERED = {
     "pictures of every size are scaled to images.resolution": "minimum_image_size",
     "adapter.dora is for language models": "use_dora",
-    "adapter.start_from takes the file, with its ranks and alphas: remove adapter.r, adapter.alpha": "init_lora",
     pictures.ADAM_SETTINGS_NOTE: "optimizer_config",
     "run.samples takes prompts": "validation_prompt_library",
     "each prompt gives one picture: name it twice in run.samples": "num_validation_images",
@@ -483,6 +482,7 @@ HANDLERS: dict[str, transforms.Handler] = {
         "adapter.kind", lambda value: "none" if str(value).lower() == "full" else "lora"
     ),
     **transforms.same_handler(_convert_targets, "flux_lora_target lora_target"),
+    "init_lora": pictures.set_start,
     # precision
     **transforms.same_handler(
         transforms.ConfigDraft.add_precision_key,
@@ -499,6 +499,7 @@ HANDLERS: dict[str, transforms.Handler] = {
         ),
         transforms.report_changed("gradients are accumulated in fp32 (precision.grads)"),
     ),
+    "pretrained_vae_model_name_or_path": pictures.set_vae,
     "vae_dtype": transforms.convert_choice(
         "precision.vae",
         {"fp32": "fp32", "bf16": "bf16"},
@@ -577,6 +578,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
                 "adapter.targets": ATTENTION_TARGETS if is_flux else ATTENTION_TARGETS[:4],
             }
         )
+    pictures.keep_start_settings(draft)
     draft.set_defaults(
         {
             "train.weight_decay": 1e-2,

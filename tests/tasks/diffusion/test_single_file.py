@@ -308,6 +308,92 @@ def test_a_denoiser_alone_may_have_either_prefix(studio, tmp_path, prefix):
     assert all(torch.equal(read[name], tensor) for name, tensor in unet.items())
 
 
+def test_a_prefix_before_diffusers_own_names_is_removed(studio, tmp_path):
+    for model, part, prefix in (
+        (studio.flux, "transformer", "diffusion_model."),
+        (studio.sd1, "unet", "model.diffusion_model."),
+    ):
+        tensors = load_file(model / part / "diffusion_pytorch_model.safetensors")
+        file = tmp_path / f"{part}.safetensors"
+        save_file({prefix + name: tensor for name, tensor in tensors.items()}, file)
+        shutil.copytree(model, tmp_path / part)
+        read = PipelineFolder.open(str(file)).denoiser(torch.float32).state_dict()
+        assert set(read) == set(tensors)
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+def merged_without_vae(studio, folder):
+    """A Stable Diffusion 1.5 in one file that has no VAE, its settings next to it, and the VAE."""
+    file = folder / "merge.safetensors"
+    vae = as_one_file(studio.sd1, file).vae
+    settings_of(studio.sd1, folder / "merge")
+    tensors = load_file(file)
+    save_file({n: t for n, t in tensors.items() if not n.startswith("first_stage_model.")}, file)
+    original = {
+        name.removeprefix("first_stage_model."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("first_stage_model.")
+    }
+    return file, vae, original
+
+
+def test_a_merge_without_its_vae_takes_another_one(drawn, studio, tmp_path, subtests):
+    """From a file in either program's names, from a folder, or from the checkpoint's neighbours."""
+    file, vae, original = merged_without_vae(studio, tmp_path)
+    assert "missing in the checkpoint" in refused(drawn(model=file))
+    with pytest.raises(UsageError, match=r"model\.vae: the file or the folder of its VAE"):
+        PipelineFolder.open(str(file))
+    save_file(original, tmp_path / "original.safetensors")
+    save_file(vae.state_dict(), tmp_path / "diffusers.safetensors")
+    vae.save_pretrained(tmp_path / "alone")
+
+    def read(**settings):
+        opened = PipelineFolder.open(str(file), **settings)
+        assert opened.has_encoders, "the merge has its text encoder"
+        return opened, opened.vae(torch.float32).state_dict()
+
+    for name in ("original.safetensors", "diffusers.safetensors", "alone", studio.sd1):
+        with subtests.test(str(name)):
+            opened, weights = read(vae=str(tmp_path / name))
+            assert all(torch.equal(weights[n], tensor) for n, tensor in vae.state_dict().items())
+            assert any(path.is_relative_to(tmp_path / name) for path in opened.files("vae"))
+    shutil.copy(tmp_path / "original.safetensors", tmp_path / "merge.vae.safetensors")
+    assert read()[0].vae_path == tmp_path / "merge.vae.safetensors"
+    (tmp_path / "merge.vae.safetensors").unlink()
+    vae.save_pretrained(tmp_path / "merge/vae")
+    assert read()[0].files("vae") == [
+        path for path in (tmp_path / "merge/vae").rglob("*") if path.is_file()
+    ]
+    with pytest.raises(UsageError, match=r"model\.vae: .*nowhere: no \.safetensors file"):
+        PipelineFolder.open(str(file), vae=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.full
+def test_a_merge_without_its_vae_is_trained_and_merged(drawn, studio, tmp_path):
+    file, vae, original = merged_without_vae(studio, tmp_path)
+    save_file(original, tmp_path / "vae.safetensors")
+    loaded = drawn(
+        model={"name": str(file), "vae": str(tmp_path / "vae.safetensors")},
+        diffusion={"max_text_length": None},
+        run={"samples": ["a red circle"]},
+    )
+    assert train(loaded) == 0
+    merge_denoiser(tmp_path / "run", tmp_path / "merged")
+    merged = DiffusionPipeline.from_pretrained(tmp_path / "merged").vae.state_dict()
+    assert all(torch.equal(merged[n], tensor) for n, tensor in vae.state_dict().items())
+
+
+def test_another_vae_replaces_the_one_of_a_pipeline(drawn, studio, tmp_path):
+    vae = DiffusionPipeline.from_pretrained(studio.sd3).vae
+    with torch.no_grad():
+        vae.decoder.conv_in.bias.add_(1)
+    vae.save_pretrained(tmp_path / "vae")
+    task = choose_task(drawn(model={"name": str(studio.sd3), "vae": str(tmp_path / "vae")}).config)
+    prepare_data(task, {})
+    read = task.run.folder.vae(torch.float32).state_dict()
+    assert all(torch.equal(read[n], tensor) for n, tensor in vae.state_dict().items())
+
+
 def test_a_file_without_some_of_its_weights_is_named(studio, tmp_path):
     file = tmp_path / "pony.safetensors"
     as_one_file(studio.sd1, file)

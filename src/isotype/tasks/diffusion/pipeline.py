@@ -59,7 +59,9 @@ class PipelineFolder:
     denoiser_settings    the denoiser's configuration for `model.init: random`; otherwise None
     random_weights       for `model.init: random`, the folder with the denoiser's weights
     file                 the checkpoint that contains the denoiser, if it is a single file
-    has_all_parts        whether this file also contains all other parts
+    has_encoders         whether this file also contains the text encoders
+    has_vae              whether this file also contains the VAE
+    vae_path             the file or folder of another VAE, which replaces the VAE of the pipeline
     markers              the markers in the file, which say how it was trained
     scheduler_overrides  the scheduler's settings that the markers or the run's configuration change
     settings_repository  the repository on the hub with the settings for the file, if there is no
@@ -73,24 +75,29 @@ class PipelineFolder:
     denoiser_settings: Mapping[str, Any] | None = None
     random_weights: Path | None = None
     file: Path | None = None
-    has_all_parts: bool = False
+    has_encoders: bool = False
+    has_vae: bool = False
+    vae_path: Path | None = None
     markers: FileMarkers = field(default_factory=FileMarkers)
     scheduler_overrides: Mapping[str, Any] = field(default_factory=dict)
     settings_repository: str | None = None
 
     @classmethod
-    def open(cls, name: str, *, revision: str | None = None) -> PipelineFolder:
+    def open(
+        cls, name: str, *, revision: str | None = None, vae: str | None = None
+    ) -> PipelineFolder:
         """Opens a pipeline. Raises UsageError if its model family is not supported or if a part is
         missing.
 
         name  a folder, a .safetensors file, or a name on the hub
+        vae   the file or folder of another VAE
         """
         path = Path(name).expanduser()
         require_diffusers()
         hub_name = None
         file = None
-        has_all_parts = False
         repository = None
+        vae_path = None if vae is None else find_vae(Path(vae).expanduser())
         if path.is_file():
             file = path
             refuse_other_models(file)
@@ -100,7 +107,6 @@ class PipelineFolder:
             else:
                 repository = find_settings_repository(file)
                 path = fetch_settings(repository, None)
-            has_all_parts = path != companion or not any((path / "vae").glob("*.safetensors"))
         elif not path.is_dir():
             path = fetch_settings(name, revision)
             hub_name = name
@@ -123,7 +129,7 @@ class PipelineFolder:
         family = FAMILIES[class_name]()
         if (reason := family.refusal(index)) is not None:
             raise UsageError(f"model.name: {path}: {class_name} is not trained here: {reason}")
-        folder = cls(path, family, index, hub_name, file=file, has_all_parts=has_all_parts)
+        folder = cls(path, family, index, hub_name, file=file, vae_path=vae_path)
         required = (
             family.denoiser,
             "vae",
@@ -143,12 +149,35 @@ class PipelineFolder:
             widest_dtype(file)
             markers = read_markers(file)
             folder = replace(folder, markers=markers, settings_repository=repository)
-            kinds = {
-                family.denoiser: folder.denoiser_class(),
-                **({"vae": folder.vae_class()} if has_all_parts else {}),
-            }
+            folder = folder._with_parts_of_file(is_from_hub=repository is not None)
+            kinds = {family.denoiser: folder.denoiser_class()}
+            if folder.has_vae:
+                kinds["vae"] = folder.vae_class()
             refuse_other_family(file, kinds, path, family.pipeline)
         return folder
+
+    def _with_parts_of_file(self, *, is_from_hub: bool) -> PipelineFolder:
+        """Decides which parts are read from the single file. These are the parts whose weights are
+        not in the folder with the settings. A VAE in a file `NAME.vae.safetensors` next to the
+        checkpoint `NAME.safetensors` is used, as A1111 and Forge do.
+
+        is_from_hub  whether the folder with the settings is a copy of a repository on the hub
+        """
+        assert self.file is not None
+        neighbour = self.file.with_suffix(".vae.safetensors")
+        vae_path = self.vae_path
+        if vae_path is None and neighbour.is_file():
+            vae_path = neighbour
+        encoders = (part for part in self.family.encoder_parts if part in self.index)
+        return replace(
+            self,
+            vae_path=vae_path,
+            has_vae=vae_path is None and (is_from_hub or not self._has_weights("vae")),
+            has_encoders=is_from_hub or not any(map(self._has_weights, encoders)),
+        )
+
+    def _has_weights(self, part: str) -> bool:
+        return any((self.path / part).glob("*.safetensors"))
 
     @property
     def denoiser_part(self) -> str:
@@ -158,9 +187,14 @@ class PipelineFolder:
         return self.family.denoiser
 
     def files(self, part: str) -> list[Path]:
+        """Returns the files with the settings and weights of the VAE or of a text encoder."""
         self._fetch(part)
         part_files = [p for p in (self.path / part).rglob("*") if p.is_file()]
-        if self.file is not None and self.has_all_parts:
+        if part == "vae" and self.vae_path is not None:
+            if self.vae_path.is_dir():
+                return [p for p in self.vae_path.rglob("*") if p.is_file()]
+            return [*part_files, self.vae_path]
+        if self.file is not None and (self.has_vae if part == "vae" else self.has_encoders):
             return [*part_files, self.file]
         return part_files
 
@@ -201,15 +235,11 @@ class PipelineFolder:
         """Raises UsageError if a part of a local folder has no weights in a format that can be
         read.
         """
-        parts = (
-            ()
-            if self.hub_name or self.has_all_parts
-            else (
-                *([] if self.denoiser_settings or self.file else [self.denoiser_part]),
-                "vae",
-                *self.family.encoder_parts,
-            )
-        )
+        parts: list[str] = []
+        if self.hub_name is None:
+            parts += [] if self.denoiser_settings or self.file else [self.denoiser_part]
+            parts += [] if self.has_vae or self.vae_path else ["vae"]
+            parts += [] if self.has_encoders else self.family.encoder_parts
         for part in parts:
             folder = self.path / part
             is_model = (
@@ -233,9 +263,10 @@ class PipelineFolder:
         """Returns the configuration of a part. Raises UsageError."""
         if self.denoiser_settings is not None and part == self.denoiser_part:
             return dict(self.denoiser_settings)
-        file = (
-            self.path / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
-        )
+        folder = self.path / part
+        if part == "vae" and self.vae_path is not None and self.vae_path.is_dir():
+            folder = self.vae_path
+        file = folder / ("scheduler_config.json" if part == "scheduler" else "config.json")
         try:
             settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -430,11 +461,20 @@ class PipelineFolder:
         return replace(self, random_weights=folder)
 
     def vae(self, dtype: torch.dtype) -> Any:
+        """Loads the VAE. Raises UsageError."""
+        vae_class = self.vae_class()
+        if self.vae_path is not None:
+            with self._explain_errors("vae", self.vae_path):
+                if self.vae_path.is_dir():
+                    return vae_class.from_pretrained(
+                        self.vae_path, dtype=dtype, use_safetensors=True
+                    )
+                return read_model(self.vae_path, vae_class, self.path, "vae", dtype)
         self._fetch("vae")
         with self._explain_errors("vae"):
-            if self.file is not None and self.has_all_parts:
-                return read_model(self.file, self.vae_class(), self.path, "vae", dtype)
-            return self.vae_class().from_pretrained(
+            if self.file is not None and self.has_vae:
+                return read_model(self.file, vae_class, self.path, "vae", dtype)
+            return vae_class.from_pretrained(
                 self.path, subfolder="vae", dtype=dtype, use_safetensors=True
             )
 
@@ -451,7 +491,7 @@ class PipelineFolder:
         }
         pipeline_class = getattr(diffusers, self.family.pipeline)
         with self._explain_errors("pipeline"):
-            if self.has_all_parts:
+            if self.has_encoders:
                 pipe = pipeline_class.from_single_file(
                     str(self.file),
                     config=str(self.path),
@@ -489,18 +529,29 @@ class PipelineFolder:
         parts = {**dict.fromkeys(self.family.encoder_parts), **encoders}
         return self.pipeline(torch.float32, **parts, vae=vae, **{self.denoiser_part: denoiser})
 
+    @property
+    def parts_outside(self) -> tuple[str, ...]:
+        """The parts, without the denoiser, whose weights are not in the pipeline's folder."""
+        has_other_vae = self.has_vae or self.vae_path is not None
+        parts = ["vae"] if has_other_vae else []
+        return (*parts, *(self.family.encoder_parts if self.has_encoders else ()))
+
     def save_other_parts(self, folder: Path) -> None:
-        """Saves the parts that come from a single file. These are the VAE and the text encoders.
-        Each is saved in a subfolder of `folder`, in the dtype that it has in the file. Also saves
-        the scheduler's settings if they were changed.
+        """Saves the parts whose weights are not in the pipeline's folder. Each is saved in a
+        subfolder of `folder`, in the dtype that it has in its file. Also saves the scheduler's
+        settings if they were changed.
         """
         if self.scheduler_overrides:
             self._save_scheduler(folder)
-        if self.file is None or not self.has_all_parts:
+        if "vae" in self.parts_outside:
+            source = self.vae_path or self.file
+            assert source is not None
+            weights = next(source.glob("*.safetensors")) if source.is_dir() else source
+            self.vae(widest_dtype(weights)).save_pretrained(folder / "vae")
+        if self.file is None or not self.has_encoders:
             return
-        dtype = widest_dtype(self.file)
-        pipe = self.pipeline(dtype, vae=self.vae(dtype), **{self.denoiser_part: None})
-        for part in ("vae", *self.family.encoder_parts):
+        pipe = self.pipeline(widest_dtype(self.file), vae=None, **{self.denoiser_part: None})
+        for part in self.family.encoder_parts:
             if isinstance(getattr(pipe, part, None), torch.nn.Module):
                 getattr(pipe, part).save_pretrained(folder / part)
 
@@ -513,7 +564,7 @@ class PipelineFolder:
         (folder / PIPELINE_FILE).write_text(text, encoding="utf-8")
 
     @contextmanager
-    def _explain_errors(self, part: str) -> Iterator[None]:
+    def _explain_errors(self, part: str, source: Path | None = None) -> Iterator[None]:
         from ...training.console import silence_library_warnings
 
         try:
@@ -529,9 +580,24 @@ class PipelineFolder:
                 type(error).__name__,
             )
             raise UsageError(
-                f"model.name: {self.file or self.path}: {part}: {message[:300]}",
+                f"model.name: {source or self.file or self.path}: {part}: {message[:300]}",
                 fix=_DOWNLOAD_AGAIN,
             ) from error
+
+
+def find_vae(path: Path) -> Path:
+    """Returns the file or folder with the weights of a VAE that `model.vae` names. In a pipeline's
+    folder this is its subfolder `vae`. Raises UsageError.
+    """
+    if path.suffix == ".safetensors" and path.is_file():
+        return path
+    folder = path / "vae" if (path / PIPELINE_FILE).is_file() else path
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return folder
+    reason = "no .safetensors file, and no folder with a config.json and a .safetensors file"
+    raise UsageError(
+        f"model.vae: {path}: {reason}", fix="download the VAE, and give its file or folder"
+    )
 
 
 def require_diffusers() -> None:

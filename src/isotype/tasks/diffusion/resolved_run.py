@@ -180,7 +180,9 @@ def _open_pipeline(config: RunConfig) -> PipelineFolder:
     as the markers in the file say. If `model.init` is `random`, the configuration of its denoiser
     is set. Raises UsageError.
     """
-    pipeline = PipelineFolder.open(str(config.model.name), revision=config.model.revision)
+    pipeline = PipelineFolder.open(
+        str(config.model.name), revision=config.model.revision, vae=config.model.vae
+    )
     pipeline = pipeline.with_markers(
         objective=config.diffusion.objective, shift=config.diffusion.shift
     )

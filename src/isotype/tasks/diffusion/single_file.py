@@ -4,13 +4,13 @@ its encoders.
 The settings and tokenizers are read from a pipeline's folder next to the file. The name of the
 folder is the file's name without the ending. If there is no such folder, the settings and
 tokenizers are downloaded from the hub. This is possible if diffusers recognises the model family of
-the file. If the folder contains the weights of a VAE, only the denoiser is read from the file, and
-all other parts are read from the folder.
+the file. The VAE and the text encoders are read from the file too, unless the folder contains their
+weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def read_model(file: Path, model_class: Any, settings: Path, part: str, dtype: t
     """
     try:
         model = model_class.from_single_file(
-            _read_checkpoint(file),
+            _read_checkpoint(file, _parameter_names(model_class, settings, part)),
             config=str(settings),
             subfolder=part,
             local_files_only=True,
@@ -62,20 +62,44 @@ UNET_PREFIX = "model.diffusion_model."
 _SHORT_PREFIX = "diffusion_model."
 
 
-def _checkpoint_name(name: str) -> str:
-    """Returns the name that diffusers' reader expects for a tensor."""
-    if name.startswith(_SHORT_PREFIX):
-        return UNET_PREFIX + name.removeprefix(_SHORT_PREFIX)
-    return name
+def _parameter_names(model_class: Any, settings: Path, part: str) -> set[str]:
+    """Returns the names of all tensors of a part, as diffusers names them."""
+    config = model_class.load_config(str(settings), subfolder=part, local_files_only=True)
+    with torch.device("meta"):
+        return set(model_class.from_config(config).state_dict())
 
 
-def _read_checkpoint(file: Path) -> str | dict[str, Tensor]:
-    """Returns the input for diffusers' reader. This is the file, or its renamed tensors if their
-    names begin with the short prefix.
+def _checkpoint_names(names: Iterable[str], model_names: set[str]) -> dict[str, str]:
+    """Maps the names of tensors in a file to the names that diffusers' reader expects. The names
+    may begin with a prefix that the reader does not know. If the rest of the names are diffusers'
+    own names, the prefix is removed.
+
+    model_names  diffusers' names of the tensors that are read
     """
-    if not any(name.startswith(_SHORT_PREFIX) for name in _read_headers(file)):
+    names = list(names)
+    for prefix in (UNET_PREFIX, _SHORT_PREFIX):
+        without_prefix = {
+            name: name.removeprefix(prefix) for name in names if name.startswith(prefix)
+        }
+        if 2 * len(model_names.intersection(without_prefix.values())) > len(model_names):
+            return without_prefix
+    return {
+        name: UNET_PREFIX + name.removeprefix(_SHORT_PREFIX)
+        if name.startswith(_SHORT_PREFIX)
+        else name
+        for name in names
+    }
+
+
+def _read_checkpoint(file: Path, model_names: set[str]) -> str | dict[str, Tensor]:
+    """Returns the input for diffusers' reader. This is the file, or its renamed tensors if the
+    reader does not know their names.
+    """
+    checkpoint_names = _checkpoint_names(_read_headers(file), model_names)
+    if all(name == checkpoint_name for name, checkpoint_name in checkpoint_names.items()):
         return str(file)
-    return {_checkpoint_name(name): tensor for name, tensor in load_file(file).items()}
+    tensors = load_file(file)
+    return {renamed: tensors[name] for name, renamed in checkpoint_names.items()}
 
 
 def refuse_other_family(
@@ -88,15 +112,16 @@ def refuse_other_family(
     """
     from ...training.console import silence_library_warnings
 
-    tensors = {
-        _checkpoint_name(name): torch.empty(shape, device="meta")
-        for name, (_, shape) in _read_headers(file).items()
-    }
+    headers = _read_headers(file)
     for part, kind in kinds.items():
         try:
             with silence_library_warnings():
+                names = _checkpoint_names(headers, _parameter_names(kind, settings, part))
                 kind.from_single_file(
-                    dict(tensors),
+                    {
+                        renamed: torch.empty(headers[name][1], device="meta")
+                        for name, renamed in names.items()
+                    },
                     config=str(settings),
                     subfolder=part,
                     local_files_only=True,
@@ -107,16 +132,23 @@ def refuse_other_family(
                 (line.strip() for line in str(error).splitlines() if line.strip()),
                 type(error).__name__,
             )
+            fix = (
+                f"the settings of its own family in {file.with_suffix('')}; of a file without"
+                " VAE and text encoders their weights too"
+            )
+            if part == "vae" and not any(name.startswith(_VAE_PREFIXES) for name in headers):
+                fix = (
+                    "model.vae: the file or the folder of its VAE; of a file without text encoders"
+                    f" their weights in {file.with_suffix('')}"
+                )
             raise UsageError(
                 f"model.name: {file}: diffusers does not read it as the {part} of a {pipeline}:"
                 f" {message[:200]}",
-                fix=(
-                    f"the settings of its own family in {file.with_suffix('')}; of a file without"
-                    " VAE and text encoders their weights too"
-                ),
+                fix=fix,
             ) from error
 
 
+_VAE_PREFIXES = ("first_stage_model.", "vae.")
 # the beginning or a part of a tensor's name -> what a file with such a tensor is
 _OTHER_MODELS = {
     "control_model.": "a ControlNet",
@@ -171,8 +203,8 @@ def find_settings_repository(file: Path) -> str:
     try:
         kind = infer_diffusers_model_type(
             {
-                _checkpoint_name(name): torch.empty(shape, device="meta")
-                for name, (_, shape) in headers.items()
+                renamed: torch.empty(headers[name][1], device="meta")
+                for name, renamed in _checkpoint_names(headers, set()).items()
             }
         )
     except Exception as error:  # diffusers reads tensors that this file may not have
