@@ -53,6 +53,10 @@ class Page(HTMLParser):
         self.text += data
 
 
+def script_hash(script: str) -> str:
+    return b64encode(sha256(script.encode()).digest()).decode()
+
+
 def html_of(folder: Path) -> str:
     return render(read_run(folder))
 
@@ -111,7 +115,10 @@ def pictures_of(path: Path, steps: tuple[int, ...] = (0, 5, 10), **files: Any) -
     moments = [
         {
             "step": s,
-            "samples": [{"prompt": p, "file": names[s, i], **w} for i, (p, w) in enumerate(asked)],
+            "samples": [
+                {"prompt": p, "file": names[s, i], "answer": f"32 x 32 pixels, seed {i}", **w}
+                for i, (p, w) in enumerate(asked)
+            ],
         }
         for s in steps
     ]
@@ -140,6 +147,9 @@ def test_pictures_are_beside_the_base_and_the_average_by_step(tmp_path: Path) ->
     assert [re.findall("<figcaption>(.*?)</figcaption>", card) for card in cards] == 3 * [shown], (
         "a card a prompt"
     )
+    assert re.findall(r'<div class="note">(32 x 32.*?)</div>', text) == [
+        f"32 x 32 pixels, seed {i}" for i in (3, 4, 5)
+    ], "the settings of each prompt"
     files = [re.findall(r"samples/step_(\d+_\d+)", card) for card in cards]
     assert files == [[f"0_{i}", f"5_{i}", f"5_{i + 3}", f"10_{i}", f"10_{i + 3}"] for i in range(3)]
     assert [a["max"] for _, a in page.tags if a.get("type") == "range"] == ["1", "1", "1"]
@@ -158,7 +168,7 @@ def test_the_one_script_of_a_page_with_pictures_is_named_by_its_hash(tmp_path: P
     policy = next(
         a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"
     )
-    named = b64encode(sha256(script.encode()).digest()).decode()
+    named = script_hash(script)
     assert (
         policy
         == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{named}'; img-src data:"
@@ -166,11 +176,46 @@ def test_the_one_script_of_a_page_with_pictures_is_named_by_its_hash(tmp_path: P
     assert [tag for tag, _ in page.tags].count("script") == 1
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-def test_the_slider_shows_one_step(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(
-        html_of(pictures_of(tmp_path / "run")).replace('value="1" auto', 'value="0" auto', 1)
+def test_the_lora_of_a_step_is_linked_where_it_was_kept(tmp_path: Path) -> None:
+    loras = (
+        "adapters/step_5/pytorch_lora_weights.safetensors",
+        "adapter/adapter_model.safetensors",
     )
+    without = html_of(pictures_of(tmp_path / "run", resolved=RESOLVED))
+    assert "run.adapters_every" in without
+    for name in loras:
+        (tmp_path / "run" / name).parent.mkdir(parents=True)
+        (tmp_path / "run" / name).touch()
+    result = {"status": "done", "steps": 10}
+    text = html_of(pictures_of(tmp_path / "run", resolved=RESOLVED, result=result))
+    captions = re.findall("<figcaption>(.*?)</figcaption>", text)
+    assert captions[:5] == [
+        "step 0, the base",
+        f'step 5, trained <a href="{loras[0]}">LoRA</a>',
+        "step 5, average",
+        f'step 10, trained <a href="{loras[1]}">LoRA</a>',
+        "step 10, average",
+    ]
+    assert "run.adapters_every" not in text
+
+
+def test_a_page_without_samples_says_how_to_take_some(tmp_path: Path) -> None:
+    plan = {"task": "diffusion", "total": 10}
+    folder = run_folder(tmp_path / "run", metrics=[step(1)], plan=plan, resolved=RESOLVED)
+    assert "run.samples=[" in html_of(folder)
+    (folder / "adapter").mkdir()
+    commands = re.findall(r"isotype sample \S+", Page(html_of(folder)).text)
+    assert commands == 2 * [f"isotype sample {folder}"], "in the samples and in the commands"
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_slider_shows_one_step_and_a_click_enlarges_a_picture(tmp_path: Path) -> None:
+    text = html_of(pictures_of(tmp_path / "run")).replace('value="1" auto', 'value="0" auto', 1)
+    (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+    clicking = f"{script}document.querySelectorAll('a.enlarge')[8].click();"
+    for old, new in [(script, clicking), *[map(script_hash, (script, clicking))]]:
+        text = text.replace(old, new)
+    (tmp_path / "page.html").write_text(text)
     options = [
         "--headless",
         "--no-sandbox",
@@ -188,6 +233,10 @@ def test_the_slider_shows_one_step(tmp_path: Path) -> None:
         ("5", ""), ("10", ' hidden=""'), ("5", ' hidden=""'), ("10", ""),
     ]  # fmt: skip
     assert re.findall("<output>(.*?)</output>", after) == ["step 5", "step 10", "step 10"]
+    (dialog,) = re.findall("<dialog.*?</dialog>", after, re.DOTALL)
+    assert dialog.startswith('<dialog class="enlarged" aria-label="Enlarged picture" open')
+    assert "<p>a dog, step 10, trained · 32 x 32 pixels, seed 1</p>" in dialog
+    assert '/samples/step_10_1.png"' in dialog
 
 
 def test_losses_by_noise_level_and_pictures_by_size_are_tables(tmp_path: Path) -> None:

@@ -9,6 +9,10 @@ function replaceWith(text) {
   fresh.querySelectorAll("details").forEach((one, i) => { one.open = opened[i] || false; });
   const scrolled = [...document.querySelectorAll(".scroll, pre")].map((one) => one.scrollLeft);
   const chosen = [...document.querySelectorAll(".drawn input")].map((one) => (one.value === one.max ? null : one.value)); // null: the last step
+  const grid = document.querySelector("#all-steps"), freshGrid = fresh.querySelector("#all-steps");
+  if (grid && freshGrid) freshGrid.checked = grid.checked;
+  const dialog = document.querySelector("dialog"), freshDialog = fresh.querySelector("dialog");
+  if (!dialog && freshDialog) document.body.append(freshDialog);
   document.querySelector("main").replaceWith(fresh.querySelector("main"));
   document.querySelectorAll(".scroll, pre").forEach((one, i) => { one.scrollLeft = scrolled[i] || 0; });
   document.querySelectorAll(".drawn input").forEach((one, i) => { one.value = chosen[i] ?? one.max; });

@@ -46,6 +46,8 @@ from .record import (
 )
 
 REPORT = "report.html"
+# the files of a saved adapter; the first is the one that diffusers and other programs read
+ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 STEPS_SCRIPT = "steps.js"  # the script of a page with pictures
 _STATUS_RATINGS = {
     "done": "good",
@@ -150,6 +152,9 @@ def page(record: RunRecord) -> dict[str, Any]:
         "samples": prompts,
         "pictures": pictures,
         "drawn": side_by_side(prompts) if pictures else [],
+        "loras": adapter_files(record),
+        "adapter_kind": record.setting("adapter", "kind") not in (None, "none"),
+        "sample_command": next((line for line in commands(record) if " sample " in line), None),
         "before_edits": {
             prompt: edited
             for prompt, edited in record.before_edits.items()
@@ -316,14 +321,17 @@ def _prompt_and_turn(entry: dict[str, Any]) -> tuple[str, int]:
 
 
 def side_by_side(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns for every prompt the picture before training, and for each step the pictures of the
-    trained and of the averaged weights.
+    """Returns for every prompt its settings, the picture before training, and for each step the
+    pictures of the trained and of the averaged weights.
     """
     prompts: dict[tuple[str, int], dict[str, Any]] = {}
     for entry in entries:
         prompt, _ = prompt_key = _prompt_and_turn(entry)
-        prompt_row = prompts.setdefault(prompt_key, {"prompt": prompt, "first": None, "steps": {}})
+        prompt_row = prompts.setdefault(
+            prompt_key, {"prompt": prompt, "settings": "", "first": None, "steps": {}}
+        )
         for answer in entry["answers"]:
+            prompt_row["settings"] = answer["text"]
             if answer["step"] == 0:
                 prompt_row["first"] = (
                     prompt_row["first"] or answer
@@ -332,6 +340,22 @@ def side_by_side(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 weights = "trained" if prompt == entry["prompt"] else "average"
                 prompt_row["steps"].setdefault(answer["step"], {})[weights] = answer
     return list(prompts.values())
+
+
+def adapter_files(record: RunRecord) -> dict[int, str]:
+    """Returns for each step with samples the path of the adapter that was saved in this step,
+    relative to the run folder. Steps without a saved adapter are left out.
+    """
+    paths = {}
+    for step in {int(sample["step"]) for sample in record.samples}:
+        folders = [f"adapters/step_{step}"]
+        if record.status == "done" and record.result.get("steps") == step:
+            folders.append("adapter")
+        candidates = [f"{folder}/{name}" for folder in folders for name in ADAPTER_FILES]
+        existing = [path for path in candidates if (record.folder / path).is_file()]
+        if existing:
+            paths[step] = existing[0]
+    return paths
 
 
 _LEVEL = re.compile(r"eval_loss_t(\d+)_(\d+)")
