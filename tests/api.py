@@ -41,7 +41,6 @@ INNER = {
     "isotype.distributed.shard": "refuse_two_dtypes refuse_weights_of_another_unit",
     "isotype.distributed.heartbeat": "ENDED_KEY Heartbeat find_lost_processes read_lost_message",
     "isotype.doctor.check": "check_check=check",
-    "isotype.doctor.check.checker": "read_safetensors_header",
     "isotype.doctor.check.rules": "rules_RULES=RULES",
     "isotype.doctor.check.rules.base": "load_sheet",
     "isotype.doctor.check.tools": "TOOL_KEYS",

@@ -42,6 +42,7 @@ _COMMANDS = {
     "merge": ("merge.merge", RUNS),
     "export": ("merge.export", RUNS),
     "verify": ("verify.verify", RUNS),
+    "inspect": ("inspect.inspect", RUNS),
     "ls": ("report.ls", RUNS),
     "proof": ("proof.proof", DOCTOR),
 }
@@ -61,6 +62,7 @@ _FORMS = {
     "export": f"isotype export RUN --to {'|'.join(FORMATS)}",
     "merge": "isotype merge RUN_OR_ADAPTER --out FOLDER; the run or adapter_config.json names the base",
     "verify": "isotype verify RUN --file FILE, or --served URL",
+    "inspect": "isotype inspect PATH",
 }
 # package that is missing in an installation without extras -> the extra that installs it
 _EXTRA_OF = dict.fromkeys(
@@ -98,6 +100,7 @@ LINUX_ONLY = frozenset(
         "merge",
         "export",
         "verify",
+        "inspect",
         "report",
         "watch",
         "proof",

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import UsageError
-from ..finding import Severity, parse_threshold, print_findings, sort_findings
+from ..finding import Finding, Place, Severity, parse_threshold, print_findings, sort_findings
 from ..wording import pluralise
 from .app import DOCTOR, prepare
 
@@ -36,7 +36,8 @@ _EXAMINE = "look"  # the command behind `isotype doctor PATH`
 HELP = """Find dtype faults in any training code, configuration or log.
 
 `isotype doctor PATH_OR_LOG` runs the parts that apply: check on configurations and programs, explain on logs (also from standard
-input). It does not import or run your code. For kernels, conform and trace, which run it, it prints the command.
+input), `isotype inspect` on the folder of a model. It does not import or run your code.
+For kernels, conform and trace, which run it, it prints the command.
 
     isotype doctor .
 
@@ -152,13 +153,39 @@ def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Examination]
             " run, check, explain, env, trace, conform and kernels"
         )
     if " " not in subject or Path(subject[:200]).exists():
-        return subject, examine_path(Path(subject))
+        path = Path(subject)
+        return subject, [*examine_path(path), *_inspect_model(path)]
     if len(arguments) > 1 and has_path:
         raise UsageError(
             f"one path at a time, got {len(arguments)}",
             fix="isotype doctor check PATH PATH, or the folder that holds them",
         )
     return "the text", [examine_log(subject.splitlines())]
+
+
+def _inspect_model(path: Path) -> list[Examination]:
+    """Inspects the files of a model or adapter, if the path is one."""
+    from ..doctor.examination import Examination
+    from ..inference.inspection.checkpoint import is_checkpoint
+
+    if not is_checkpoint(path):
+        return []
+    try:
+        prepare("inspect")
+        from ..inference.inspection.inspect import inspect_checkpoint
+
+        inspection = inspect_checkpoint(path)
+    except UsageError as error:
+        finding = Finding(
+            code="MF000",
+            severity=Severity.ERROR,
+            message=error.message,
+            place=Place(file=str(path)),
+            fix=error.fix,
+        )
+        return [Examination("inspect", "files that cannot be read", [finding])]
+    count = pluralise(len(inspection.facts.checkpoint.tensors), "tensor")
+    return [Examination("inspect", count, inspection.findings)]
 
 
 def _is_unknown_command(arguments: list[str], *, has_path: bool) -> bool:

@@ -21,12 +21,12 @@ from ..model.adapter_settings import (
     check_patterns,
     read_adapter_config,
 )
+from ..model.lora_names import PEFT_PREFIX
 from ..runs.checkpoint.atomic_folder import SEAL, write_folder
 from ..runs.folder import refuse_non_empty
 
 _A_SUFFIX = ".lora_A.weight"
 _B_SUFFIX = ".lora_B.weight"
-_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def read_pairs(adapter: Path, reader: str) -> list[LoraPair]:
         raise UsageError(f"{adapter}: no {ADAPTER_FILE} there")
     tensors = load_file(adapter / ADAPTER_FILE)
     refuse_more_than_pairs(adapter, settings, list(tensors), reader)
-    modules = (name.removeprefix(_PREFIX).removesuffix(_A_SUFFIX) for name in tensors)
+    modules = (name.removeprefix(PEFT_PREFIX).removesuffix(_A_SUFFIX) for name in tensors)
     check_patterns(settings, modules, f"adapter: {adapter / ADAPTER_CONFIG_FILE}")
     rank = settings.get("r", 8)
     alpha = settings.get("lora_alpha", 8)
@@ -82,7 +82,7 @@ def read_pairs(adapter: Path, reader: str) -> list[LoraPair]:
     alphas = settings.get("alpha_pattern") or {}
     pairs = []
     for name in sorted(name for name in tensors if name.endswith(_A_SUFFIX)):
-        module = name.removeprefix(_PREFIX).removesuffix(_A_SUFFIX)
+        module = name.removeprefix(PEFT_PREFIX).removesuffix(_A_SUFFIX)
         a = tensors[name]
         b = tensors[name.removesuffix(_A_SUFFIX) + _B_SUFFIX]
         r = ranks.get(get_pattern_key(list(ranks), module), rank)
@@ -165,9 +165,9 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
             (folder / ADAPTER_CONFIG_FILE).write_text(
                 json.dumps(settings | uniform, indent=2) + "\n", encoding="utf-8"
             )
-            tensors = {f"{_PREFIX}{pair.module}{_A_SUFFIX}": pair.a for pair in pairs}
+            tensors = {f"{PEFT_PREFIX}{pair.module}{_A_SUFFIX}": pair.a for pair in pairs}
             tensors |= {
-                f"{_PREFIX}{pair.module}{_B_SUFFIX}": pair.rescaled_b(1.0) for pair in pairs
+                f"{PEFT_PREFIX}{pair.module}{_B_SUFFIX}": pair.rescaled_b(1.0) for pair in pairs
             }
             save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
 

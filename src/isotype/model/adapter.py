@@ -42,8 +42,8 @@ from .adapter_settings import (
 )
 from .architecture import SCORE
 from .initialisation import describe_ordinary_adapter, initialise_adapter, to_ordinary_adapter
+from .lora_names import PEFT_PREFIX
 from .targets import (
-    PEFT_PREFIX,
     adapted_parts,
     choose_targets,
     find_lost_layers,

@@ -20,6 +20,7 @@ from ..ops.packed import StackState
 from ..precision.apply import is_quantised
 from ..precision.vision import LANGUAGE, PROJECTOR, TOWER, VisionParts, vision_parts
 from .architecture import SCORE
+from .lora_names import PEFT_PREFIX
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -440,7 +441,6 @@ def refuse_settings_on_parameters(section: AdapterSection, parameters: Sequence[
             )
 
 
-PEFT_PREFIX = "base_model.model."
 _LORA_SUFFIX = ".lora_A.weight"
 
 

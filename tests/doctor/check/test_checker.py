@@ -10,7 +10,6 @@ import pytest
 
 from isotype.finding import Finding, Severity
 from tests.api import check_check as check
-from tests.api import read_safetensors_header
 
 from .contradictions import CASES, Case
 
@@ -98,7 +97,6 @@ def test_a_safetensors_header(tmp_path: Path):
     header = json.dumps({"__metadata__": {}} | described).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(28))
-    assert read_safetensors_header(file) == {"BF16": 6, "F32": 4}
     (tmp_path / "args.json").write_text('{"output_dir": "o", "fp16": true, "logging_steps": 1}')
     assert "CF003" in {f.code for f in check([str(tmp_path)]).findings}
     file.write_bytes(b"12")

@@ -19,6 +19,7 @@ PREFIXES = {
     "doctor/trace": "TR",
     "doctor/kernels": "KN",
     "testing": "AC",
+    "inference/inspection": "MF",
 }
 
 

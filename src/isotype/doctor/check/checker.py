@@ -5,7 +5,6 @@ for what. Every rule then checks this result.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -15,8 +14,10 @@ from itertools import islice
 from math import prod
 from pathlib import Path
 
+from ...dtypes import FLOATS
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity
+from ...precision.safetensors_header import read_safetensors_header
 from ...wording import align_columns, pluralise
 from .programs import documents_from_environment, documents_from_python, documents_from_script
 from .python_calls import read_notebook
@@ -512,13 +513,14 @@ def _document_from_tree(tree: Tree, name: str, display_path: str) -> Document | 
 
 
 def _document_from_safetensors(path: Path, display_path: str) -> Document | None:
-    element_counts = read_safetensors_header(path)
-    dtype_names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
-    dtype_counts = {
-        dtype_names[stored_name]: n
-        for stored_name, n in element_counts.items()
-        if stored_name in dtype_names
-    }
+    try:
+        header = read_safetensors_header(path)
+    except ValueError as error:
+        raise UnreadableError(f"a safetensors file: {error}") from error
+    dtype_counts: Counter[str] = Counter()
+    for entry in header.tensors.values():
+        if entry.dtype_name in FLOATS:
+            dtype_counts[entry.dtype_name] += prod(entry.shape)
     if not dtype_counts or path.name.startswith(("adapter", "optimizer")):
         return None
     document = Document(
@@ -531,45 +533,3 @@ def _document_from_safetensors(path: Path, display_path: str) -> Document | None
         written_key="safetensors header",
     )
     return document
-
-
-MAX_HEADER_BYTES = 100 << 20
-
-
-def read_safetensors_header(path: Path) -> Counter[str]:
-    """Returns the number of elements for each dtype. The dtypes have the names that the file uses
-    (`BF16`, `F32`, `U8`).
-
-    Raises  UnreadableError
-    """
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 2 <= size <= MAX_HEADER_BYTES:
-            raise UnreadableError("no safetensors header")
-        text = file.read(size)
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError("the safetensors header is not JSON") from error
-    if not isinstance(header, dict):
-        raise UnreadableError("the safetensors header is not an object")
-    element_counts: Counter[str] = Counter()
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        if isinstance(tensor, dict):
-            dtype = tensor.get("dtype")
-            shape = tensor.get("shape")
-        else:
-            dtype = None
-            shape = None
-        if (
-            not isinstance(dtype, str)
-            or not isinstance(shape, list)
-            or not all(isinstance(n, int) for n in shape)
-        ):
-            raise UnreadableError(
-                f"the safetensors header has no dtype and shape for {name[:80]!r}"
-            )
-        element_counts[dtype] += prod(shape)
-    return element_counts

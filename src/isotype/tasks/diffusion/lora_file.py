@@ -26,24 +26,21 @@ from torch import Tensor, nn
 from ...config.schema import RunConfig
 from ...errors import UsageError
 from ...model.adapter_settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from ...model.lora_names import (
+    ALPHA_SUFFIX,
+    OTHER_KINDS,
+    PAIR_SUFFIXES,
+    PEFT_PREFIX,
+    detect_lora_format,
+)
 from ...wording import first_line, pluralise
 from .denoiser import outline_base
 from .families import Family
 from .pipeline import PipelineFolder
-from .result import PEFT_PREFIX, comfyui_name, module_setting, pipeline_class
+from .result import comfyui_name, module_setting, pipeline_class
 from .text_encoders import PREFIX, split_part
 
 SETTING = "adapter.start_from"
-# the ends of the names of the two matrices
-_PAIR_SUFFIXES = (
-    (".lora_A.weight", ".lora_B.weight"),
-    (".lora_down.weight", ".lora_up.weight"),
-    (".lora.down.weight", ".lora.up.weight"),
-    (".lora_A.default.weight", ".lora_B.default.weight"),
-)
-_ALPHA_SUFFIX = ".alpha"
-# a part of a tensor's name -> the kind of adapter that has such tensors
-_OTHER_KINDS = {"lokr_": "LoKr", "hada_": "LoHa", "dora_scale": "DoRA", "magnitude": "DoRA"}
 _NAMES_SHOWN = 3
 
 
@@ -137,14 +134,16 @@ def read_lora_file(path: Path, pipeline: PipelineFolder, config: RunConfig) -> L
         pairs |= more_pairs
     if rest:
         _refuse_unknown(path, list(rest), family.pipeline)
-    has_alphas = any(name.endswith(_ALPHA_SUFFIX) for name in tensors)
+    has_alphas = any(name.endswith(ALPHA_SUFFIX) for name in tensors)
     settings = _read_adapter_metadata(path, metadata)
     modules = {}
     for name, (a, b, alpha) in sorted(pairs.items()):
         if alpha is None:
             alpha = _alpha_from_metadata(settings, name, len(a), family)
         modules[name] = _shaped_module(path, name, layers[name], a, b, alpha)
-    return LoraFile(path, _detect_format(tensors, metadata), modules, has_alphas or bool(settings))
+    return LoraFile(
+        path, detect_lora_format(tensors, metadata), modules, has_alphas or bool(settings)
+    )
 
 
 def _describe_range(numbers: set[int] | set[float]) -> str:
@@ -168,7 +167,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{SETTING}: {path}: {first_line(error)}") from None
     for name in tensors:
-        for part, kind in _OTHER_KINDS.items():
+        for part, kind in OTHER_KINDS.items():
             if part in name:
                 raise UsageError(
                     f"{SETTING}: {path} is a {kind} ({name}), and only a LoRA is read from a file",
@@ -214,13 +213,13 @@ def _match(
     rest = dict(tensors)
     pairs: dict[str, _Pair] = {}
     for name in tensors:
-        for a_suffix, b_suffix in _PAIR_SUFFIXES:
+        for a_suffix, b_suffix in PAIR_SUFFIXES:
             file_name = name.removesuffix(a_suffix)
             module = module_by_name.get(file_name)
             b_name = f"{file_name}{b_suffix}"
             if file_name == name or module is None or b_name not in rest:
                 continue
-            alpha = rest.pop(f"{file_name}{_ALPHA_SUFFIX}", None)
+            alpha = rest.pop(f"{file_name}{ALPHA_SUFFIX}", None)
             pairs[module] = (
                 rest.pop(name),
                 rest.pop(b_name),
@@ -257,12 +256,12 @@ def _convert_by_diffusers(
         converted = convert_unet_state_dict_to_peft(converted)
     for name, alpha in (alphas or {}).items():
         # an alpha has the name of its module, or that of its first matrix
-        matrix = name.removesuffix(_ALPHA_SUFFIX)
+        matrix = name.removesuffix(ALPHA_SUFFIX)
         if not matrix.endswith(".weight"):
             matrix = f"{matrix}.lora.down.weight"
         (matrix,) = convert_unet_state_dict_to_peft({matrix: None})
         module = matrix.removesuffix(".lora_A.weight")
-        converted[f"{module}{_ALPHA_SUFFIX}"] = torch.tensor(float(alpha))
+        converted[f"{module}{ALPHA_SUFFIX}"] = torch.tensor(float(alpha))
     return dict(converted)
 
 
@@ -331,24 +330,3 @@ def _shaped_module(
             fix="the model that the LoRA was trained on, or a LoRA of this model",
         )
     return LoraModule(a.reshape(a_shape), b.reshape(b_shape), alpha)
-
-
-def _detect_format(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Returns the name of the program whose format the file has. The format is recognised by the
-    file's metadata and by the names of its tensors.
-    """
-    software = " ".join(value for key, value in metadata.items() if "software" in key).lower()
-    first = next(iter(tensors), "")
-    if "ai-toolkit" in software:
-        return "ai-toolkit"
-    if "simpletuner" in " ".join(metadata.values()).lower():
-        return "SimpleTuner"
-    if metadata.get("format") == "pt" and "pipeline" in metadata:
-        return "Isotype, for ComfyUI"
-    if first.startswith("lora_"):
-        return "kohya"
-    if first.startswith("diffusion_model.") or any(n.endswith(_ALPHA_SUFFIX) for n in tensors):
-        return "ComfyUI"
-    if first.startswith(PEFT_PREFIX):
-        return "PEFT"
-    return "diffusers"

@@ -23,6 +23,7 @@ from ...errors import RunError, UsageError
 from ...lora.quantised import PackedLinear
 from ...model.adapter import load_adapter, save_adapter
 from ...model.adapter_settings import read_adapter_config
+from ...model.lora_names import PEFT_PREFIX
 from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
 from ...training.memory.blocks import apply_offload
@@ -33,7 +34,6 @@ from .text_encoders import PREFIX, attach_encoders, split_part
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
-PEFT_PREFIX = "base_model.model."
 
 
 def save_lora(
