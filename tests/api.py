@@ -93,6 +93,7 @@ INNER = {
     "isotype.integrations.weights": "RoundingLoss",
     "isotype.lora.attach": "lora_layers read_projection",
     "isotype.lora.group": "lora_group",
+    "isotype.lora.kernel_cases": "LORA_CASES=CASES",
     "isotype.lora.linear": (
         "LORA_LINEAR Projection lora_linear lora_linear_reference resolve_dtypes"
     ),
@@ -115,8 +116,9 @@ INNER = {
     "isotype.ops.adamw.triton": "adamw_triton=",
     "isotype.ops.attention": "Documents attention_attention=attention attention_reference",
     "isotype.ops.attention.gpu": "gpu=",
+    "isotype.ops.backend": "backend=",
     "isotype.ops.contract": "OpContract",
-    "isotype.ops.cpp": "cpp= cpu_compiler",
+    "isotype.ops.cpp": "cpp= _kernels cpu_compiler",
     "isotype.ops.cross_entropy.op": "CROSS_ENTROPY cross_entropy_reference",
     "isotype.ops.cross_entropy.rule": "rule= LossRule",
     "isotype.ops.experts": "ops_experts_Adapter=Adapter Clamped ops_experts_experts=experts",
@@ -128,6 +130,8 @@ INNER = {
     "isotype.ops.gated.op": (
         "gated_op= GELU GELU_MUL SILU_MUL gelu_mul_reference gelu_reference silu_mul_reference"
     ),
+    "isotype.ops.kernel_cases": "OP_CASES=CASES",
+    "isotype.ops.kernel_folder": "kernel_folder=",
     "isotype.ops.linear_cross_entropy.chunked": "chunked=",
     "isotype.ops.linear_cross_entropy.op": (
         "linear_cross_entropy_op= LINEAR_CROSS_ENTROPY linear_cross_entropy_reference"
@@ -151,6 +155,7 @@ INNER = {
     "isotype.ops.rms_norm.triton": "rms_norm_triton=",
     "isotype.ops.rope.op": "rope_op= ROPE rope_reference",
     "isotype.ops.token_log_probs": "LINEAR_LOG_PROBS OUTPUTS linear_log_probs_reference",
+    "isotype.ops.trust": "trust=",
     "isotype.optimize.attention": "optimize_attention= MIN_QUERIES padding_mask_reason",
     "isotype.optimize.deferred": "DeferredLogits defer",
     "isotype.optimize.denoiser": "denoiser=",
@@ -158,6 +163,7 @@ INNER = {
     "isotype.optimize.head": "head= BYPASSED_NOTE Targets compute_loss takes_targets",
     "isotype.optimize.joint_attention": "joint_attention=",
     "isotype.optimize.layers": "layers=",
+    "isotype.optimize.place": "note_wrong_kernels",
     "isotype.optimize.trl_head": "find_fused_head",
     "isotype.pages.finding_sheet": "load_finding_formatter",
     "isotype.pages.sheets": "SheetError",
@@ -177,7 +183,7 @@ INNER = {
     "isotype.quickstart.text": "STAGES quickstart_text= small_config train_tokenizer",
     "isotype.proof.adapters": "check_bf16_base",
     "isotype.proof.card": "describe_card",
-    "isotype.proof.kernels": "proof_CASES=CASES check_op check_ops",
+    "isotype.proof.kernels": "check_ops",
     "isotype.proof.learning": "check_resume",
     "isotype.proof.parts": "PARTS Part Scale",
     "isotype.proof.runner": "proof_runner= run_proof",

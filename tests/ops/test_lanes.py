@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from isotype.ops import cpp as ops_cpp
-from tests.api import temporary_folder
+from tests.api import kernel_folder, temporary_folder
 
 pytestmark = pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
 
@@ -149,7 +149,7 @@ def test_a_library_where_others_can_write_is_not_loaded(way, kept, tmp_path, mon
         shared.chmod(0o777)
         monkeypatch.setenv("ISOTYPE_CACHE", str(shared / "link"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept" / "home"))
-    ops_cpp.warn_of_shared_folder.cache_clear()
+    kernel_folder.warn_of_shared_folder.cache_clear()
     ops_cpp.load_or_build_library(PROBE)
     assert not trace.exists()
     assert "kept elsewhere: others can write into" in capsys.readouterr().err

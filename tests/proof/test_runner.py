@@ -32,7 +32,7 @@ def test_results_are_stored_and_not_repeated(tmp_path):
     assert lines[0].startswith("kernels       passed")
     stored = json.loads((tmp_path / "proof.json").read_text())
     assert stored["parts"]["kernels"]["rows"]
-    assert "48 of 48" in (tmp_path / "proof.md").read_text()
+    assert "69 of 69" in (tmp_path / "proof.md").read_text()
     again, lines = prove(tmp_path)
     assert lines == []
     assert again.parts == proof.parts
@@ -55,6 +55,11 @@ def test_a_part_that_fails_hangs_or_misses_a_package_stops_no_other(tmp_path, mo
     assert proof.failed == ["crash", "hang"]
     assert "no_such_package" in lines[2]
     assert len(json.loads((tmp_path / "proof.json").read_text())["parts"]) == 3
+
+
+def test_a_kernel_that_was_found_wrong_still_runs_in_the_parts_that_check_kernels():
+    assert runner._environment("kernels")["ISOTYPE_SKIP_KERNEL_CHECK"] == "1"
+    assert "ISOTYPE_SKIP_KERNEL_CHECK" not in runner._environment("presets")
 
 
 def limited(run_part):

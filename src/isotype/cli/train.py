@@ -107,6 +107,13 @@ def train(
             show_default=False,
         ),
     ] = None,
+    skip_kernel_check: Annotated[
+        bool,
+        typer.Option(
+            "--skip-kernel-check",
+            help="Do not check kernels before their first use on this device.",
+        ),
+    ] = False,
     no_cache: NoCache = False,
     processes: Processes = None,
     gpus: Gpus = None,
@@ -125,7 +132,7 @@ def train(
         isotype train run.yaml train.learning_rate=1e-4 precision.preset=bf16-mixed
 
         isotype train run.yaml --preset qlora --steps 20
-     isotype train --resume runs/qwen                      # continues bit-identically
+        isotype train --resume runs/qwen                      # continues bit-identically
 
         isotype train --resume runs/qwen train.steps=2000     # for longer
 
@@ -138,6 +145,9 @@ def train(
     """
     from ..training.preflight.codes import parse_skips
 
+    if skip_kernel_check:
+        # an environment variable, so that all processes of the run read it
+        os.environ["ISOTYPE_SKIP_KERNEL_CHECK"] = "1"
     with _first_process_reports():
         skips = parse_skips(skip or [])
         loaded = _load_settings(

@@ -236,7 +236,7 @@ def _down_adapter_products(
     """
     if (
         flat_tensors[KEEP_MASK] is not None
-        or not uses_fused_kernel(gate_TI)
+        or not uses_fused_kernel("gated", gate_TI)
         or gate_TI.shape[0] <= TILE_TOKENS
     ):
         return adapter_products(gated_product(gated_op, gate_TI, up_TI), flat_tensors)
@@ -280,7 +280,7 @@ def _down_gradients(
     )
     can_overwrite = (
         may_overwrite
-        and uses_fused_kernel(gate_TI)
+        and uses_fused_kernel("gated", gate_TI)
         and gate_TI.is_contiguous()
         and up_TI.is_contiguous()
     )
@@ -516,7 +516,7 @@ class LoraMlp(torch.autograd.Function):
             x_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             can_tile = (
                 x_TK.shape[0] > TILE_TOKENS
-                and uses_fused_kernel(x_TK)
+                and uses_fused_kernel("gated", x_TK)
                 and are_all_none(flat_tensors[KEEP_MASK::FIELDS_PER_PROJECTION])
             )
             if can_tile and skip_output and _can_recompute_from_x(flat_tensors, needs):

@@ -13,7 +13,6 @@ Dimensions: T tokens, M and N features, R ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -54,14 +53,14 @@ KERNELS = CppKernels(
 _availability_for_graphs: dict[str, bool] = {}
 
 
-@cache
 def kernels_available() -> bool:
-    """Whether the kernels can run on this machine. The kernels must be built, and the processor and
-    the compiler must support AVX512-BF16.
+    """Whether the kernels can run on this machine. The kernels must be built and must agree with
+    their reference, and the processor and the compiler must support AVX512-BF16.
     """
-    if KERNELS.load():
-        _availability_for_graphs["native"] = KERNELS.has_bf16_instructions()
-    return _availability_for_graphs.get("native", False)
+    is_available = KERNELS.has_bf16_instructions()
+    if KERNELS.is_built:
+        _availability_for_graphs["native"] = is_available
+    return is_available
 
 
 def kernels_unavailable_reason() -> str:

@@ -67,10 +67,10 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
     For its 4-bit formats, bitsandbytes has kernels that need no dequantised copy. These kernels run
     on a CPU. On a GPU, they run if x is a single row, as when one token is generated.
     """
-    if is_recomputing() and not uses_fused_kernel(packed):
+    if is_recomputing() and not uses_fused_kernel("packed", packed):
         return F.linear(x_TK, _use_shared_copy(packed, state, x_TK.dtype), bias)
     if isinstance(state, PackedState) or (
-        uses_fused_kernel(packed) and x_TK.numel() > x_TK.shape[-1]
+        uses_fused_kernel("packed", packed) and x_TK.numel() > x_TK.shape[-1]
     ):
         return F.linear(x_TK, widen(packed, state, x_TK.dtype), bias)
     import bitsandbytes

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..environment import planned_device
 from ..environment.planned_device import is_planned, planned_device_type
 from ..errors import UsageError
+from . import trust
 from .cpp import DTYPES, CppKernels
 
 # looked up once: the three attribute lookups take 2 us, and a layer would need them ten times
@@ -225,6 +226,50 @@ def _warn_once(reason: str) -> None:
     print(f"isotype: ops run as plain PyTorch on {reason}", file=sys.stderr, flush=True)
 
 
+# (op, device, dtype) -> "", or the reason why the op's Triton kernels must not be used there
+_triton_verdicts: dict[tuple[str, torch.device, torch.dtype], str] = {}
+_ops_in_check: set[str] = set()
+
+
+def triton_blocked_reason(op: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Returns the reason why the Triton kernels of an op are not used for tensors of this dtype on
+    this device, or "" if they are. The first call for an op, a device and a dtype checks the
+    kernels there, unless the user's cache has the result.
+    """
+    key = (op, device, dtype)
+    verdict = _triton_verdicts.get(key)
+    if verdict is not None:
+        return verdict
+    if reason := kernel_unavailable_reason(device):
+        return reason
+    if op in _ops_in_check:
+        return ""
+    if torch._C._current_graph_task_id() != -1:
+        # a check would need the thread that computes gradients on this device, which waits here
+        _warn_once(f"{device} for {op} in {dtype} until this kernel is checked")
+        return "a backward is running, in which no kernel can be checked"
+    verdict = _check_triton_kernels(op, device, dtype)
+    _triton_verdicts[key] = verdict
+    if verdict:
+        trust.warn_of_wrong_kernel(op, device.type, verdict)
+    return verdict
+
+
+def _check_triton_kernels(op: str, device: torch.device, dtype: torch.dtype) -> str:
+    _ops_in_check.add(op)
+    try:
+        # a packed weight is dequantised to the dtype of the products
+        checked = dtype if dtype.is_floating_point else torch.float16
+        return trust.find_disagreement(op, trust.gpu_facts(device), device, [checked])
+    finally:
+        _ops_in_check.discard(op)
+
+
+def wrong_triton_kernels() -> dict[str, str]:
+    """Maps each op whose Triton kernels are wrong on a GPU to the disagreement."""
+    return {op: verdict for (op, _, _), verdict in _triton_verdicts.items() if verdict}
+
+
 def choose_implementation(
     kernels: CppKernels, *tensors: Tensor, out_dtype: torch.dtype | None = None
 ) -> Implementation:
@@ -252,14 +297,14 @@ def choose_implementation(
         return "plain"
     if forced == "triton":
         return "triton"
-    if forced is None and x.is_cuda and not kernel_unavailable_reason(x.device):
+    if forced is None and x.is_cuda and not triton_blocked_reason(kernels.op, x.device, x.dtype):
         return "triton"
     if uses_cpp(kernels, *tensors):
         return "cpp"
     return "plain"
 
 
-def uses_triton(x: Tensor) -> bool:
+def uses_triton(op: str, x: Tensor) -> bool:
     """Whether the op's Triton kernels run on `x`. The kernels do not run for fp64, since they
     compute in fp32. They do not run in a compiled graph either, since Inductor fuses the op's
     formula there.
@@ -269,15 +314,17 @@ def uses_triton(x: Tensor) -> bool:
     forced = _forced_backend.get()
     if forced is not None:
         return forced == "triton"
-    return x.is_cuda and x.dtype != torch.float64 and not kernel_unavailable_reason(x.device)
+    if not x.is_cuda or x.dtype == torch.float64:
+        return False
+    return not triton_blocked_reason(op, x.device, x.dtype)
 
 
-def uses_fused_kernel(x: Tensor) -> bool:
-    """Whether Triton kernels run on `x`, or would run on the GPU for which memory is planned (`x`
+def uses_fused_kernel(op: str, x: Tensor) -> bool:
+    """Whether the op's Triton kernels run on `x`, or would run on the GPU for which memory is planned (`x`
     is then a tensor without data). It is for ops whose kernel is a single `torch.library` op with a
     fake implementation.
     """
-    if uses_triton(x):
+    if uses_triton(op, x):
         return True
     if not is_planned(x.device) or x.dtype == torch.float64:
         return False

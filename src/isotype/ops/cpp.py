@@ -29,13 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..environment.private_folder import (
-    NotPrivateError,
-    make_private_folder,
-    open_private_folder,
-    read_private_file,
-    temporary_folder,
-)
+from ..environment.private_folder import NotPrivateError, open_private_folder, read_private_file
+from . import trust
+from .kernel_folder import BuildError, library_folder
 
 HEADERS = Path(__file__).parent
 # the ops that `optimize` gives every model, those first whose build takes longest
@@ -45,60 +41,11 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "
 BUILD_MESSAGE_DELAY_S = 5.0
 
 
-class BuildError(Exception):
-    """Raised if no library can be built. The message gives the reason in one line."""
-
-
 @cache
 def cpu_compiler() -> str | None:
     """Returns the path of the C++ compiler (CXX, or g++, clang++ or c++), or None."""
     return shutil.which(os.environ.get("CXX", "")) or next(
         filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None
-    )
-
-
-def library_folder() -> Path:
-    """Returns the folder in which libraries are stored. This is the folder in the environment
-    variable ISOTYPE_CACHE, or `isotype` in the user's cache folder, or a temporary folder. A folder
-    is skipped if this user cannot write to it, or if other users can write to it.
-
-    ISOTYPE_CACHE=none means that tokens are not cached (`data.cache`). Libraries are still stored,
-    in the temporary folder, because a library can only be loaded from a file.
-
-    Raises  BuildError
-    """
-    setting = os.environ.get("ISOTYPE_CACHE", "")
-    candidates: list[Path] = []
-    if setting not in ("", "none"):
-        candidates.append(Path(setting).expanduser())
-    if setting != "none":
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        candidates.append(home / "isotype")
-    candidates.append(temporary_folder())
-    reasons: list[str] = []
-    for candidate in candidates:
-        try:
-            folder = make_private_folder(candidate)
-        except OSError as error:
-            reasons.append(f"{candidate}: {error.strerror}")
-            continue
-        except NotPrivateError as error:
-            warn_of_shared_folder(str(error))
-            reasons.append(str(error))
-            continue
-        if os.access(folder, os.W_OK):
-            return folder
-        reasons.append(f"{folder} cannot be written")
-    raise BuildError(
-        "no folder for compiled kernels that only this user can change: set ISOTYPE_CACHE to one"
-        f" ({'; '.join(reasons)})"
-    )
-
-
-@cache
-def warn_of_shared_folder(reason: str) -> None:
-    print(
-        f"isotype: compiled C++ kernels are kept elsewhere: {reason}", file=sys.stderr, flush=True
     )
 
 
@@ -186,18 +133,25 @@ def load_or_build_library(source: Path) -> ctypes.CDLL:
     return _load_or_build(source)
 
 
-def _load_or_build(source: Path) -> ctypes.CDLL:
-    compiler = cpu_compiler()
-    if compiler is None:
-        raise BuildError("no C++ compiler (g++ or clang++) was found")
+def library_stem(source: Path, compiler: str) -> str:
+    """Returns the name of a library, which has a hash of the source, the headers, the compiler and
+    the processor.
+    """
     text = source.read_bytes() + b"".join(
         header.read_bytes() for header in sorted(HEADERS.glob("*.h"))
     )
     key = hashlib.sha256(
         text + "\n".join((*FLAGS, machine_signature(compiler))).encode()
     ).hexdigest()[:16]
+    return f"{source.parent.name}-{key}"
+
+
+def _load_or_build(source: Path) -> ctypes.CDLL:
+    compiler = cpu_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler (g++ or clang++) was found")
     folder = library_folder()
-    stem = f"{source.parent.name}-{key}"
+    stem = library_stem(source, compiler)
     try:
         handle = load_library(folder, stem)
         if handle is None:
@@ -307,7 +261,9 @@ def build(compiler: str, source: Path, folder: Path, stem: str) -> None:
 # the kernels' numbers of dtypes. fp64 has no number, since it runs in plain PyTorch
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+# op -> the reason why its kernels do not run: they were not built, or they are wrong here
 _fallback_reasons: dict[str, str] = {}
+_wrong_kernels: dict[str, str] = {}
 # op -> its kernels
 _kernels: dict[str, CppKernels] = {}
 
@@ -317,6 +273,11 @@ def fallback_reasons() -> dict[str, str]:
     a line of the manifest.
     """
     return dict(_fallback_reasons)
+
+
+def wrong_kernels() -> dict[str, str]:
+    """Maps each op whose kernels disagree with its reference on this CPU to the disagreement."""
+    return dict(_wrong_kernels)
 
 
 class CppKernels:
@@ -357,6 +318,8 @@ class CppKernels:
         }
         self.library: ctypes.CDLL | None = None
         self.calls: dict[str, Any] = {}
+        self.is_being_checked = False
+        self._has_bf16_instructions: bool | None = None
 
     def has_bf16_instructions(self) -> bool:
         """Whether this processor has instructions for bf16. The library's function `native` detects
@@ -364,35 +327,59 @@ class CppKernels:
         """
         if not self.load():
             return False
-        # not a tensor, since a tensor has no data while memory is planned
-        answer = ctypes.c_int64()
-        self("native", ctypes.addressof(answer))
-        return bool(answer.value)
+        if self._has_bf16_instructions is None:
+            # not a tensor, since a tensor has no data while memory is planned
+            answer = ctypes.c_int64()
+            self("native", ctypes.addressof(answer))
+            self._has_bf16_instructions = bool(answer.value)
+        return self._has_bf16_instructions
 
     def load(self) -> bool:
-        if self.library is None and self.op not in _fallback_reasons:
-            try:
-                self.library = load_or_build_library(self.source)
-            except (BuildError, OSError) as error:
-                _fallback_reasons[self.op] = str(error)
-                return False
-            kinds = {
-                "p": ctypes.c_void_p,
-                "a": ctypes.c_void_p,
-                "d": ctypes.c_int64,
-                "i": ctypes.c_int64,
-                "f": ctypes.c_float,
-            }
-            for name, arguments in self.functions.items():
-                function = getattr(self.library, name)
-                function.argtypes = [
-                    *(kinds[kind] for kind in arguments),
-                    ctypes.c_int,
-                ]
-                function.restype = None
-                self.calls[name] = function
-            self.is_built = True
-        return self.library is not None
+        """Builds the library or loads it, and checks its kernels if they were not checked on this
+        machine. Returns whether the kernels can be used.
+        """
+        if self.library is not None or self.is_being_checked:
+            return True
+        if self.op in _fallback_reasons:
+            return False
+        try:
+            library = load_or_build_library(self.source)
+        except (BuildError, OSError) as error:
+            _fallback_reasons[self.op] = str(error)
+            return False
+        self._declare_functions(library)
+        self.is_being_checked = True
+        try:
+            reason = trust.find_disagreement(
+                self.op,
+                [library_stem(self.source, cpu_compiler() or "")],
+                torch.device("cpu"),
+                list(DTYPES),
+            )
+        finally:
+            self.is_being_checked = False
+        if reason:
+            _wrong_kernels[self.op] = reason
+            _fallback_reasons[self.op] = reason
+            trust.warn_of_wrong_kernel(self.op, "cpu", reason)
+            return False
+        self.library = library
+        self.is_built = True
+        return True
+
+    def _declare_functions(self, library: ctypes.CDLL) -> None:
+        kinds = {
+            "p": ctypes.c_void_p,
+            "a": ctypes.c_void_p,
+            "d": ctypes.c_int64,
+            "i": ctypes.c_int64,
+            "f": ctypes.c_float,
+        }
+        for name, arguments in self.functions.items():
+            function = getattr(library, name)
+            function.argtypes = [*(kinds[kind] for kind in arguments), ctypes.c_int]
+            function.restype = None
+            self.calls[name] = function
 
     def __call__(self, name: str, *arguments: Any) -> None:
         values = list(arguments)
@@ -406,11 +393,23 @@ class CppKernels:
 
 def missing_kernels_reason(*ops: str) -> str:
     """Returns the reason why one of these ops has no C++ kernels on this machine, or "" if all have
-    them. Libraries that do not exist yet are built in parallel, which takes 2 to 5 s.
+    them. Libraries that do not exist yet are built in parallel, which takes 2 to 5 s. Kernels that
+    exist and are wrong do not count: only their op runs in plain PyTorch.
     """
+    waiting = [
+        _kernels[op].source
+        for op in ops
+        if _kernels[op].library is None and op not in _fallback_reasons
+    ]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(CppKernels.load, [_kernels[op] for op in ops]))
-    return next((_fallback_reasons[op] for op in ops if op in _fallback_reasons), "")
+        for build in [pool.submit(load_or_build_library, source) for source in waiting]:
+            with suppress(BuildError, OSError):  # `load` meets the error again
+                build.result()
+    # one after the other, because the check of an op may use the kernels of another op
+    for op in ops:
+        _kernels[op].load()
+    reasons = _fallback_reasons.items()
+    return next((reason for op, reason in reasons if op in ops and op not in _wrong_kernels), "")
 
 
 def view_as_rows(*tensors: Tensor) -> list[Tensor]:

@@ -13,8 +13,13 @@ from ..instance_method import Placement, get_method, uninstall_forward
 from ..lora import forward_4bit, fuse_lora, is_4bit, unfuse_lora
 from ..lora.attach import is_fused
 from ..lora.products import kernels_unavailable_reason
-from ..ops.backend import kernel_unavailable_reason
-from ..ops.cpp import COMMON_OPS, missing_kernels_reason
+from ..ops import trust
+from ..ops.backend import (
+    kernel_unavailable_reason,
+    triton_blocked_reason,
+    wrong_triton_kernels,
+)
+from ..ops.cpp import COMMON_OPS, missing_kernels_reason, wrong_kernels
 from ..precision import Precision
 from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
 from .forwards import PLACED_KEY
@@ -29,6 +34,23 @@ from .instances import (
     replacement_blocker,
 )
 from .manifest import Manifest, base_notes
+
+# the op of a manifest entry -> the folder of its Triton kernels
+_TRITON_KERNELS = {
+    "rms_norm": "rms_norm",
+    "add_rms_norm": "rms_norm",
+    "rope": "rope",
+    "silu_mul": "gated",
+    "gelu_mul": "gated",
+    "gelu": "gated",
+    "lora_mlp": "gated",
+    "linear_cross_entropy": "cross_entropy",
+    "linear_log_probs": "cross_entropy",
+    "linear_4bit": "packed",
+    "experts": "experts",
+    "modulated_layer_norm": "modulation",
+    "gated_residual": "modulation",
+}
 
 
 def find_causal_lms(model: nn.Module) -> list[nn.Module]:
@@ -160,6 +182,9 @@ def _place_ops(
         m for m in model.modules() if get_method(m) is not None or is_fused(m)
     ]
     manifest.notes += base_notes(model, precision)
+    if not on_cpu:
+        _check_triton_kernels(manifest, model, _find_gpus(model, device_type), out_dtype)
+    note_wrong_kernels(manifest)
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
     return manifest
@@ -205,6 +230,38 @@ def _note_gpus_without_kernels(devices: set[torch.device]) -> list[str]:
                 " there"
             )
     return notes
+
+
+def _check_triton_kernels(
+    manifest: Manifest, model: nn.Module, devices: set[torch.device], dtype: torch.dtype | None
+) -> None:
+    """Checks the kernels of the placed ops on each GPU, if they were not checked there before. An
+    op that is not in the manifest is checked when it first runs.
+
+    dtype  the declared compute dtype, or None for the dtype of the weights
+    """
+    placed_ops = {entry.op for entry in manifest.replaced}
+    kernels = sorted({_TRITON_KERNELS[op] for op in placed_ops if op in _TRITON_KERNELS})
+    for device in devices:
+        if kernel_unavailable_reason(device):
+            continue
+        dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
+        for op in kernels:
+            triton_blocked_reason(op, device, dtype)
+
+
+def note_wrong_kernels(manifest: Manifest) -> None:
+    """Adds a note to the manifest for each op whose kernels are wrong on this machine, and one if
+    the kernels were not checked. A run calls this again after its test step, in which more ops may
+    have been checked.
+    """
+    notes = []
+    if trust.is_check_skipped():
+        notes.append(trust.SKIPPED_NOTE)
+    for device_type, reasons in (("cpu", wrong_kernels()), ("cuda", wrong_triton_kernels())):
+        for op, reason in reasons.items():
+            notes.append(trust.describe_wrong_kernel(op, device_type, reason))
+    manifest.notes += [note for note in notes if note not in manifest.notes]
 
 
 def _note_missing_products() -> list[str]:

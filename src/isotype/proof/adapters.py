@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.tolerance import allowed_error, relative_error
 from ..optimize import optimize
 from ..precision import PRESETS
 from ..precision.apply import apply_precision
 from .parts import Row, Scale
-from .tolerance import allowed_error, relative_error
 
 RANK = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

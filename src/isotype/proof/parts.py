@@ -76,3 +76,5 @@ PARTS = {
         ("unsloth", "bitsandbytes"),
     ),
 }
+# the parts whose checks compare kernels with fp64
+KERNEL_PARTS = ("kernels", "adapters", "adapters-nf4")

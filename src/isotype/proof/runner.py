@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..ops.trust import SKIP_VARIABLE
 from ..runs.checkpoint.atomic_folder import write_text
-from .parts import PARTS, Part, Scale
+from .parts import KERNEL_PARTS, PARTS, Part, Scale
 from .summary import (
     FAILED,
     NO_PACKAGE,
@@ -121,7 +122,7 @@ def _run_part(name: str, part: Part, scale: Scale, max_seconds: float) -> dict[s
                 timeout=max_seconds,
                 check=False,
                 cwd=temporary,
-                env=_environment(),
+                env=_environment(name),
             )
         except subprocess.TimeoutExpired:
             status = TIMED_OUT
@@ -143,13 +144,17 @@ def _run_part(name: str, part: Part, scale: Scale, max_seconds: float) -> dict[s
     }
 
 
-def _environment() -> dict[str, str]:
+def _environment(name: str) -> dict[str, str]:
     """Returns the environment variables for the process of a part. With them, that process imports
-    the same copy of Isotype as this process.
+    the same copy of Isotype as this process. The parts that check kernels run kernels that were
+    found to be wrong too, so that the result shows the error.
     """
     source = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path}
+    if name in KERNEL_PARTS:
+        environment[SKIP_VARIABLE] = "1"
+    return environment
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from ..distributed.agree import (
 from ..distributed.world import World, join
 from ..environment.hardware import out_of_memory_message
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
+from ..optimize.place import note_wrong_kernels
 from ..runs.checkpoint.atomic_folder import describe_io_error, suggest_fix
 from ..runs.checkpoint.store import CheckpointStore
 from ..runs.folder import LOG, RESOLVED, RunFolder, default_run_name, refuse_remote_code
@@ -199,6 +200,7 @@ class _TrainingRun:
         self._set_objective(prepared)
         loop = Loop(self.task, prepared, folder, console, callbacks=self.callbacks, world=world)
         outcome, rehearsals, trial = self._run_preflight(loop, prepared)
+        note_wrong_kernels(prepared.manifest)
         step: int | None = None
         unusable_checkpoints: list[str] = []
         if self.is_resuming:

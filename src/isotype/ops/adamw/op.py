@@ -192,7 +192,7 @@ def adamw_(
     tensors = (weight, gradient, mean, square)
     is_supported = all(t.is_contiguous() and t.dtype != torch.float64 for t in tensors)
     # the kernel draws noise for four neighbouring elements at a time
-    if uses_fused_kernel(weight) and is_supported and first_index % 4 == 0:
+    if uses_fused_kernel("adamw", weight) and is_supported and first_index % 4 == 0:
         _update(*tensors, hyperparameters[:-1], hyperparameters.step, seed, first_index)
     else:
         adamw_reference_(*tensors, hyperparameters, seed, first_index)

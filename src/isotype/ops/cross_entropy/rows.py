@@ -244,7 +244,7 @@ def choose_row_kernels(x: Tensor) -> Any:
     on a GPU, C++ kernels on a CPU, and blocks of plain PyTorch in all other cases. Each of these
     modules and classes has the same functions as `CppRowKernels`.
     """
-    if uses_triton(x):
+    if uses_triton("cross_entropy", x):
         from . import triton
 
         return triton

@@ -52,14 +52,6 @@ _MAX_RANK = 64
 
 
 @cache
-def _has_bf16_kernels() -> bool:
-    """Whether the kernels for adapters can run. The kernels must be built, and the processor must
-    have instructions for bf16.
-    """
-    return KERNELS.has_bf16_instructions()
-
-
-@cache
 def _max_rows_per_expert() -> int:
     """Returns the number of rows per expert up to which the kernel `multiply` is used. For 16 to
     1,024 rows, the kernel takes 0.7 to 0.97 times as long as PyTorch's matrix products (measured
@@ -392,7 +384,7 @@ def _uses_bf16_kernel(x: Tensor) -> bool:
     return (
         x.dtype is torch.bfloat16
         and choose_implementation(KERNELS, x) == "cpp"
-        and _has_bf16_kernels()
+        and KERNELS.has_bf16_instructions()
     )
 
 
@@ -444,7 +436,7 @@ class GroupedRows(RowPart):
         out_EMN.copy_(F.grouped_mm(lhs_SM.t(), rhs_SN, offs=self.ends))
 
     def gradient(self, lhs_SM: Tensor, rhs_SN: Tensor, scale: float, out_EMN: Tensor) -> None:
-        if uses_triton(lhs_SM):
+        if uses_triton("experts", lhs_SM):
             _gradient_(lhs_SM, rhs_SN, self.ends, out_EMN, scale)
         else:
             products_EMN = F.grouped_mm(lhs_SM.t(), rhs_SN, offs=self.ends)
@@ -463,7 +455,7 @@ class GroupedRows(RowPart):
         out_EM.copy_(sums.index_add_(0, self.row_experts, dy if w_S is None else dy * w_S[:, None]))
 
     def scatter_add_(self, total_TN: Tensor, y_SN: Tensor, w_S: Tensor | None) -> None:
-        if uses_triton(y_SN):
+        if uses_triton("experts", y_SN):
             _combine_(total_TN, y_SN, self.token_rows, w_S)
             return
         if w_S is None:

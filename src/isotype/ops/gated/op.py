@@ -354,7 +354,7 @@ def gated_gradients_(
     """Computes the same as `gated_gradients`, for a caller that no longer needs gate, up and dy. On
     a GPU the three results overwrite gate, up and dy, in this order.
     """
-    if uses_fused_kernel(gate) and all(
+    if uses_fused_kernel("gated", gate) and all(
         t.is_contiguous() and t.dtype == gate.dtype for t in (gate, up, dy)
     ):
         _gradients_in_place(gate, up, dy, _ACTIVATIONS[kind])

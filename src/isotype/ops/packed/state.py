@@ -157,7 +157,7 @@ def _widen_by_kernel(tensors: Tensors, rows: slice, layout: Layout, out: Tensor)
     """Dequantises these rows and writes them into the first K columns of `out`, whose columns are
     adjacent in memory. Returns False if no kernel supports the format.
     """
-    if not (uses_cpp(KERNELS, out) or uses_fused_kernel(out)):
+    if not (uses_cpp(KERNELS, out) or uses_fused_kernel("packed", out)):
         return False
     block_scaled = to_block_scaled(tensors, rows, layout)
     if block_scaled is not None:
@@ -347,7 +347,7 @@ def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     ->      dtype[O, K]
     """
     if (
-        uses_fused_kernel(packed)
+        uses_fused_kernel("packed", packed)
         and dtype != torch.float64
         and packed.is_contiguous()
         and state.code is not None

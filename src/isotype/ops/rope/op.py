@@ -245,7 +245,7 @@ def rope(
                 code="SH001",
             )
     implementation = choose_implementation(KERNELS, q, k)
-    if not q.is_cpu and implementation in ("plain", "cpp") and uses_fused_kernel(q):
+    if not q.is_cpu and implementation in ("plain", "cpp") and uses_fused_kernel("rope", q):
         # tensors have no data while memory is planned for a GPU; the Triton kernel is a
         # `torch.library` op with a fake implementation, so it can be planned
         implementation = "triton"
