@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from isotype.tasks.diffusion.families import FAMILIES, REFUSED
+from isotype.tasks.diffusion.families import REFUSED
 
 PAGE = Path(__file__).with_name("diffusion.md")
 BEGIN, END = "<!-- pipelines -->\n", "<!-- end of pipelines -->\n"
@@ -29,18 +29,18 @@ def row(name: str, outcome: Any) -> str:
     """outcome  `tests.tasks.diffusion.every_family.Outcome`"""
     learns = LEARNS[outcome.objective] + (", from pairs" if outcome.pairs else "")
     resumed = "bit-identical" if outcome.resumed else "no"
-    return f"| `{name}` | {learns} | `{outcome.loader}` | {outcome.comfyui} | {resumed} |"
+    return f"| `{name.partition(',')[0]}` | {learns} | `{outcome.loader}` | {outcome.comfyui} | {resumed} |"
 
 
 def train_all() -> list[str]:
     sys.path.insert(0, str(PAGE.parents[1]))
     from tests.tasks.diffusion.conftest import Studio
-    from tests.tasks.diffusion.every_family import train_pipeline
+    from tests.tasks.diffusion.every_family import CASES, train_pipeline
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         studio = Studio(Path(folder))
-        for name in FAMILIES:
+        for name in CASES:
             place = Path(folder, "runs", name)
             place.mkdir(parents=True)
             with redirect_stdout(io.StringIO()):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
+from isotype.tasks.diffusion.families import EDIT_FAMILIES, FAMILIES
 from tests.api import PipelineFolder, write_comfyui
 from tests.tasks.diffusion.conftest import Studio, draw_in
 from tests.training.interrupted import cut_back
@@ -41,9 +42,18 @@ PIPELINES = {
     "HiDreamImagePipeline": "hidream",
     "PixArtAlphaPipeline": "pixart",
     "PixArtSigmaPipeline": "pixart_sigma",
+    "Krea2Pipeline": "krea2",
+    "ErnieImagePipeline": "ernie_image",
+    "Ideogram4Pipeline": "ideogram4",
+    "LongCatImagePipeline": "longcat",
     "WanPipeline": "wan",
     "LTXPipeline": "ltx",
 }
+
+
+PAIRS = ", from pairs"
+# the pipelines that are trained on captions are also trained on pairs where they can be
+CASES = [*FAMILIES, *(name + PAIRS for name in EDIT_FAMILIES)]
 
 
 @dataclass(frozen=True)
@@ -66,11 +76,14 @@ class Outcome:
     resumed: bool
 
 
-def train_pipeline(name: str, studio: Studio, place: Path) -> Outcome:
+def train_pipeline(case: str, studio: Studio, place: Path) -> Outcome:
     """Trains, reads and resumes in `place`. An AssertionError says what failed."""
+    name = case.removesuffix(PAIRS)
     model = getattr(studio, PIPELINES[name])
     folder = PipelineFolder.open(str(model))
     assert folder.family.pipeline == name
+    if name != case:
+        folder = folder.for_pairs()
     is_pairs = folder.family.edits_pictures
     draw = draw_in(studio, place)
     images: dict[str, Any] = {"limit": 2, "eval_split": 0.0, "cache": str(place / "cache")}

@@ -86,6 +86,19 @@ def test_an_edit_with_its_blocks_in_host_memory_is_the_same(drawn, studio, tmp_p
     assert [sample.png for sample in first] == [sample.png for sample in second]
 
 
+def test_flux2_is_trained_on_pairs_where_a_setting_names_the_pictures_before(drawn, studio):
+    """The same pipeline is trained on captions without such a setting."""
+    rows = {"train": str(studio.pairs / "rows.jsonl"), "columns": {"control": "source"}}
+    sources = {
+        "train": [{"name": str(studio.pairs / "after"), "controls": str(studio.pairs / "before")}]
+    }
+    for images in (edits(studio), rows, sources):
+        task = encoded(drawn(model=studio.klein, images=images))
+        assert task.collate(task.feed().take(2)).control is not None
+    task = encoded(drawn(model=studio.klein))
+    assert task.collate(task.feed().take(2)).control is None
+
+
 def test_a_bad_pair_is_named_with_its_line(drawn, studio, tmp_path):
     folder = shutil.copytree(studio.pairs, tmp_path / "pairs")
     # the same shape, more pixels

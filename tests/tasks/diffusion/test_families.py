@@ -11,11 +11,17 @@ import torch
 from diffusers import (
     ChromaPipeline,
     DDPMScheduler,
+    ErnieImagePipeline,
     Flux2KleinPipeline,
     FluxKontextPipeline,
+    Ideogram4Pipeline,
+    Krea2Pipeline,
+    LongCatImagePipeline,
     LTXPipeline,
     QwenImagePipeline,
 )
+from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
+from peft import PeftModel
 from safetensors.torch import load_file
 
 from isotype.errors import UsageError
@@ -96,6 +102,22 @@ def plain_klein(model, batch):
     return squared_error(made.transpose(1, 2).reshape(n, -1, h, w), target)
 
 
+def plain_klein_edit(model, batch):
+    """The same of Flux.2 with its guidance as a number."""
+    noisy, target = flow(batch)
+    n, _, h, w = noisy.shape
+    pack, pipeline = Flux2KleinPipeline._pack_latents, Flux2KleinPipeline
+    before = pipeline._prepare_image_ids([batch.control[:1]]).repeat(n, 1, 1)
+    has_guidance = model.config.guidance_embeds
+    made = model(
+        hidden_states=torch.cat([pack(noisy), pack(batch.control)], dim=1), timestep=batch.sigma,
+        guidance=torch.full_like(batch.sigma, 1.0) if has_guidance else None,
+        encoder_hidden_states=batch.text["text"], txt_ids=pipeline._prepare_text_ids(batch.text["text"]),
+        img_ids=torch.cat([pipeline._prepare_latent_ids(noisy), before], dim=1), return_dict=False,
+    )[0][:, : h * w]  # fmt: skip
+    return squared_error(made.transpose(1, 2).reshape(n, -1, h, w), target)
+
+
 def plain_chroma(model, batch):
     noisy, target = flow(batch)
     n, c, h, w = noisy.shape
@@ -163,6 +185,60 @@ def plain_hidream(model, batch):
     return squared_error(-made[:, :, : h * w // 4], patches)
 
 
+def plain_krea2(model, batch):
+    noisy, target = flow(batch)
+    n, c, h, w = noisy.shape
+    length = batch.text["text"].shape[1]
+    pipe = type("Packing", (), {"patch_size": 2, "vae_scale_factor": 4})()
+    made = model(
+        hidden_states=Krea2Pipeline._pack_latents(pipe, noisy, n, c, h, w), timestep=batch.sigma,
+        encoder_hidden_states=batch.text["text"], encoder_attention_mask=batch.text["mask"].bool(),
+        position_ids=Krea2Pipeline.prepare_position_ids(length, h // 2, w // 2, torch.device("cpu")), return_dict=False,
+    )[0]  # fmt: skip
+    return squared_error(Krea2Pipeline._unpack_latents(pipe, made, h * 4, w * 4)[:, :, 0], target)
+
+
+def plain_ernie_image(model, batch):
+    noisy, target = flow(batch)
+    texts = [one[:length] for one, length in zip(batch.text["text"], batch.lengths, strict=True)]
+    width = model.config.text_in_dim
+    padded, lengths = ErnieImagePipeline._pad_text(texts, noisy.device, noisy.dtype, width)
+    made = model(noisy, batch.sigma * 1000, padded, lengths, return_dict=False)[0]
+    return squared_error(made, target)
+
+
+def plain_ideogram4(model, batch):
+    """Its pipeline pads texts before, not after them, and turns the sign of the velocity."""
+    noisy, target = flow(batch)
+    n, c, h, w = noisy.shape
+    longest = batch.text["text"].shape[1]
+    texts = torch.zeros_like(batch.text["text"])
+    for row, text, length in zip(texts, batch.text["text"], batch.lengths, strict=True):
+        row[longest - length :] = text[:length]
+    ids, segments, kinds = Ideogram4Pipeline._prepare_ids(
+        list(batch.lengths), h, w, longest, noisy.device
+    )
+    tokens = noisy.permute(0, 2, 3, 1).reshape(n, h * w, c)
+    made = model(
+        hidden_states=torch.cat([torch.zeros(n, longest, c).to(tokens), tokens], 1), timestep=1.0 - batch.sigma,
+        encoder_hidden_states=torch.cat([texts, torch.zeros(n, h * w, texts.shape[-1]).to(texts)], 1), position_ids=ids,
+        segment_ids=segments, indicator=kinds, return_dict=False,
+    )[0]  # fmt: skip
+    return squared_error(-made[:, longest:].reshape(n, h, w, c).permute(0, 3, 1, 2), target)
+
+
+def plain_longcat(model, batch):
+    noisy, target = flow(batch)
+    n, c, h, w = noisy.shape
+    length = batch.text["text"].shape[1]
+    made = model(
+        hidden_states=LongCatImagePipeline._pack_latents(noisy, n, c, h, w), timestep=batch.sigma,
+        encoder_hidden_states=batch.text["text"], txt_ids=prepare_pos_ids(0, "text", (0, 0), length),
+        img_ids=prepare_pos_ids(1, "image", (length, length), height=h // 2, width=w // 2), return_dict=False,
+    )[0]  # fmt: skip
+    return squared_error(LongCatImagePipeline._unpack_latents(made, h * 4, w * 4, 4), target)
+
+
 def plain_wan(model, batch):
     noisy, target = flow(batch)
     made = model(noisy.unsqueeze(2), batch.sigma * 1000, batch.text["text"], return_dict=False)[0]
@@ -183,8 +259,13 @@ PLAIN = {
     "qwen": plain_qwen, "z_image": plain_z_image, "klein": plain_klein, "chroma": plain_chroma, "sd1": plain_sd1, "sana": plain_sana,
     "auraflow": plain_auraflow, "lumina2": plain_lumina2, "hidream": plain_hidream, "wan": plain_wan, "ltx": plain_ltx,
     "kontext": plain_kontext, "qwen_edit": plain_qwen_edit, "qwen_edit_plus": plain_qwen_edit,
+    "krea2": plain_krea2, "ernie_image": plain_ernie_image, "ideogram4": plain_ideogram4, "longcat": plain_longcat,
+    "klein_edit": plain_klein_edit, "flux2_edit": plain_klein_edit,
 }  # fmt: skip
-IN_PAIRS = ("kontext", "qwen_edit", "qwen_edit_plus")
+IN_PAIRS = ("kontext", "qwen_edit", "qwen_edit_plus", "klein_edit", "flux2_edit")
+EDITED = ("klein_edit", "flux2_edit")
+# trained by `make test-full` alone, where a family of the same form is trained every day
+FULL = ("qwen_edit_plus", "flux2_edit", "krea2", "ernie_image", "ideogram4", "longcat")
 
 
 def edits(studio):
@@ -236,7 +317,7 @@ def in_training(drawn, studio, tmp_path, family, preset):
     images, samples = data_of(family, studio)
     images = {"limit": 6, "caption_dropout": 0.5, **images}
     loaded = drawn(
-        model=getattr(studio, family),
+        model=getattr(studio, family.removesuffix("_edit") if family in EDITED else family),
         images=images,
         run={"samples": samples},
         precision={"preset": preset},
@@ -246,7 +327,10 @@ def in_training(drawn, studio, tmp_path, family, preset):
 
 def in_diffusers(task, tmp_path, dtype):
     """diffusers' denoiser with the saved adapter."""
-    pipe = task.run.folder.pipeline_for_sampling(task.run.folder.denoiser(dtype), None)
+    denoiser = task.run.folder.denoiser(dtype)
+    if not task.run.folder.family.loads_lora:
+        return PeftModel.from_pretrained(denoiser, tmp_path, is_trainable=True).base_model.model
+    pipe = task.run.folder.pipeline_for_sampling(denoiser, None)
     pipe.load_lora_weights(tmp_path, adapter_name="default")
     return getattr(pipe, task.run.folder.denoiser_part)
 
@@ -276,10 +360,7 @@ def test_bf16_gradients_are_at_most_half_as_far_again_as_diffusers(drawn, studio
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(name, marks=pytest.mark.full) if name == "qwen_edit_plus" else name
-        for name in PLAIN
-    ],
+    [pytest.param(name, marks=pytest.mark.full) if name in FULL else name for name in PLAIN],
 )
 def test_a_family_learns_as_diffusers_pieces_do(drawn, studio, tmp_path, family):
     loaded, task, model, batch = in_training(drawn, studio, tmp_path, family, "fp32")
@@ -348,3 +429,6 @@ def test_another_pipeline_is_refused_by_name(tmp_path):
         reason = REFUSED.get(name, "is not supported: expected one of")
         with pytest.raises(UsageError, match=f"{name}.*{re.escape(reason)}"):
             PipelineFolder.open(str(tmp_path))
+    (tmp_path / "model_index.json").rename(tmp_path / "modular_model_index.json")
+    with pytest.raises(UsageError, match="a modular pipeline of diffusers"):
+        PipelineFolder.open(str(tmp_path))

@@ -284,6 +284,95 @@ def ltx(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
+def qwen3_vl(kind: type, layers: int) -> Any:
+    """The text encoder of Krea 2 and Ideogram 4; it never sees a picture."""
+    rope = {
+        "rope_type": "default",
+        "mrope_section": [2, 3, 3],
+        "mrope_interleaved": True,
+        "rope_theta": 10000.0,
+    }
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 2 * WIDTH, "patch_size": 4,
+        "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = {**TEXT, "num_hidden_layers": layers, "rope_scaling": rope}
+    return kind(transformers.Qwen3VLConfig(text_config=text, vision_config=vision))
+
+
+def qwen_vae() -> diffusers.AutoencoderKLQwenImage:
+    return diffusers.AutoencoderKLQwenImage(
+        base_dim=4, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 2.0, 1.0],
+    )  # fmt: skip
+
+
+def krea2(folder: Path) -> None:
+    diffusers.Krea2Pipeline(
+        transformer=diffusers.Krea2Transformer2DModel(
+            in_channels=16, num_layers=2, attention_head_dim=16, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32,
+            timestep_embed_dim=32, text_hidden_dim=2 * WIDTH, num_text_layers=2, text_num_attention_heads=2, text_num_key_value_heads=2,
+            text_intermediate_size=32, num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(4, 6, 6),
+        ),
+        vae=qwen_vae(), text_encoder=qwen3_vl(transformers.Qwen3VLModel, 2), tokenizer=tokenizer(256), scheduler=dynamic(),
+        text_encoder_select_layers=(1, 2),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def ernie_image(folder: Path) -> None:
+    denoiser = diffusers.ErnieImageTransformer2DModel(
+        hidden_size=32, num_attention_heads=2, num_layers=2, ffn_hidden_size=48, in_channels=16, out_channels=16,
+        text_in_dim=2 * WIDTH, rope_axes_dim=(4, 6, 6),
+    )  # fmt: skip
+    for layer in (denoiser.final_linear, denoiser.adaLN_modulation[-1]):
+        torch.nn.init.normal_(layer.weight, std=0.1)  # it begins with zeros
+    diffusers.ErnieImagePipeline(
+        transformer=denoiser, vae=flux2_vae(), text_encoder=of_text(transformers.MistralModel, 2), tokenizer=tokenizer(64),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def ideogram4(folder: Path) -> None:
+    settings = {
+        "in_channels": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2, "intermediate_size": 32, "adaln_dim": 16,
+        "llm_features_dim": 13 * 2 * WIDTH, "mrope_section": (4, 2, 2),
+    }  # fmt: skip
+    text = qwen3_vl(transformers.Qwen3VLModel, 36)
+    diffusers.Ideogram4Pipeline(
+        transformer=diffusers.Ideogram4Transformer2DModel(**settings), vae=flux2_vae(), text_encoder=text, tokenizer=chatting_in_parts(64),
+        unconditional_transformer=diffusers.Ideogram4Transformer2DModel(**settings),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def chatting_in_parts(length: int):
+    made = tokenizer(length)
+    made.chat_template = FLUX2_TEMPLATE
+    return made
+
+
+def longcat(folder: Path) -> None:
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 2 * WIDTH, "patch_size": 4,
+    }  # fmt: skip
+    text = {
+        **TEXT,
+        "num_hidden_layers": 1,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    }
+    words = tokenizer(256)
+    words.save_pretrained(folder / "tokenizer")
+    pipe = diffusers.LongCatImagePipeline(
+        transformer=diffusers.LongCatImageTransformer2DModel(
+            in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+            joint_attention_dim=2 * WIDTH, pooled_projection_dim=2 * WIDTH, axes_dims_rope=[4, 6, 6],
+        ),
+        vae=vae(16), scheduler=dynamic(), tokenizer=words, text_processor=None,
+        text_encoder=transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)),
+    )  # fmt: skip
+    pipe.save_pretrained(folder)
+
+
 def pixart_sigma(folder: Path) -> None:
     """Unlike alpha at 1024 pixels it is not told a picture's size."""
     parts = diffusers.PixArtAlphaPipeline.from_pretrained(pixart(folder)).components
@@ -296,7 +385,7 @@ MAKES = {
     make.__name__: make
     for make in (
         qwen, kontext, qwen_edit, qwen_edit_plus, qwen_edit_1024, z_image, flux2, klein, chroma, sd1, sana, auraflow, lumina2, hidream,
-        pixart_sigma, wan, ltx,
+        pixart_sigma, wan, ltx, krea2, ernie_image, ideogram4, longcat,
     )
 }  # fmt: skip
 

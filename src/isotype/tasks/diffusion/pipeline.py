@@ -28,7 +28,7 @@ from ...errors import UsageError
 from ...model.load import loading_error
 from ...precision.quantised_base import Quantisation, quantisation_from_settings
 from ...runs.checkpoint.atomic_folder import find_damage, write_folder
-from .families import FAMILIES, REFUSED, Family
+from .families import EDIT_FAMILIES, FAMILIES, REFUSED, Family
 from .file_markers import (
     FileMarkers,
     describe_markers,
@@ -45,6 +45,7 @@ from .single_file import (
 )
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
+MODULAR_FILE = "modular_model_index.json"
 _DOWNLOAD_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
 
 
@@ -110,6 +111,13 @@ class PipelineFolder:
         elif not path.is_dir():
             path = fetch_settings(name, revision)
             hub_name = name
+        if (path / MODULAR_FILE).is_file() and not (path / PIPELINE_FILE).is_file():
+            raise UsageError(
+                f"model.name: {path}: a modular pipeline of diffusers ({MODULAR_FILE}), such as"
+                " FLUX.3 and Anima, is not trained: it has no pipeline class that encodes captions"
+                " and generates samples in separate calls",
+                fix=f"a folder of the same model with a {PIPELINE_FILE}",
+            )
         try:
             index = json.loads((path / PIPELINE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -178,6 +186,13 @@ class PipelineFolder:
 
     def _has_weights(self, part: str) -> bool:
         return any((self.path / part).glob("*.safetensors"))
+
+    def for_pairs(self) -> PipelineFolder:
+        """Returns this pipeline for a run on pairs, if the pipeline is trained on captions or on
+        pairs. Otherwise returns it unchanged.
+        """
+        family = EDIT_FAMILIES.get(self.family.pipeline)
+        return self if family is None else replace(self, family=family())
 
     @property
     def denoiser_part(self) -> str:

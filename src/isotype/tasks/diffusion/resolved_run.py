@@ -76,6 +76,9 @@ class ResolvedRun:
         the pipeline or contradict each other.
         """
         pipeline = _open_pipeline(config)
+        sources = _read_picture_sources(config)
+        if any(source.controls or "control" in (source.columns or {}) for source in sources):
+            pipeline = pipeline.for_pairs()
         start = StartFile.open(config, pipeline)
         if start is not None:
             config = start.with_peft_folder(config)
@@ -83,7 +86,7 @@ class ResolvedRun:
             config,
             precision,
             pipeline,
-            _read_picture_sources(config),
+            sources,
             [Prompt.parse(entry) for entry in config.run.samples],
             start,
         )

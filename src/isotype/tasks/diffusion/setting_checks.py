@@ -18,7 +18,7 @@ from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
 from ...wording import pluralise
 from .denoiser import block_layers, outline_base
-from .families import FAMILIES
+from .families import EDIT_FAMILIES, FAMILIES
 from .pipeline import PipelineFolder
 from .result import (
     NO_DORA,
@@ -108,7 +108,7 @@ def _refuse_text_length(length: int | None, folder: PipelineFolder) -> None:
 
 
 TRAINED_ON_PAIRS = "on pairs: " + ", ".join(
-    name for name, family in FAMILIES.items() if family.edits_pictures
+    name for name, family in (FAMILIES | EDIT_FAMILIES).items() if family.edits_pictures
 )
 
 

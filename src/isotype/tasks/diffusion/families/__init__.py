@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .edits import FluxKontext, QwenImageEdit, QwenImageEditPlus
+from .edits import Flux2Edit, Flux2KleinEdit, FluxKontext, QwenImageEdit, QwenImageEditPlus
+from .ernie_image import ErnieImage
 from .family import REFUSED, Conditioning, Denoiser, Family, SampleSettings
 from .flow import (
     SD3,
@@ -17,6 +18,9 @@ from .flow import (
     Sana,
     ZImage,
 )
+from .ideogram4 import Ideogram4
+from .krea2 import Krea2
+from .longcat_image import LongCatImage
 from .noise import SDXL, PixArtAlpha, PixArtSigma, StableDiffusion
 from .video import LTX, Wan
 
@@ -41,9 +45,26 @@ FAMILIES: dict[str, type[Family]] = {
         HiDream,
         PixArtAlpha,
         PixArtSigma,
+        Krea2,
+        ErnieImage,
+        Ideogram4,
+        LongCatImage,
         Wan,
         LTX,
     )
 }
 
-__all__ = ["FAMILIES", "REFUSED", "Conditioning", "Denoiser", "Family", "SampleSettings"]
+EDIT_FAMILIES: dict[str, type[Family]] = {
+    family.pipeline: family for family in (Flux2Edit, Flux2KleinEdit)
+}
+"""For pipelines that are trained on captions or on pairs: the family for a run on pairs."""
+
+__all__ = [
+    "EDIT_FAMILIES",
+    "FAMILIES",
+    "REFUSED",
+    "Conditioning",
+    "Denoiser",
+    "Family",
+    "SampleSettings",
+]

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ..pixels import Size
 from .family import Conditioning, SampleSettings, Text, full_mask
-from .flow import Flux, QwenImage, pack_latents, unpack_latents
+from .flow import (
+    Flux,
+    Flux2,
+    Flux2Klein,
+    QwenImage,
+    flux2_control_tokens,
+    pack_latents,
+    unpack_latents,
+)
 
 
 class FluxKontext(Flux):
@@ -25,6 +33,30 @@ class FluxKontext(Flux):
 
     def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
         return {"image": control, "max_area": size.area}
+
+
+class Flux2Edit(Flux2):
+    """Flux.2 in a run on pairs. The tokens of the picture before the edit come after the noisy
+    tokens, and have another first position id.
+    """
+
+    edits_pictures = True
+
+    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
+        """Gives the pipeline the latents of the picture before the edit. The pipeline would encode
+        this picture itself, in another size. It gets an empty picture instead, and the method that
+        encodes the picture returns the latents.
+        """
+        from PIL import Image
+
+        assert control is not None
+        tokens_NTC, ids_T4 = flux2_control_tokens(control)
+        pipe.prepare_image_latents = lambda **_: (tokens_NTC, ids_T4[None])
+        return {"image": [Image.new("RGB", (256, 256))]}
+
+
+class Flux2KleinEdit(Flux2Edit, Flux2Klein):
+    """Flux.2 Klein in a run on pairs."""
 
 
 class QwenImageEdit(QwenImage):

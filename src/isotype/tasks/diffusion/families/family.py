@@ -139,28 +139,39 @@ class PatchedLatents(Latents):
 
     def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
         posterior = vae.encode(x_N3HW).latent_dist
-        _, deviation = _running_statistics(vae)
+        _, deviation = self.statistics(vae)
         return (
-            self.normalise(vae, patchify(posterior.mean.float())),
-            patchify(posterior.std.float()) / deviation,
+            self.normalise(vae, self.patchify(posterior.mean.float())),
+            self.patchify(posterior.std.float()) / deviation,
         )
 
     def normalise(self, vae: Any, patched_NCHW: Tensor) -> Tensor:
         """Normalises the VAE's patched latents for the denoiser. Returns fp32[N C H W]."""
-        offset, deviation = _running_statistics(vae)
+        offset, deviation = self.statistics(vae)
         return (patched_NCHW - offset) / deviation
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
-        offset, deviation = _running_statistics(vae)
-        return decode_pixels(vae, unpatchify(latents_NCHW * deviation + offset))
+        offset, deviation = self.statistics(vae)
+        return decode_pixels(vae, self.unpatchify(latents_NCHW * deviation + offset))
 
+    def statistics(self, vae: Any) -> tuple[Tensor, Tensor]:
+        """Returns the running mean and the running standard deviation of the VAE's latents, each
+        fp32[C 1 1].
+        """
+        deviation = (vae.bn.running_var.float() + self.epsilon(vae)).sqrt()
+        return vae.bn.running_mean.float()[:, None, None], deviation[:, None, None]
 
-def _running_statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Returns the running mean and the running standard deviation of the VAE's latents, each fp32[C
-    1 1].
-    """
-    deviation = (vae.bn.running_var.float() + vae.config.batch_norm_eps).sqrt()
-    return vae.bn.running_mean.float()[:, None, None], deviation[:, None, None]
+    def epsilon(self, vae: Any) -> float:
+        """Returns the constant that is added to the variance."""
+        return float(vae.config.batch_norm_eps)
+
+    def patchify(self, x_NCHW: Tensor) -> Tensor:
+        """Combines each patch of 2 x 2 pixels into one pixel, F[N C H W] -> F[N 4C H/2 W/2]."""
+        return patchify(x_NCHW)
+
+    def unpatchify(self, x_NCHW: Tensor) -> Tensor:
+        """The inverse of `patchify`."""
+        return unpatchify(x_NCHW)
 
 
 def patchify(x_NCHW: Tensor) -> Tensor:
@@ -501,6 +512,16 @@ REFUSED: dict[str, str] = {
     "FluxFillPipeline": (
         "it fills masked parts of pictures, which Isotype cannot train; use FluxPipeline"
     ),
+    "Flux2KleinInpaintPipeline": (
+        "it fills masked parts of pictures, which Isotype cannot train; use Flux2KleinPipeline"
+    ),
+    "Flux2KleinKVPipeline": (
+        "its denoiser keeps the keys and values of the picture before the edit; use"
+        " Flux2KleinPipeline, which trains on pairs"
+    ),
+    "LongCatImageEditPipeline": "diffusers has no loader for its LoRAs; use LongCatImagePipeline",
+    "QwenImage21Pipeline": "its denoiser and its VAE are not supported yet; use QwenImagePipeline",
+    "Kandinsky5T2IPipeline": "its denoiser has no mask for captions of different lengths",
     "FluxControlPipeline": "it needs a second picture (depth, edges) as input; use FluxPipeline",
     "StableDiffusionControlNetPipeline": "Isotype trains the denoiser, but no ControlNet",
     "StableDiffusionXLInpaintPipeline": (
@@ -517,6 +538,8 @@ REFUSED: dict[str, str] = {
     "WanImageToVideoPipeline": f"{_VIDEO}; use WanPipeline, which trains on pictures as single frames",
     "LTXImageToVideoPipeline": f"{_VIDEO}; use LTXPipeline, which trains on pictures as single frames",
     "LTX2Pipeline": "it makes videos with sound, and Isotype trains on pictures only",
+    "Kandinsky5T2VPipeline": _VIDEO,
+    "Kandinsky5I2VPipeline": _VIDEO,
     "HunyuanVideoPipeline": _VIDEO,
     "CogVideoXPipeline": _VIDEO,
     "MochiPipeline": _VIDEO,

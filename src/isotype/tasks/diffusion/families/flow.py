@@ -27,7 +27,6 @@ from .family import (
     Text,
     VideoLatents,
     denoiser_config,
-    patchify,
     tokens_to_latents,
 )
 
@@ -195,21 +194,37 @@ class Flux2(Family):
         height, width = noisy_NCHW.shape[-2:]
         text_ids_S4 = torch.zeros(text["text"].shape[1], 4, device=noisy_NCHW.device)
         text_ids_S4[:, 3] = torch.arange(len(text_ids_S4), device=noisy_NCHW.device)
+        tokens_NTC = noisy_NCHW.flatten(2).transpose(1, 2)
+        ids_T4 = position_ids(height, width, noisy_NCHW.device, 4)
+        if conditioning.control_latents is not None:
+            control_NTC, control_ids_T4 = flux2_control_tokens(conditioning.control_latents)
+            tokens_NTC = torch.cat([tokens_NTC, control_NTC], 1)
+            ids_T4 = torch.cat([ids_T4, control_ids_T4])
         output_NTC = model(
-            hidden_states=noisy_NCHW.flatten(2).transpose(1, 2),
+            hidden_states=tokens_NTC,
             timestep=time_N,
             guidance=guidance_input(model, time_N, conditioning),
             encoder_hidden_states=text["text"],
             txt_ids=text_ids_S4,
-            img_ids=position_ids(height, width, noisy_NCHW.device, 4),
+            img_ids=ids_T4,
             return_dict=False,
         )[0]
-        return tokens_to_latents(output_NTC, height, width)
+        return tokens_to_latents(output_NTC[:, : height * width], height, width)
 
     def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
         """Converts the pipeline's output, which consists of the denoiser's tokens."""
         factor = self.latents.downscale(pipe.vae.config)
         return tokens_to_latents(output, size.height // factor, size.width // factor)
+
+
+def flux2_control_tokens(control_NCHW: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the tokens F[N T C] of the picture before the edit, and their position ids fp32[T 4].
+    The first id of these tokens is 10, as in the pipeline.
+    """
+    height, width = control_NCHW.shape[-2:]
+    ids_T4 = position_ids(height, width, control_NCHW.device, 4)
+    ids_T4[:, 0] = 10
+    return control_NCHW.flatten(2).transpose(1, 2), ids_T4
 
 
 class Flux2Klein(Flux2):
@@ -222,7 +237,7 @@ class Flux2Klein(Flux2):
 
     def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
         """Converts the pipeline's output, which consists of latents with the VAE's own scale."""
-        return self.latents.normalise(pipe.vae, patchify(output))
+        return self.latents.normalise(pipe.vae, self.latents.patchify(output))
 
 
 class QwenImage(PackedTokens):
