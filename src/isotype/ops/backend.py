@@ -385,8 +385,9 @@ def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
 
 
 def direct_apply(function: type[Function]) -> Callable[..., Any]:
-    """Returns the dispatcher's `apply` of this autograd function, which skips the Python code of
-    `apply_function`. It is for calls that are neither under torch.func nor in a compiled graph.
+    """Returns the C++ method `apply` of this autograd function. It is faster than `apply_function`,
+    because it runs no Python code before the forward. Do not use it under torch.func or in a
+    compiled graph.
     """
     function_class: Any = function
     dispatcher: Any = super(Function, function_class)

@@ -511,8 +511,8 @@ class Ema:
         torch._foreach_lerp_(averages, weights, 1 - share)
 
     def observed_dtypes(self) -> list[tuple[str, str, str]]:
-        """Returns a tuple (role, tensor, dtype) for each averaged weight, in the same form as
-        `Task.observed_dtypes`.
+        """Returns a tuple (precision role, tensor name, dtype) for the moving average of each
+        weight, as `Task.observed_dtypes` does.
         """
         return [
             ("ema", name, format_dtype(average.dtype)) for name, average in self.averages.items()

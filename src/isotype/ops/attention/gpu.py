@@ -251,8 +251,8 @@ def _from_flash_layout(y: Tensor, like_BNSD: Tensor) -> Tensor:
 
 def _sequence_bounds(query: Tensor, documents: Documents | None) -> tuple[Any, ...]:
     """Returns the arguments of FlashAttention that describe the documents. There are four
-    arguments: the bounds of the documents for the queries and for the keys, and the length of the
-    longest document for the queries and for the keys.
+    arguments: the start positions of the documents in the queries, the start positions in the keys,
+    and the length of the longest document in the queries and in the keys.
     """
     if documents is None:
         return None, None, query.shape[2], query.shape[2]

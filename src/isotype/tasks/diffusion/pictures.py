@@ -522,8 +522,8 @@ def _caption_forms(captions: Sequence[str], images: ImagesSection, *, seed: int)
 
 
 def _shuffle_tags(caption: str, images: ImagesSection, *, seed: int) -> list[str]:
-    """Returns `images.tag_orders` forms of a caption, in which tags are shuffled and dropped at
-    random. The forms are drawn independently, so two of them may be the same.
+    """Returns `images.tag_orders` variants of a caption. In each variant, the tags are shuffled and
+    some tags are dropped at random. Two variants may be equal.
     """
     tags = [tag.strip() for tag in caption.split(SEPARATOR) if tag.strip()]
     first_tags = tags[: images.keep_tags]
