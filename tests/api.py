@@ -98,7 +98,10 @@ INNER = {
         "LORA_LINEAR Projection lora_linear lora_linear_reference resolve_dtypes"
     ),
     "isotype.lora.mlp": "lora_mlp",
-    "isotype.lora.products": "add_product_ kernels_unavailable_reason product_fp32 scaled_product",
+    "isotype.lora.products": (
+        "LORA_KERNELS=KERNELS add_product_ can_run_few_rows few_rows_product"
+        " kernels_unavailable_reason product_fp32 scaled_product"
+    ),
     "isotype.lora.quantised": "dequantise_weight forward_4bit",
     "isotype.model.adapter_settings": "check_patterns",
     "isotype.model.architecture": "attention_setting describe_attention",

@@ -15,6 +15,8 @@ from isotype.testing import ampcheck
 from tests.api import (
     LORA_LINEAR,
     add_product_,
+    can_run_few_rows,
+    few_rows_product,
     kernels_unavailable_reason,
     lora_linear_reference,
     product_fp32,
@@ -139,6 +141,27 @@ def operands(tokens: int, features: int, ranks: int) -> tuple[torch.Tensor, ...]
 
 def error(value: torch.Tensor, exact: torch.Tensor) -> float:
     return float((value.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+@kernels
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 16])
+def test_a_product_of_few_rows_is_its_exact_value_rounded_once(rows, has_bias):
+    for features, columns, ranks in [(64, 8, 16), (97, 13, 3), (31, 5, 0), (256, 33, 40)]:
+        g = torch.Generator().manual_seed(rows + features)
+        shapes = (rows, features), (columns, features), (columns,), (rows, ranks), (columns, ranks)
+        x, weight, bias, xa, b = (torch.randn(s, generator=g).bfloat16() for s in shapes)
+        exact = x.double() @ weight.double().t() + 0.7 * (xa.double() @ b.double().t())
+        if has_bias:
+            exact += bias.double()
+        assert can_run_few_rows(x, weight, bias)
+        y = few_rows_product(x, weight, bias if has_bias else None, xa, b, 0.7)
+        torch.testing.assert_close(
+            y.double(), exact, rtol=0.5 * 2**-7 * 1.01, atol=1e-5 * (features + ranks)
+        )
+        # a prompt's answer does not depend on the other prompts of its batch
+        alone = few_rows_product(x[-1:], weight, bias if has_bias else None, xa[-1:], b, 0.7)
+        assert torch.equal(alone[0], y[-1])
 
 
 @kernels

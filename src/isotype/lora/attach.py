@@ -36,6 +36,7 @@ from ..ops.recomputed_layer import layers_running, mark_layer_hooked
 from .dora import apply_dora
 from .group import lora_group
 from .linear import LoraDtypes, Projection, apply_linear, resolve_dtypes
+from .products import linear_for_few_rows
 from .quantised import (
     DroppedOnCopy,
     PackedLinear,
@@ -203,15 +204,19 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+EQUAL_FORWARDS = (forward_4bit, linear_for_few_rows)
+
+
 def has_replaced_forward(part: nn.Module) -> bool:
     """Whether the forward of the layer's class was replaced on this layer. The function returns
-    False for `forward_4bit`, since this replacement returns the same result.
+    False for `forward_4bit` and `linear_for_few_rows`, since these replacements compute the same
+    result.
     """
     if type(part) is nn.Linear and nn.Linear.forward is not _NN_LINEAR_FORWARD:
         return True
     return (
         "forward" in vars(part)
-        and getattr(vars(part)["forward"], "__func__", None) is not forward_4bit
+        and getattr(vars(part)["forward"], "__func__", None) not in EQUAL_FORWARDS
     )
 
 

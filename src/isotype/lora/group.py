@@ -141,7 +141,11 @@ def compute_projections(
         bias = flat_tensors[FIELDS_PER_PROJECTION * i + BIAS]
         assert weight is not None
         if b is None:
-            outputs.append(base_product(x_TK, weight, bias, states[i]))
+            outputs.append(
+                base_product(
+                    x_TK, weight, bias, states[i], calls_kernels_directly=calls_kernels_directly
+                )
+            )
             continue
         end = start + b.shape[1]
         outputs.append(

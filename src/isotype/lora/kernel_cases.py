@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..ops.contract import OpContract
 from ..ops.kernel_cases import OpCase
-from .products import add_product_, product_fp32, scaled_product
+from .linear import adapted_product
+from .products import add_product_, can_call_kernels_directly, product_fp32, scaled_product
 
 _SCALE = 0.5
 
@@ -37,6 +38,24 @@ def _gradient_reference(left: Tensor, right: Tensor) -> Tensor:
     return (left.to(wide).t() @ right.to(wide)) * _SCALE
 
 
+def _few_rows(x: Tensor, weight: Tensor, xa: Tensor, b: Tensor) -> Tensor:
+    return adapted_product(
+        x,
+        weight,
+        None,
+        None,
+        xa,
+        b,
+        _SCALE,
+        adapter_first=False,
+        calls_kernels_directly=can_call_kernels_directly(x.dtype, x),
+    )
+
+
+def _few_rows_reference(x: Tensor, weight: Tensor, xa: Tensor, b: Tensor) -> Tensor:
+    return torch.addmm(x @ weight.t(), xa, b.t(), alpha=_SCALE)
+
+
 CASES = {
     "adapter: x A": OpCase(
         "lora",
@@ -54,6 +73,15 @@ CASES = {
         OpContract("y: F[t n], left: F[t r], right: F[r n] -> F[t n]"),
         ((2048, 4096), (2048, 16), (16, 4096)),
         ((40, 72), (40, 8), (8, 72)),
+        dtypes=(torch.bfloat16,),
+    ),
+    "generation: x W + x A B of a few rows": OpCase(
+        "lora",
+        _few_rows,
+        _few_rows_reference,
+        OpContract("x: F[t k], weight: F[n k], xa: F[t r], b: F[n r] -> F[t n]"),
+        ((16, 4096), (4096, 4096), (16, 16), (4096, 16)),
+        ((5, 72), (39, 72), (5, 8), (39, 8)),
         dtypes=(torch.bfloat16,),
     ),
     "adapter: gradient": OpCase(

@@ -33,10 +33,14 @@ from ..ops.contract import OpContract
 from ..ops.recomputable import Recipe, find_recipe, recompute
 from ..ops.recomputed_layer import is_output_unused, layers_running, placeholder_tensor
 from .products import (
+    MAX_FEW_ROWS,
     MAX_KERNEL_RANK,
     add_product_,
     can_add_in_one_pass,
     can_call_kernels_directly,
+    can_run_few_rows,
+    cast_adapters,
+    few_rows_product,
     gradient_product,
     row_blocks,
     scaled_product,
@@ -151,13 +155,22 @@ def apply_dropout_mask(x_TK: Tensor, keep_mask_TK: Tensor | None) -> Tensor:
 # --- the base product
 
 
-def base_product(x_TK: Tensor, weight: Tensor, bias: Tensor | None, quant_state: Any) -> Tensor:
+def base_product(
+    x_TK: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    quant_state: Any,
+    *,
+    calls_kernels_directly: bool = False,
+) -> Tensor:
     """Computes x Wᵀ + bias in the dtype of x."""
     dtype = x_TK.dtype
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
     if quant_state is not None:
         return packed_product(x_TK, weight, quant_state, bias)
+    if calls_kernels_directly and can_run_few_rows(x_TK, weight, bias):
+        return few_rows_product(x_TK, weight, bias)
     return F.linear(x_TK, weight if weight.dtype == dtype else weight.to(dtype), bias)
 
 
@@ -208,6 +221,11 @@ def adapted_product(
     calls_kernels_directly  the result of `can_call_kernels_directly` for x
     """
     dtype = x.dtype
+    if calls_kernels_directly and quant_state is None and xa_TR.shape[0] <= MAX_FEW_ROWS:
+        x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        if can_run_few_rows(x_TK, weight, bias):
+            y_TO = few_rows_product(x_TK, weight, bias, xa_TR, b_OR, scale)
+            return y_TO if x.dim() == 2 else unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
     if not adapter_first and quant_state is None and bias is None and weight.dtype == dtype:
         y: Tensor = F.linear(x, weight)
         y_TO = y
@@ -458,8 +476,8 @@ class LoraLinear(torch.autograd.Function):
                 y = unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
             else:
                 branch_TK = x_compute_TK
-                a = a_RK.to(compute)
-                b = b_OR.to(compute)
+                a, (b,) = cast_adapters([a_RK], [b_OR], a_RK, a_RK.shape[1], compute)
+                assert b is not None
                 xa_TR = scaled_product(
                     apply_dropout_mask(branch_TK, keep_mask_TK),
                     a.t(),

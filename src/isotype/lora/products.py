@@ -12,10 +12,14 @@ Dimensions: T tokens, M and N features, R ranks.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ..environment.planned_device import planned_device_type
 from ..ops.backend import PLAIN_TENSOR_TYPES, arithmetic_dtype, forced_backend, has_fp32_output
@@ -35,6 +39,11 @@ SMALL_ELEMENTS = 2**16
 # 0.53 ms at rank 64, and 2.4 and 2.0 ms at rank 256
 MAX_KERNEL_RANK = 64
 
+# Up to this number of rows the kernel for few rows is faster than PyTorch's product: with a weight
+# of 3072 x 1024 they take 0.52 and 0.87 ms for one row, 0.66 and 1.15 ms for 4, 1.8 and 2.1 ms for
+# 16, and 3.4 and 3.2 ms for 32
+MAX_FEW_ROWS = 16
+
 
 # --- the kernels
 
@@ -46,6 +55,7 @@ KERNELS = CppKernels(
     shrink="pppiiiiiiif",
     expand="pppiiiiiiif",
     gradient="pppiiiiiiif",
+    few_rows="ppppppiiiiiiiiif",
 )
 
 # the result of `kernels_available` for compiled graphs, since Dynamo cannot trace the calls of that
@@ -341,6 +351,93 @@ def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, max(rows, 1), max(step, 1)))
 
 
+# --- products of a few rows with a base weight, as in the generation of tokens
+
+
+def can_run_few_rows(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> bool:
+    """Whether `few_rows_product` can compute x Wᵀ + bias. The result of `can_call_kernels_directly`
+    for x must be true as well.
+    """
+    return (
+        0 < x_TK.shape[0] <= MAX_FEW_ROWS
+        and x_TK.dtype is weight_NK.dtype is torch.bfloat16
+        and type(weight_NK) in PLAIN_TENSOR_TYPES
+        and weight_NK.is_cpu
+        and weight_NK.stride(1) == 1
+        and (bias_N is None or bias_N.dtype is torch.bfloat16)
+    )
+
+
+def few_rows_product(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    xa_TR: Tensor | None = None,
+    b_NR: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Computes x Wᵀ + bias + scale xa Bᵀ with the C++ kernel and rounds the sum once. The weight is
+    read once, at 12.9 GB/s on a core on which PyTorch's product reads 7.5 GB/s. A row of the result
+    does not depend on the other rows of x.
+    """
+    if x_TK.stride(1) != 1:
+        x_TK = x_TK.contiguous()
+    tokens, features = x_TK.shape
+    columns = weight_NK.shape[0]
+    y_TN = x_TK.new_empty((tokens, columns))
+    ranks = xa_step = b_step = 0
+    xa_pointer = b_pointer = bias_pointer = None
+    if xa_TR is not None and b_NR is not None:
+        if xa_TR.stride(1) != 1:
+            xa_TR = xa_TR.contiguous()
+        if b_NR.stride(1) != 1:
+            b_NR = b_NR.contiguous()
+        ranks = xa_TR.shape[1]
+        xa_step = xa_TR.stride(0)
+        b_step = b_NR.stride(0)
+        xa_pointer = xa_TR.data_ptr()
+        b_pointer = b_NR.data_ptr()
+    if bias_N is not None:
+        bias_pointer = bias_N.contiguous().data_ptr()
+    KERNELS.calls["few_rows"](
+        x_TK.data_ptr(),
+        weight_NK.data_ptr(),
+        bias_pointer,
+        xa_pointer,
+        b_pointer,
+        y_TN.data_ptr(),
+        tokens,
+        features,
+        columns,
+        ranks,
+        x_TK.stride(0),
+        weight_NK.stride(0),
+        xa_step,
+        b_step,
+        columns,
+        scale,
+        torch.get_num_threads(),
+    )
+    return y_TN
+
+
+def linear_for_few_rows(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Computes the forward of a linear layer without an adapter. For a few rows in bf16 on a CPU,
+    it uses the C++ kernel.
+    """
+    weight = layer.weight
+    if (
+        x.numel() <= MAX_FEW_ROWS * x.shape[-1]
+        and not torch.is_grad_enabled()
+        and can_call_kernels_directly(x.dtype, x)
+    ):
+        x_TK = x.reshape(-1, x.shape[-1])
+        if can_run_few_rows(x_TK, weight, layer.bias):
+            y_TN = few_rows_product(x_TK, weight, layer.bias)
+            return y_TN.view(*x.shape[:-1], weight.shape[0])
+    return F.linear(x, weight, layer.bias)
+
+
 # --- A and B in the dtype of the products. Autograd does not see the cast: the fused functions get
 # the original matrices and return gradients in their dtype
 
@@ -360,8 +457,45 @@ def cast_adapters(
     dtype: torch.dtype,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Returns (one tensor with all A, the list of all B), in `dtype`. If all A matrices are None,
-    the tensor with all A has no rows and is on the device of `like`.
+    the tensor with all A has no rows and is on the device of `like`. Within
+    `keep_cast_adapters`, the result of an earlier call is returned.
     """
+    kept: dict[Any, Any] | None = getattr(_generation, "cast_adapters", None)
+    if kept is None:
+        return _cast_adapters(a_matrices, b_matrices, like, features, dtype)
+    key = (dtype, *map(id, a_matrices), *map(id, b_matrices))
+    entry = kept.get(key)
+    if entry is None:
+        cast = _cast_adapters(a_matrices, b_matrices, like, features, dtype)
+        # the matrices are stored too, so that no other tensor gets the id of one of them
+        entry = kept[key] = (cast, (*a_matrices, *b_matrices))
+    cast_a, cast_b = entry[0]
+    return cast_a, cast_b
+
+
+_generation = threading.local()
+
+
+@contextmanager
+def keep_cast_adapters() -> Iterator[None]:
+    """Within this block, A and B are cast once and not in each call of a layer. It is for a block
+    in which no adapter changes, such as one call of `generate`, whose tokens each call all layers.
+    """
+    previous = getattr(_generation, "cast_adapters", None)
+    _generation.cast_adapters = {}
+    try:
+        yield
+    finally:
+        _generation.cast_adapters = previous
+
+
+def _cast_adapters(
+    a_matrices: Sequence[Tensor | None],
+    b_matrices: Sequence[Tensor | None],
+    like: Tensor,
+    features: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, list[Tensor | None]]:
     cast_a: list[Tensor] = []
     cast_b: list[Tensor | None] = []
     for a, b in zip(a_matrices, b_matrices):

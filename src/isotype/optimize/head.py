@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..dtypes import to_torch
 from ..instance_method import Placement, get_settings, install_forward
 from ..lora import PackedLinear
+from ..lora.products import linear_for_few_rows
 from ..ops import linear_cross_entropy, linear_log_probs
 from ..ops.backend import product_dtype
 from ..ops.packed import widen
@@ -59,6 +60,8 @@ def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
         getattr(_forwards, "with_gradients", 0) and torch.is_grad_enabled()
     )
     if not is_deferring or torch.compiler.is_compiling() or has_backward_hooks(self):
+        if type(self) is nn.Linear:
+            return linear_for_few_rows(self, hidden)
         logits: Tensor = type(self).forward(self, hidden)
         return logits
     return defer(hidden, head_weight(self, hidden), self.bias, getattr(_forwards, "items", None))

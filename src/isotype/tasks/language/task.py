@@ -55,7 +55,7 @@ from .objective import NextToken, Objective
 from .outline import outline_largest_step, outline_model
 from .preference import Preference, Reward
 from .result import evaluate, load_result, save_model
-from .sample import Sample, sample
+from .sample import Sample, batch_duration, batch_prompts, sample
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -334,7 +334,8 @@ class LanguageTask:
         if not self.prompts:
             return None
         tokens = self.config.run.sample_tokens
-        return len(self.prompts) * tokens / min(REHEARSED_TOKENS, tokens)
+        rounds = sum(batch_duration(len(batch)) for batch in batch_prompts(self.prompts))
+        return rounds * tokens / min(REHEARSED_TOKENS, tokens)
 
     def sample(
         self,

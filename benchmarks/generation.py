@@ -1,0 +1,198 @@
+"""Generated tokens per second of a LoRA model, beside PEFT and beside transformers with the adapter
+merged into the weights.
+
+    python -m benchmarks.generation                             # a Llama of 217M in bf16, on a CPU
+    python -m benchmarks.generation --hidden 512 --layers 24 --vocabulary 8192
+    python -m benchmarks.generation --json out.json
+
+The contenders answer the same prompt in turn. Isotype then answers 8 prompts of different lengths,
+one at a time and in one batch, in bf16 and in fp32. In fp32 all tokens must be equal. In bf16, an
+answer may differ where the two best logits are nearly equal. The last column gives the largest gap
+of these two logits at a first difference, in spacings of bf16 (2^-7 times the power of two below the
+larger logit).
+
+Speeds are tokens per CPU second. The weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from isotype.data.rows import SamplePrompt
+from isotype.optimize import optimize
+from isotype.precision import PRESETS
+from isotype.precision.apply import apply_precision, use_generate_dtype
+from isotype.tasks.language.sample import batch_prompts, padded_inputs
+
+SIZES = {"hidden": 1024, "layers": 12, "vocabulary": 32000, "tokens": 48, "rounds": 5, "threads": 1}
+PROMPT_LENGTHS = (32, 7, 20, 61, 12, 33, 45, 28)
+
+
+def build_model(sizes: Any) -> Any:
+    """Returns a bf16 Llama with a LoRA adapter of rank 16 whose B is not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.hidden * 3,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.hidden // 64,
+        num_key_value_heads=sizes.hidden // 128,
+        eos_token_id=None,
+    )
+    base = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(base, lora)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model.eval()
+
+
+def build_isotype(sizes: Any, preset: str) -> Any:
+    model = build_model(sizes)
+    if preset == "fp32":
+        model = model.float()
+    precision = PRESETS[preset]
+    optimize(model, precision)
+    apply_precision(model, precision, device_type="cpu")
+    return model.eval()
+
+
+def generate(model: Any, inputs: dict[str, torch.Tensor], tokens: int, context: Any) -> Any:
+    with torch.no_grad(), context():
+        return model.generate(
+            **inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None
+        )[:, inputs["input_ids"].shape[1] :]
+
+
+def tokens_per_second(action: Callable[[], Any], tokens: int) -> float:
+    started = time.process_time()
+    action()
+    return tokens / (time.process_time() - started)
+
+
+def gap_at_difference(model: Any, prompt: SamplePrompt, first: Any, second: Any) -> float:
+    """Returns the gap of the two best logits at the first token that differs in two answers, in
+    spacings of bf16; 0 if the answers are equal.
+    """
+    if torch.equal(first, second):
+        return 0.0
+    start = int((first != second).nonzero()[0])
+    ids = torch.tensor([[*prompt.input_ids, *first[:start].tolist()]])
+    with torch.no_grad(), use_generate_dtype(model):
+        logits = model(input_ids=ids).logits[0, -1].float()
+    best = logits.topk(2).values
+    spacing = 2.0 ** (math.floor(math.log2(best.abs().max())) - 7)
+    return float(best[0] - best[1]) / spacing
+
+
+def compare_batch(sizes: Any, preset: str) -> dict[str, Any]:
+    """Answers all prompts alone and in one batch."""
+    model = build_isotype(sizes, preset)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        SamplePrompt(
+            "", tuple(torch.randint(3, sizes.vocabulary, (n,), generator=generator).tolist())
+        )
+        for n in PROMPT_LENGTHS
+    ]
+    count = len(prompts) * sizes.tokens
+    context = lambda: use_generate_dtype(model)  # noqa: E731
+    alone: list[Any] = []
+    together: list[Any] = [None] * len(prompts)
+
+    def answer_alone() -> None:
+        for prompt in prompts:
+            inputs = padded_inputs([prompt], 0, torch.device("cpu"))
+            alone.append(generate(model, inputs, sizes.tokens, context)[0])
+
+    def answer_together() -> None:
+        for numbers in batch_prompts(prompts):
+            inputs = padded_inputs([prompts[n] for n in numbers], 0, torch.device("cpu"))
+            for number, answer in zip(numbers, generate(model, inputs, sizes.tokens, context)):
+                together[number] = answer
+
+    alone_speed = tokens_per_second(answer_alone, count)
+    together_speed = tokens_per_second(answer_together, count)
+    pairs = list(zip(prompts, alone, together))
+    return {
+        "alone": alone_speed,
+        "together": together_speed,
+        "equal answers": sum(torch.equal(first, second) for _, first, second in pairs),
+        "largest gap": max(gap_at_difference(model, *pair) for pair in pairs),
+    }
+
+
+def compare_contenders(sizes: Any) -> dict[str, list[float]]:
+    isotype = build_isotype(sizes, "bf16-lora")
+    contenders: dict[str, tuple[Any, Any]] = {
+        "isotype": (isotype, lambda: use_generate_dtype(isotype)),
+        "PEFT": (build_model(sizes), lambda: torch.autocast("cpu", torch.bfloat16)),
+        "merged transformers": (build_model(sizes).merge_and_unload(), nullcontext),
+    }
+    prompt = SamplePrompt("", tuple(range(3, 35)))
+    inputs = padded_inputs([prompt], 0, torch.device("cpu"))
+    for model, context in contenders.values():
+        generate(model, inputs, 2, context)
+    speeds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(sizes.rounds):
+        for name, (model, context) in contenders.items():
+            speeds[name].append(
+                tokens_per_second(
+                    lambda model=model, context=context: generate(
+                        model, inputs, sizes.tokens, context
+                    ),
+                    sizes.tokens,
+                )
+            )
+    return speeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", type=Path)
+    sizes = parser.parse_args()
+    torch.set_num_threads(sizes.threads)
+    load = os.getloadavg()[0]
+    print(f"tokens per CPU second, {sizes.threads} thread(s), load {load:.1f}; one prompt")
+    speeds = compare_contenders(sizes)
+    for name, values in speeds.items():
+        print(f"{name:<22}{median(values):7.1f}   {min(values):.1f} to {max(values):.1f}")
+    for name in ("PEFT", "merged transformers"):
+        ratios = [ours / theirs for ours, theirs in zip(speeds["isotype"], speeds[name])]
+        print(f"isotype beside {name}: {median(ratios):.2f} times, round by round")
+    batches = {preset: compare_batch(sizes, preset) for preset in ("bf16-lora", "fp32")}
+    for preset, batch in batches.items():
+        print(
+            f"{len(PROMPT_LENGTHS)} prompts, {preset:<10} alone {batch['alone']:6.1f}, in a batch"
+            f" {batch['together']:6.1f}; {batch['equal answers']} answers equal, gap at a"
+            f" difference at most {batch['largest gap']:.1f} spacings"
+        )
+    if sizes.json:
+        values = {name: getattr(sizes, name) for name in SIZES}
+        result = {"sizes": values, "load": load, "speeds": speeds, "batches": batches}
+        sizes.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
