@@ -23,6 +23,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "attach_peers.json"
 PAGE = ROOT / "docs" / "trainers.md"

@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from tests.vlms import saved_with_processor
 
 from isotype.config.load import load
 from isotype.quickstart.text import train_tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.vlms import saved_with_processor
 
 CONFIGS = Path(__file__).resolve().parents[1] / "examples" / "configs"
 DEVICE = "h200"

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.diffusion_matrix import plain_objective
 from diffusers import (
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
@@ -43,6 +42,10 @@ from isotype.training.memory.outline import quantise_outline
 from isotype.training.memory.plan import plan_memory, plan_persistent_memory
 from isotype.training.memory.recomputation import LAYERS, Checkpointing, checkpointable_layers
 from isotype.training.task import ModelOutline, StepOutline
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.diffusion_matrix import plain_objective
 
 FLUX_DEV = {
     "patch_size": 1, "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24,

@@ -12,14 +12,19 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-from experts import compared
 from torch import Tensor, nn
 
 from isotype.lora import fuse_lora
-from lora import Step, show
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.experts import compared
+from benchmarks.lora import Step, show
 
 
 def layer_of(a: argparse.Namespace, *, dora: bool) -> nn.Module:

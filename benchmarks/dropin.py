@@ -34,6 +34,9 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
 RESULTS = Path(__file__).parent / "results" / "dropin.json"
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
 # where the tables stand in the page

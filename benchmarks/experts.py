@@ -19,6 +19,7 @@ import argparse
 import copy
 import ctypes
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from isotype import optimize
-from lora import Step, compare, resident, show
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.lora import Step, compare, resident, show
 
 SHAPES = {"8 experts, top 2": (8, 2, 1024, 768, 1024), "32 experts, top 4": (32, 4, 512, 512, 384)}
 

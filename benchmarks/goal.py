@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import unsloth_row
 from torch import nn
 
-import lora as lora_bench
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import lora as lora_bench
+from benchmarks import unsloth_row
 
 # a checkout that is not installed runs too
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -209,7 +211,7 @@ def profiled(a: argparse.Namespace, step: Step) -> str:
 
 def counted(a: argparse.Namespace, length: int, row: dict[str, Any]) -> dict[str, Any]:
     """What the ledger counts for this step on an H200, and the measured shares of it."""
-    from ledger import ledger_of
+    from benchmarks.ledger import ledger_of
 
     ledger = ledger_of(
         length,

@@ -42,6 +42,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -518,7 +521,7 @@ def finished(a: argparse.Namespace, command: str) -> set[str]:
 
 
 def write_table(a: argparse.Namespace) -> None:
-    from gpu_table import table
+    from benchmarks.gpu_table import table
 
     (a.out / "results.md").write_text(table([a.out, *a.before]), encoding="utf-8")
 

@@ -16,17 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import unsloth_step
-from ledger_rows import (
-    Launches,
-    Rates,
-    Row,
-    grouped,
-    step_seconds,
-    waiting,
-    without_recomputation,
-    work,
-)
 from transformers import AutoConfig
 
 from isotype.config.load import load
@@ -46,6 +35,20 @@ from isotype.training.memory.recomputation import Checkpointing, apply_checkpoin
 from isotype.training.step import assemble_stepper
 from isotype.training.task import ModelOutline, StepOutline
 from isotype.wording import format_binary_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import unsloth_step
+from benchmarks.ledger_rows import (
+    Launches,
+    Rates,
+    Row,
+    grouped,
+    step_seconds,
+    waiting,
+    without_recomputation,
+    work,
+)
 
 LLAMA_31_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

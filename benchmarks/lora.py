@@ -42,8 +42,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import unsloth_row
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import unsloth_row
 
 MODEL = ("PEFT", "PEFT, our ops", "Isotype", "no adapter")
 ROWS = (*MODEL, unsloth_row.NAME)
@@ -336,7 +339,7 @@ def host_of_a_step(a: argparse.Namespace, recompute: str) -> dict[str, Any]:
     them: 32 layers of 64 features, rank 16, 16 tokens. Ours is the step of `isotype train`, with
     its checks; PEFT's a plain loop with fused AdamW.
     """
-    import goal
+    from benchmarks import goal
 
     shape = {
         "model": "tiny",

@@ -23,16 +23,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import unsloth_row
 from torch import Tensor
 
-import ops as bench
 from isotype import ops
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import ops as bench
+from benchmarks import unsloth_row
 
 MIB = 2**20
 Peers = dict[str, Callable]

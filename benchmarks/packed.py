@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -25,12 +27,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import isotype
-import lora as lora_bench
 from isotype.lora.quantised import PackedLinear
 from isotype.ops.backend import force_backend
 from isotype.ops.packed import PackedState, pack_along_rows, pack_weight, widen
 from isotype.ops.packed.formats import Layout
 from isotype.ops.packed.ggml import BLOCKS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import lora as lora_bench
 
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, PackedState]:

@@ -23,6 +23,9 @@ import torch
 from isotype.errors import IsotypeError
 from isotype.precision.precision import PRESETS
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path(__file__).parent / "results" / "processes_matrix.md"
 ADAPTERS = {"LoRA": {"kind": "lora", "r": 4}, "every weight": {"kind": "none"}}

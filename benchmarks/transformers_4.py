@@ -14,6 +14,9 @@ from pathlib import Path
 import torch
 import transformers
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
 TOKENS = torch.arange(3, 35)[None]
 # family, tied, what is trained beside the attention's adapters, dtype of the merged files
 CASES = [

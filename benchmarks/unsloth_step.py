@@ -11,10 +11,14 @@ too; casts of them are left out.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from ledger_rows import Row, attention, memory, product
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.ledger_rows import Row, attention, memory, product
 
 LORA, UTILS, LLAMA = (
     "unsloth/kernels/fast_lora.py",

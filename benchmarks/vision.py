@@ -36,6 +36,9 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
 RESULT = Path(__file__).parent / "results" / "vision.json"
 ROWS, SENTENCES, WARM = 4, 26, 2  # WARM: steps that are not counted
 SENTENCE = "what colour is the square? it is red. "

@@ -221,6 +221,7 @@ INNER = {
         "check_positions check_learnt_tokens check_end_token check_new_tokens"
     ),
     "isotype.tasks.language.distil": "Distil",
+    "isotype.tasks.language.sample": "batch_prompts can_skip_padding generate_samples=sample",
     "isotype.tasks.language.preference": "PairLogProbs Preference answer_log_probs pair_losses",
     "isotype.tasks.language.result": "evaluate tasks_language_result_load_result=load_result",
     "isotype.testing.amp.numerics": "numerics=",

@@ -10,8 +10,13 @@ from isotype.data.rows import SamplePrompt
 from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
-from isotype.tasks.language.sample import batch_prompts, can_skip_padding, sample
-from tests.api import LORA_KERNELS, kernels_unavailable_reason
+from tests.api import (
+    LORA_KERNELS,
+    batch_prompts,
+    can_skip_padding,
+    generate_samples,
+    kernels_unavailable_reason,
+)
 from tests.optimize.models import VOCABULARY, tiny
 
 kernels = pytest.mark.skipif(
@@ -79,7 +84,8 @@ def draw(model, prompts, **options):
         decode=lambda ids, **_: " ".join(map(str, ids)),
     )
     return [
-        s.answer for s in sample(model, tokenizer, prompts, device=torch.device("cpu"), **options)
+        s.answer
+        for s in generate_samples(model, tokenizer, prompts, device=torch.device("cpu"), **options)
     ]
 
 
@@ -107,7 +113,7 @@ def test_an_answer_in_a_batch_ends_at_its_end_token():
     (first, _) = draw(model, prompts, max_new_tokens=6)
     end = int(first.split()[2])
     model.generation_config.eos_token_id = end
-    for answer, prompt in zip(draw(model, prompts, max_new_tokens=6), prompts):
+    for answer, prompt in zip(draw(model, prompts, max_new_tokens=6), prompts, strict=True):
         assert answer == draw(model, [prompt], max_new_tokens=6)[0]
         assert str(end) not in answer.split()[:-1]
 

@@ -476,8 +476,9 @@ class LoraLinear(torch.autograd.Function):
                 y = unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
             else:
                 branch_TK = x_compute_TK
-                a, (b,) = cast_adapters([a_RK], [b_OR], a_RK, a_RK.shape[1], compute)
-                assert b is not None
+                a, (cast_b,) = cast_adapters([a_RK], [b_OR], a_RK, a_RK.shape[1], compute)
+                assert cast_b is not None
+                b = cast_b
                 xa_TR = scaled_product(
                     apply_dropout_mask(branch_TK, keep_mask_TK),
                     a.t(),
