@@ -116,6 +116,8 @@ INNER = {
     "isotype.observe.continuity": "Continuity",
     "isotype.observe.observer": "ModelChanges is_observed",
     "isotype.ops.adamw": "AdamwHyperparameters adamw_ adamw_reference_ stochastic_round_",
+    "isotype.ops.adamw.noise": "draw_noise_bits",
+    "isotype.ops.adamw.op": "adamw_module=",
     "isotype.ops.adamw.triton": "adamw_triton=",
     "isotype.ops.attention": "Documents attention_attention=attention attention_reference",
     "isotype.ops.attention.gpu": "gpu=",

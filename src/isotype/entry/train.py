@@ -233,6 +233,8 @@ def _start_kernel_builds(config: RunConfig) -> None:
     sources = [op_source(op) for op in COMMON_OPS]
     if config.adapter.kind == "lora":
         sources.append(PACKAGE / "lora" / "kernels.cpp")
+    if config.precision.preset == "bf16-pure":
+        sources.append(op_source("adamw"))
     start_builds(sources)
 
 

@@ -27,7 +27,7 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.parts import local_part
 from ..precision.precision import Precision
 from .finite import non_finite_error, non_finite_parameters
-from .optimizer import build_optimizer
+from .optimizer import MixedAdamW, build_optimizer
 from .task import Batch, IdleBatch, LossSum
 
 # the size of the sample for `share_changed`, which gives the share to within 1% and needs a few
@@ -228,8 +228,7 @@ class Stepper:
         if not has_overflow:
             norm /= scale
             clip = min(1.0, self.train.clip / (norm + 1e-6)) if self.train.clip else 1.0
-            if clip != 1.0 or scale != 1.0:
-                torch._foreach_mul_(self.accumulator.gradients(), clip / scale)
+            self._scale_gradients(clip / scale)
             for group in self.optimizer.param_groups:
                 # adapter.plus gives LoRA's B matrices a factor
                 group["lr"] = learning_rate * group.get("rate_factor", 1.0)
@@ -253,6 +252,17 @@ class Stepper:
             loss_scale=scale if self.loss_scale else None,
             measures=reduced.measures,
         )
+
+    def _scale_gradients(self, factor: float) -> None:
+        """Multiplies the gradients by a factor before the update. An optimizer that multiplies them
+        itself reads them only once and does not round them again.
+        """
+        if factor == 1.0:
+            return
+        if type(self.optimizer) is MixedAdamW:
+            self.optimizer.gradient_scale = factor
+        else:
+            torch._foreach_mul_(self.accumulator.gradients(), factor)
 
     def norm(self) -> float:
         """Returns the norm over the gradients of all trained tensors."""
