@@ -1,8 +1,8 @@
 """`isotype doctor PATH_OR_LOG` runs every part of the doctor that applies. Commands such as
 `isotype doctor check` run a single part.
 
-`check`, `explain` and `env` run no user code and import no torch. `run`, `trace`, `conform` and
-`kernels` run their target.
+`check`, `explain` and `env` run no user code and import no torch. `run`, `trace`, `conform`, `gate`
+and `kernels` run their target.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def register(app: typer.Typer) -> None:
         doctor.command()(command)
     doctor.command(context_settings=SCRIPT_ARGUMENTS)(trace)
     doctor.command()(conform)
+    doctor.command()(gate)
     doctor.command()(kernels)
     doctor.command(_EXAMINE, help=HELP, hidden=True)(examine)
     app.add_typer(doctor, name="doctor", rich_help_panel=DOCTOR)
@@ -150,7 +151,7 @@ def _examine(subject: str, arguments: list[str]) -> tuple[str, list[Examination]
     if _is_unknown_command(arguments, has_path=has_path):
         raise UsageError(
             f"{arguments[0]}: no such file or folder, and no command of isotype doctor, which has"
-            " run, check, explain, env, trace, conform and kernels"
+            " run, check, explain, env, trace, conform, gate and kernels"
         )
     if " " not in subject or Path(subject[:200]).exists():
         path = Path(subject)
@@ -593,6 +594,84 @@ def conform(
     )
 
 
+Largest = Annotated[
+    str,
+    typer.Option(
+        "--largest",
+        metavar="N,...",
+        help="The largest shape, as arguments of the function that creates the inputs.",
+    ),
+]
+
+
+def gate(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE.py:FUNCTION", help="The function.", show_default=False)
+    ],
+    against: Annotated[
+        str,
+        typer.Option(
+            metavar="[FILE.py:]REFERENCE",
+            help="The same mathematics in plain PyTorch.",
+            show_default=False,
+        ),
+    ],
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[FILE.py:]NAME",
+            help="The function that creates the inputs (default: `inputs`).",
+            show_default=False,
+        ),
+    ] = None,
+    largest: Largest = "",
+    arch: Annotated[
+        str, typer.Option("--arch", help="Architectures, with commas: sm_80,sm_90,gfx942.")
+    ] = "sm_90",
+    json_output: Json = False,
+) -> None:
+    """Decide whether a kernel or a function may replace its reference, with one exit status: 0
+    pass, 1 fail, 2 a question could not be asked.
+
+    The function is compared with the reference in fp64, and its errors with those of the reference
+    in the same dtypes. The gate also checks gradients, autocast, torch.compile, and the compilation
+    of Triton kernels, without a GPU. With `--largest` it checks that offsets fit in int32. No tensor
+    of this shape is allocated.
+
+    The file defines `inputs(rows=4, columns=64)`, which returns the arguments of one call.
+
+        isotype doctor gate ops.py:rms_norm --against ops.py:reference
+
+        isotype doctor gate ops.py:rms_norm --against reference --largest 262144,8192 --json
+    """
+    import warnings
+
+    sizes = _parse_sizes(largest)
+    architectures = [name.strip() for name in arch.split(",") if name.strip()]
+    warnings.filterwarnings("ignore", module="triton")
+    # output of the checked file goes to stderr, so that stdout holds only the report
+    with contextlib.redirect_stdout(sys.stderr):
+        from ..testing.gate import load_gate_target, run_gate
+
+        loaded = load_gate_target(target, against, inputs)
+        result = run_gate(loaded, largest=sizes, architectures=architectures or ["sm_90"])
+    print(json.dumps(result.to_dict(), indent=1) if json_output else result.render())
+    raise typer.Exit(result.status)
+
+
+def _parse_sizes(text: str) -> list[int]:
+    """Returns the numbers in a text such as `65536,8192`.
+
+    Raises  UsageError if the text is not a list of numbers above zero
+    """
+    sizes = []
+    for part in filter(None, text.split(",")):
+        if not part.strip().isdigit() or not int(part):
+            raise UsageError(f"--largest {text}: expected numbers with commas, such as 65536,8192")
+        sizes.append(int(part))
+    return sizes
+
+
 def kernels(
     target: Annotated[
         str,
@@ -610,6 +689,7 @@ def kernels(
             ),
         ),
     ] = "",
+    largest: Largest = "",
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     fail_on: FailOn = "error",
 ) -> None:
@@ -620,7 +700,8 @@ def kernels(
     `file.py:kernel`; or `file.py:build`. `build()` returns either a kernel or a pair (function,
     inputs). For a kernel, the file may define MATRIX, CONSTEXPRS and TARGETS. For a pair, the
     command calls the function with CPU tensors, and records its kernel launches instead of running
-    them.
+    them. With `--largest 65536,8192` it also calls `build(65536, 8192)`, with tensors that have no
+    memory, and checks that the kernels' offsets fit in int32.
 
         isotype doctor kernels kernels.py
 
@@ -639,7 +720,7 @@ def kernels(
     with contextlib.redirect_stdout(sys.stderr):
         from ..doctor.kernels.target import check_target
 
-        report = check_target(target, targets)
+        report = check_target(target, targets, _parse_sizes(largest))
     names = ", ".join(report.kernels[:6]) + (
         f" and {len(report.kernels) - 6} more" if len(report.kernels) > 6 else ""
     )

@@ -26,6 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+
+# The compiler takes its table of `min` and `max` from triton.language when it is imported. If it is
+# first imported while the language is patched, every later compilation uses the patched functions.
+import triton.compiler.code_generator
 import triton.language as tl
 from triton.language.extra import libdevice
 from triton.runtime import autotuner, jit

@@ -31,7 +31,7 @@ def row_lse(logits_ptr, stride, lse_ptr, labels_ptr, n_cols, scale, DO_SCALE{fla
     label = tl.load(labels_ptr + row)
     x = tl.load(logits_ptr + row * stride + cols, mask=cols < n_cols, other=-float("inf"))
     if DO_SCALE:
-        x = scale * x.to(tl.float32)
+        x = scale.to(tl.float32) * x.to(tl.float32)
     x = x.to(tl.float32)
     m = tl.max(x, 0)
     if label != -100:

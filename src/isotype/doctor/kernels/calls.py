@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,7 @@ from ...dtypes import format_dtype, to_torch
 from ...finding import Severity, sort_findings
 from ...wording import pluralise
 from .checker import Report, check, check_combinations
+from .offsets import LaunchShape
 from .signature import (
     DEFAULT_TARGET,
     OPTION_NAMES,
@@ -38,17 +41,22 @@ from .simulated_gpu import simulate_gpu
 
 # per autotuned kernel; the first configurations differ as much from each other as the later ones
 MAX_CONFIGURATIONS = 8
+INPUTS_AS_GIVEN = "inputs as given"  # the label of the combination with unchanged dtypes
 
 
 @dataclass
 class Launch:
     """One call `kernel[grid](...)`, stored as the kernel function and its arguments. The arguments
     include the values that an autotuning configuration sets.
+
+    is_traced_by_compile  whether torch.compile sees the launch, so that Inductor passes its scalars
     """
 
     function: Any
     args: tuple
     kwargs: dict[str, Any]
+    grid: Any = None
+    is_traced_by_compile: bool = False
 
     def combination(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Combination:
         """Returns the combination for which Triton's launcher would compile the kernel with these
@@ -83,7 +91,34 @@ class Launch:
             },
             options,
             reach,
+            is_traced_by_compile=self.is_traced_by_compile,
         )
+
+    def shape(self) -> LaunchShape:
+        """Returns the integer arguments, the number of elements that each tensor spans, and the
+        grid.
+
+        Raises  ValueError if the grid cannot be computed
+        """
+        arguments = {
+            p.name: p.default for p in self.function.params if getattr(p, "has_default", False)
+        }
+        arguments |= {**dict(zip(self.function.arg_names, self.args)), **self.kwargs}
+        values = {}
+        extents = {}
+        for name, value in arguments.items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                values[name] = value
+            elif isinstance(value, Tensor):
+                extents[name] = 1 + sum(
+                    (size - 1) * stride for size, stride in zip(value.shape, value.stride())
+                )
+        grid = self.grid(arguments) if callable(self.grid) else self.grid
+        sizes = [int(size) for size in (grid if isinstance(grid, (tuple, list)) else (grid,))]
+        if not sizes or min(sizes) < 0:
+            raise ValueError(f"the grid {grid} is not valid")
+        x, y, z = [*sizes, 1, 1][:3]
+        return LaunchShape(values, extents, (x, y, z))
 
 
 def _mock_tensor(value: Any) -> Any:
@@ -95,6 +130,25 @@ def _mock_tensor(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(_mock_tensor(v) for v in value)
     return value
+
+
+def _is_traced_by_compile() -> bool:
+    """False if the current call comes from a custom operator, or from a function for which
+    torch.compile is switched off. torch.compile calls these functions without reading them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    is_inside_operator = False
+    while frame is not None:
+        code = frame.f_code
+        path = code.co_filename.replace(os.sep, "/")
+        if path.endswith("torch/_library/triton.py"):
+            return True  # torch.library.triton_op, which torch.compile reads
+        if path.endswith(("torch/_library/custom_ops.py", "torch/_ops.py")):
+            is_inside_operator = True
+        if path.endswith("torch/_dynamo/eval_frame.py") and "Disable" in code.co_qualname:
+            is_inside_operator = True
+        frame = frame.f_back
+    return not is_inside_operator
 
 
 class _SkippedLaunch:
@@ -139,7 +193,7 @@ def trap_launches() -> Iterator[LaunchTrap]:
     def record_launch(
         function: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any
     ) -> Any:
-        trap.launches.append(Launch(function, args, kwargs))
+        trap.launches.append(Launch(function, args, kwargs, grid, _is_traced_by_compile()))
         return _SkippedLaunch()
 
     def record_autotuned(tuner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +309,7 @@ def _dtype_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
     tensors in one dtype, then all tensors in bf16 except one.
     """
     given_dtypes = [format_dtype(t.dtype) for t in _float_tensors(inputs)]
-    yield "inputs as given", Reach.CONFIRMED, given_dtypes
+    yield INPUTS_AS_GIVEN, Reach.CONFIRMED, given_dtypes
     # if the given inputs have several dtypes, the author chose them by role
     is_uniform = len(set(given_dtypes)) <= 1
     reach = Reach.CONFIRMED if is_uniform else Reach.MIXED
@@ -303,7 +357,7 @@ def check_wrapper(
     for label, reach, dtype_names in _dtype_variants(inputs):
         arguments = _cast_inputs(inputs, dtype_names)
         callee = copy.deepcopy(function) if isinstance(function, torch.nn.Module) else function
-        if isinstance(callee, torch.nn.Module) and dtype_names and label != "inputs as given":
+        if isinstance(callee, torch.nn.Module) and dtype_names and label != INPUTS_AS_GIVEN:
             callee = callee.to(to_torch(max(set(dtype_names), key=dtype_names.count)))
         with calls.record(target, label, reach):
             result = callee(**arguments) if isinstance(arguments, dict) else callee(*arguments)

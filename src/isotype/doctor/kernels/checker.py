@@ -22,6 +22,8 @@ from ...finding import Finding, Place, Severity, join_names
 from .failures import diagnose, find_low_precision_sums
 from .infer import infer_combinations
 from .observe import Fault, Observation, observe
+from .offsets import LaunchShape, find_offset_overflows
+from .python_floats import add_fp64_combinations, drop_repeated_failures, find_fp64_blocks
 from .signature import (
     DEFAULT_TARGET,
     Combination,
@@ -163,7 +165,7 @@ def check_combinations(
     """Checks every combination for every target."""
     parsed_targets, distinct_combinations = (
         [parse_target(t) for t in targets],
-        remove_duplicates(combinations),
+        remove_duplicates(add_fp64_combinations(combinations)),
     )
     if not parsed_targets:
         raise UsageError("no target architecture: name at least one, such as sm_90")
@@ -190,12 +192,14 @@ def build_findings(function: Any, observations: Sequence[Observation]) -> list[F
     the fault occurs.
     """
     groups: dict[tuple, FaultGroup] = {}
+    observations = drop_repeated_failures(observations)
     for observation in sorted(observations, key=lambda o: -o.combination.reach):
         name = function.__name__
         if observation.failed:
             faults = [diagnose(name, *locate_kernel(function), observation)]
         else:
             faults = find_low_precision_sums(name, observation)
+            faults += find_fp64_blocks(name, observation)
         for fault in faults:
             key = (fault.code, fault.file, fault.line)
             group = groups.setdefault(key, FaultGroup(fault, []))
@@ -205,6 +209,20 @@ def build_findings(function: Any, observations: Sequence[Observation]) -> list[F
         for group in groups.values()
         if not _is_due_to_guess(group, observations)
     ]
+
+
+def build_offset_findings(
+    function: Any, shape: LaunchShape, observation: Observation
+) -> list[Finding]:
+    """Returns one finding for each offset that does not fit in int32 at this launch."""
+    parameters = [
+        name
+        for name, type_name in observation.combination.types.items()
+        if type_name != "constexpr"
+    ]
+    faults = find_offset_overflows(function.__name__, parameters, shape, observation)
+    groups = [FaultGroup(fault, [observation]) for fault in faults]
+    return [_build_finding(function, group, [observation]) for group in groups]
 
 
 def _is_due_to_guess(group: FaultGroup, observations: Sequence[Observation]) -> bool:
@@ -269,6 +287,8 @@ def _build_finding(
 ) -> Finding:
     fault, failing = group.fault, group.observations
     labels = list(dict.fromkeys(o.combination.label for o in failing))
+    if all(o.combination.counterpart and not o.failed for o in failing):
+        labels = list(dict.fromkeys(o.combination.counterpart for o in failing))
     passing = [
         label
         for label in dict.fromkeys(o.combination.label for o in observations if not o.failed)

@@ -302,10 +302,7 @@ def diagnose_loop(site: FailureSite) -> Fault | None:
             f". Under torch.compile (Inductor) a Python float such as {value_origin.name} reaches the"
             " kernel as fp64"
         )
-        fix = (
-            f"pin the scalar before its use: {value_origin.name} = {value_origin.name}.to(tl.float32), or annotate"
-            " it fp32"
-        )
+        fix = f"pin the scalar before its use: {value_origin.name} = {value_origin.name}.to(tl.float32)"
     elif entry_dtype == _wider_dtype(entry_dtype, new_dtype):
         fix = (
             f"keep {name} in {entry_dtype} inside the loop: cast what is assigned,"

@@ -421,6 +421,7 @@ def infer_combinations(
                     {},
                     dict(unwrapped.configs[0].options),
                     Reach.INFERRED,
+                    is_traced_by_compile=True,
                 )
             )
     return remove_duplicates(combinations)

@@ -78,6 +78,7 @@ class Observation:
 
     frames    the functions that Triton compiled, the kernel first
     failures  for each frame, the node at which its compilation stopped; the innermost frame first
+    ttir      the text of the compiled module with its locations, if it was asked for
     """
 
     combination: Combination
@@ -86,6 +87,7 @@ class Observation:
     failures: list[tuple[Frame, ast.AST]] = field(default_factory=list)
     error: BaseException | None = None
     message: str = ""
+    ttir: str = ""
 
     @property
     def failed(self) -> bool:
@@ -223,7 +225,9 @@ def _record_visits(observation: Observation) -> Iterator[None]:
         yield
 
 
-def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
+def observe(
+    kernel: Any, combination: Combination, target: Any, *, keeps_ttir: bool = False
+) -> Observation:
     """Runs Triton's front end (syntax tree to TTIR) on one combination for one target. The front
     end is enough to find dtype errors, because it raises all of them. One run takes 10 to 60 ms.
     """
@@ -254,7 +258,9 @@ def observe(kernel: Any, combination: Combination, target: Any) -> Observation:
         parameters = inspect.signature(source.make_ir).parameters  # Triton 3.4 takes no target
         # Triton prints the whole module if it does not verify
         with _record_visits(observation), contextlib.redirect_stdout(io.StringIO()):
-            source.make_ir(**{name: arguments[name] for name in parameters})
+            module = source.make_ir(**{name: arguments[name] for name in parameters})
+        if keeps_ttir:
+            observation.ttir = str(module)
     except Exception as error:
         observation.error = _root_error(error)
         observation.message = _error_message(observation.error)

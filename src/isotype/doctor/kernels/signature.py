@@ -193,13 +193,15 @@ class Reach(IntEnum):
     """
 
     INFERRED = 1  # inferred from the source of the kernel and its launches
-    MIXED = 2  # launched by a call with one tensor in another dtype
-    CONFIRMED = 3  # in the given matrix, or a recorded launch
+    COMPILED = 2  # the same launch under torch.compile
+    MIXED = 3  # launched by a call with one tensor in another dtype
+    CONFIRMED = 4  # in the given matrix, or a recorded launch
 
     @property
     def description(self) -> str:
         return (
             "plausible: inferred from the source, no call was seen",
+            "reachable: under torch.compile, which passes Python floats as fp64",
             "reachable: a call with one tensor in another dtype launches it",
             "reachable: in the given matrix or a recorded launch",
         )[self - 1]
@@ -213,6 +215,10 @@ class Combination:
     constexprs  parameter (or a path into a tuple parameter) -> value
     attributes  path -> the list of attributes that Triton's launcher would set
     options     num_warps, num_stages and the like
+    counterpart           the label of the same launch with fp32 scalars, if this combination is the
+                          one of torch.compile
+    is_traced_by_compile  whether torch.compile sees the launch; False for an explicit signature, and
+                          for a launch inside a custom operator
     """
 
     label: str
@@ -221,6 +227,8 @@ class Combination:
     attributes: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     reach: Reach = Reach.CONFIRMED
+    counterpart: str = ""
+    is_traced_by_compile: bool = False
 
     @property
     def key(self) -> str:

@@ -4,11 +4,18 @@ Inside `simulate_gpu(target)` tensors are on the CPU but report `cuda:0`. A call
 creates a CPU tensor. New memory is filled with zeros. The kernels do not run, so their outputs keep
 these zeros. Triton's active driver reports `target`. Nothing runs on a GPU, even if the machine has
 one.
+
+With `allocates=False`, tensors are on the meta device: they have shapes, dtypes and strides, but no
+memory. So a wrapper can be called with tensors that are larger than the memory of the machine. The
+value of an element is not known, so `.item()` returns 1, `torch.equal` returns False, and both are
+recorded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -73,44 +80,127 @@ _TENSOR_METHODS = (
 )
 
 
-def _run_on_cpu(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Calls `func` on the CPU, also if its arguments name a CUDA device. New memory is filled with
-    zeros.
+_SHAPED_FUNCTIONS = [
+    getattr(torch, name)
+    for name in (
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "rand",
+        "randn",
+        "randint",
+        "arange",
+        "empty_strided",
+    )
+]
+_COMPARISONS = (torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose)
+_VALUE_READERS = {
+    torch.Tensor.item: lambda tensor: tensor.dtype,
+    torch.Tensor.__bool__: lambda tensor: torch.bool,
+    torch.Tensor.__int__: lambda tensor: torch.int64,
+    torch.Tensor.__float__: lambda tensor: torch.float32,
+    torch.Tensor.__index__: lambda tensor: torch.int64,
+}
+
+
+class _Memory:
+    """The memory of the simulated GPU.
+
+    device  `cpu`, or `meta` for tensors without memory
+    reads   the lines that read the value of a tensor without memory
     """
-    if func in _HOST_TRANSFERS:
-        return args[0]
-    if func in (torch.empty_strided, torch.Tensor.new_empty_strided):
-        return func(*args, **_replace_device(kwargs)).zero_()
-    if func is _TENSOR_TO or func in _NEW_METHODS or "device" in kwargs:
-        args = tuple(torch.device("cpu") if _is_cuda(a) else a for a in args)
-    return _ZEROED_FUNCTIONS.get(func, func)(*args, **_replace_device(kwargs))
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.reads: list[str] = []
+
+    def call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Calls `func` on the memory's device, also if its arguments name a CUDA device. New memory
+        is filled with zeros.
+        """
+        if func in _HOST_TRANSFERS:
+            return args[0]
+        if self.device.type == "meta":
+            return self._call_without_memory(func, args, kwargs)
+        if func in (torch.empty_strided, torch.Tensor.new_empty_strided):
+            return func(*args, **self._replace_device(kwargs)).zero_()
+        if func is _TENSOR_TO or func in _NEW_METHODS or "device" in kwargs:
+            args = tuple(self.device if _is_cuda(a) else a for a in args)
+        return _ZEROED_FUNCTIONS.get(func, func)(*args, **self._replace_device(kwargs))
+
+    def _call_without_memory(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func in _COMPARISONS:
+            self._record_read()
+            return False
+        if func in _VALUE_READERS and _is_meta(args[0]):
+            self._record_read()
+            dtype = _VALUE_READERS[func](args[0])
+            number = 1.0 if dtype.is_floating_point else 1
+            return True if dtype == torch.bool else number
+        if func in _SHAPED_FUNCTIONS:
+            kwargs = {"device": self.device, **kwargs}
+        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        args = tuple(self.device if _is_cuda(a) else a for a in args)
+        return func(*args, **self._replace_device(kwargs))
+
+    def _replace_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": self.device}
+        return {name: value for name, value in kwargs.items() if name != "pin_memory"}
+
+    def _record_read(self) -> None:
+        caller = sys._getframe(1)
+        while caller.f_back is not None and _is_torch_code(caller):
+            caller = caller.f_back
+        self.reads.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
 
 
-def _replace_device(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if _is_cuda(kwargs.get("device")):
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    return {name: value for name, value in kwargs.items() if name != "pin_memory"}
+def _is_meta(value: Any) -> bool:
+    # `value.device` is replaced while a GPU is simulated
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
-class _CpuMode(TorchFunctionMode):
+def _is_torch_code(frame: Any) -> bool:
+    path = frame.f_code.co_filename
+    return path == __file__ or f"{os.sep}torch{os.sep}" in path
+
+
+_REAL_DEVICE = torch.Tensor.device
+
+
+def _simulated_device(tensor: torch.Tensor) -> Any:
+    """The device of a tensor for the user's code. torch computes some operators of meta tensors in
+    Python, and this code must see the real device.
+    """
+    if _is_meta(tensor) and _is_torch_code(sys._getframe(1)):
+        return _REAL_DEVICE.__get__(tensor)
+    return _CUDA
+
+
+class _StorageMode(TorchFunctionMode):
     """Intercepts every call of a torch function, also under `with torch.device("cuda")`."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()
+        self.memory = memory
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        return _run_on_cpu(func, args, kwargs or {})
+        return self.memory.call(func, args, kwargs or {})
 
 
-def _patch_function(func: Any) -> Any:
+def _patch_function(func: Any, memory: _Memory) -> Any:
     """Returns a replacement for a function such as `torch.empty`. The replacement is needed because
-    `_CpuMode` does not see the calls in backward and inside custom operators.
+    `_StorageMode` does not see the calls in backward and inside custom operators.
     """
 
-    def call_on_cpu(*args: Any, **kwargs: Any) -> Any:
-        return _run_on_cpu(func, args, kwargs)
+    def call_on_storage(*args: Any, **kwargs: Any) -> Any:
+        return memory.call(func, args, kwargs)
 
-    call_on_cpu.__name__ = getattr(func, "__name__", "torch_function")
-    return call_on_cpu
+    call_on_storage.__name__ = getattr(func, "__name__", "torch_function")
+    return call_on_storage
 
 
 class _Stream:
@@ -229,19 +319,23 @@ def _make_noop(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def simulate_gpu(target: Any) -> Iterator[None]:
+def simulate_gpu(target: Any, *, allocates: bool = True) -> Iterator[list[str]]:
     """Simulates a GPU of this target inside the context. At the end of the context, all replaced
-    functions are restored.
+    functions are restored. Returns a list, which receives the lines that read the value of a tensor
+    without memory.
+
+    allocates  whether tensors have memory
     """
     from triton.runtime.driver import driver
 
+    memory = _Memory("cpu" if allocates else "meta")
     with contextlib.ExitStack() as stack:
         for name, replacement in _cuda_replacements(target).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         tensor_replacements = {
             "is_cuda": property(lambda self: True),
             "is_cpu": property(lambda self: False),
-            "device": property(lambda self: _CUDA),
+            "device": property(_simulated_device),
             "get_device": lambda self: 0,
         }
         for name, value in tensor_replacements.items():
@@ -257,20 +351,28 @@ def simulate_gpu(target: Any) -> Iterator[None]:
         )
         for name in _CREATION_FUNCTIONS:
             stack.enter_context(
-                mock.patch.object(torch, name, _patch_function(getattr(torch, name)))
+                mock.patch.object(torch, name, _patch_function(getattr(torch, name), memory))
             )
         for name in _TENSOR_METHODS:
             stack.enter_context(
-                mock.patch.object(torch.Tensor, name, _patch_function(getattr(torch.Tensor, name)))
+                mock.patch.object(
+                    torch.Tensor, name, _patch_function(getattr(torch.Tensor, name), memory)
+                )
             )
+        if not allocates:
+            for func in (*_COMPARISONS, *_VALUE_READERS):
+                owner = torch if func in (torch.equal, torch.allclose) else torch.Tensor
+                stack.enter_context(
+                    mock.patch.object(owner, func.__name__, _patch_function(func, memory))
+                )
         stack.enter_context(
             mock.patch.object(torch.nn.Module, "cuda", lambda self, device=None: self)
         )
         previous_driver = getattr(driver, "_active", None)
         driver.set_active(_simulated_driver(target))
         stack.callback(_restore_driver, driver, previous_driver)
-        stack.enter_context(_CpuMode())
-        yield
+        stack.enter_context(_StorageMode(memory))
+        yield memory.reads
 
 
 def _restore_driver(driver: Any, previous_driver: Any) -> None:

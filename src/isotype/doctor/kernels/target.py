@@ -18,6 +18,7 @@ from ..loading import convert_import_errors, get_member, load_module, required_p
 from .calls import WrapperCalls, check_wrapper, split_calls, trap_launches
 from .checker import Report, check
 from .infer import returns_value
+from .largest import check_largest
 from .signature import (
     DEFAULT_TARGET,
     Reach,
@@ -29,10 +30,13 @@ from .signature import (
 from .simulated_gpu import simulate_gpu
 
 
-def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
+def check_target(
+    text: str, targets: Sequence[str] | None = None, largest: Sequence[int] = ()
+) -> Report:
     """Checks the kernels that `text` names.
 
     targets  the architectures; None means TARGETS of the module, or sm_90
+    largest  the arguments with which `build` creates the largest shape, at which offsets are checked
     Raises   UsageError if it cannot be loaded, or holds no kernel
     """
     require_triton()
@@ -48,7 +52,14 @@ def check_target(text: str, targets: Sequence[str] | None = None) -> Report:
     )
     if name:
         _check_name(module, name, location, resolved_targets, report)
+        if largest:
+            _check_offsets(module, name, largest, resolved_targets, report)
         return report
+    if largest:
+        raise UsageError(
+            f"{text}: a largest shape needs a function that creates the inputs",
+            fix="name it: FILE.py:build, with build(rows=4, columns=64)",
+        )
     for member in modules:
         _check_module(member, resolved_targets, report)
     if not report.kernels:
@@ -165,6 +176,19 @@ def _check_name(
             f"{name} is a {type(value).__name__}: expected a kernel, a function that launches"
             " kernels, or build()"
         )
+
+
+def _check_offsets(
+    module: ModuleType, name: str, largest: Sequence[int], targets: Sequence[str], report: Report
+) -> None:
+    """Checks the offsets at the largest shape. `name` is a function that returns (function, inputs)
+    and takes the sizes.
+    """
+    build = getattr(module, name)
+    pair = None if is_kernel(build) else build()
+    if not isinstance(pair, tuple) or len(pair) != 2 or is_kernel(pair[0]):
+        raise UsageError(f"{name} does not return (function, inputs), which a largest shape needs")
+    report.add(check_largest(pair[0], lambda *sizes: build(*sizes)[1], largest, targets[0]))
 
 
 def _check_kernel(

@@ -27,6 +27,7 @@ from ...ops.contract import OpContract
 from .attempt import BACKWARD, Fault, Outcome, attempt
 from .locate import find_failure
 from .numerics import (
+    Measurement,
     Numerics,
     different_function_faults,
     long_sum_faults,
@@ -63,6 +64,8 @@ class Report:
     refused  setting and reason of each combination for which the function raises an error and may
              do so, for example because plain PyTorch raises an error too
     skipped  checks that were not possible, with the reason
+    measurements  the error of each result, and the error of plain code with the same dtypes
+    compared_in   the dtype in which the function was compared with the reference, or ""
     """
 
     subject: str
@@ -70,6 +73,8 @@ class Report:
     tried: int
     refused: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+    compared_in: str = ""
 
     @property
     def ok(self) -> bool:
@@ -187,6 +192,8 @@ def ampcheck(
         tried=sum(check.tried for check in checks),
         refused=tuple(refused.items()),
         skipped=tuple(dict.fromkeys(skipped)),
+        measurements=tuple(m for check in checks for m in check.numerics.measurements),
+        compared_in=checks[-1].numerics.compared_in if checks else "",
     )
     if raises and report.at_least(fail_on):
         raise ConformanceError(report)

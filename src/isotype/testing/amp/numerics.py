@@ -68,6 +68,18 @@ class Excess:
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """The relative error of one result under one setting, and the error of the plain code with the
+    same dtypes.
+    """
+
+    result: str
+    setting: str
+    error: float
+    plain_error: float
+
+
+@dataclass(frozen=True)
 class Difference:
     """The difference of a result from the reference in fp64.
 
@@ -85,6 +97,8 @@ class Numerics:
 
     different_results  the results that differ from the reference even in fp64, so that rounding
                        cannot be the cause
+    compared_in        the dtype in which they were compared: fp64, or fp32 if the function does not
+                       run in fp64; empty if they were not compared
     """
 
     subject: Subject
@@ -92,6 +106,8 @@ class Numerics:
     sample: Sample
     inside_fp32: bool = False
     different_results: frozenset[str] = frozenset()
+    measurements: list[Measurement] = field(default_factory=list)
+    compared_in: str = ""
     _truths: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
 
     def with_sample(self, sample: Sample) -> Numerics:
@@ -145,13 +161,19 @@ class Numerics:
 
     def compare_in_fp64(self) -> tuple[Outcome, dict[str, Difference]]:
         """Runs the function and the reference in fp64. Returns the run of the function, and the
-        results that differ.
+        results that differ. If the function does not run in fp64 (many Triton kernels do not), it
+        runs in fp32.
         """
         outcome = self._attempt_in_fp64(fp64_arithmetic)
+        compared_in = "fp64"
+        if not outcome.succeeded:
+            outcome = attempt(self.subject, self.sample, Setting(None), widen_to=torch.float32)
+            compared_in = "fp32"
         differences: dict[str, Difference] = {}
-        if self.reference is None or not outcome.succeeded:
-            return outcome, differences
         truth = self.truth(Setting(None))
+        if self.reference is None or not outcome.succeeded or not truth:
+            return outcome, differences
+        self.compared_in = compared_in
         for result, value in outcome.results().items():
             exact_value = truth.get(result)
             if exact_value is None or exact_value.shape != value.shape:
@@ -186,7 +208,12 @@ class Numerics:
             if result not in yardstick:
                 continue
             rounding = max(unit, torch.finfo(value.dtype).eps / 2)
-            allowed = SLACK * max(_distance(yardstick[result], exact_value), rounding * size)
+            plain_distance = _distance(yardstick[result], exact_value)
+            allowed = SLACK * max(plain_distance, rounding * size)
+            if size:
+                self.measurements.append(
+                    Measurement(result, setting.describe(), errors[result], plain_distance / size)
+                )
             if distance > allowed:
                 relative = 0.0
                 if size:
@@ -333,6 +360,12 @@ def precision_faults(outcome: Outcome, setting: Setting, numerics: Numerics) -> 
     return [_precision_fault("AC006", worst, outcome, setting, numerics.subject, numerics.sample)]
 
 
+_WIDE = {
+    "fp64": "fp64, where rounding plays no part",
+    "fp32": "fp32, where rounding is far smaller (it does not run in fp64)",
+}
+
+
 def different_function_faults(numerics: Numerics) -> tuple[list[Fault], frozenset[str]]:
     """Returns a fault AC023 if results differ from the reference even in fp64. Also returns the
     names of these results.
@@ -356,6 +389,7 @@ def different_function_faults(numerics: Numerics) -> tuple[list[Fault], frozense
         several=len(names) > 1,
         forward=bool(forward_results),
         error=format_error(worst.error),
+        wide=_WIDE[numerics.compared_in],
         factor="" if factor is None else f"{factor:.4g}",
     )
     return [fault], frozenset(names)

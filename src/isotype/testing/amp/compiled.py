@@ -1,0 +1,63 @@
+"""Compares a function under torch.compile with a plain call (AC024).
+
+The graph is captured with the backend `aot_eager`, which traces forward and backward as the default
+backend does, and runs the traced operators without generating code. A function that launches Triton
+kernels is not compared without a GPU, because torch.compile would trace the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...dtypes import format_dtype
+from .attempt import FORWARD, Fault, Outcome, attempt, faulty_method_location, make_fault
+from .numerics import Numerics
+from .rules import first_line
+from .samples import LOW, Sample, Setting, Subject
+
+
+def compile_faults(function: Callable[..., Any], numerics: Numerics, sample: Sample) -> list[Fault]:
+    """Runs a function with and without torch.compile, as built and under bf16 autocast. Returns a
+    fault if it raises, or if a result has another dtype or other values.
+    """
+    plain = Subject(function)
+    compiled_function = torch.compile(function, backend="aot_eager", dynamic=False)
+
+    def call_compiled(*args: Any, **kwargs: Any) -> Any:
+        return compiled_function(*args, **kwargs)
+
+    compiled = Subject(call_compiled)
+    for setting in (Setting(None), Setting(None, autocast=LOW[0])):
+        expected = attempt(plain, sample, setting)
+        if not expected.succeeded:
+            continue
+        outcome = attempt(compiled, sample, setting)
+        location = faulty_method_location(plain, expected, FORWARD)
+        values: dict[str, Any] = {"raised": "", "results": "", "setting": setting.describe()}
+        if outcome.error is not None:
+            values["raised"] = first_line(outcome.error)
+            return [make_fault("AC024", location, location.symbol, location.line, **values)]
+        results = _find_differences(expected, outcome, numerics, setting)
+        if results:
+            values["results"] = ", ".join(results)
+            return [make_fault("AC024", location, location.symbol, location.line, **values)]
+    return []
+
+
+def _find_differences(
+    expected: Outcome, outcome: Outcome, numerics: Numerics, setting: Setting
+) -> list[str]:
+    """Returns the results that differ, with their dtypes if these differ."""
+    differences = []
+    actual_results = outcome.results()
+    for result, value in expected.results().items():
+        actual = actual_results.get(result)
+        if actual is not None and actual.dtype != value.dtype:
+            dtypes = f"{format_dtype(actual.dtype)}, without it {format_dtype(value.dtype)}"
+            differences.append(f"{result} is {dtypes}")
+        elif not numerics.equals_up_to_order(actual, value, setting):
+            differences.append(result)
+    return differences

@@ -1,0 +1,107 @@
+"""The gate stops a wrong function with the question that it fails, and lets right ones pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.api import load_gate_target, run_gate
+from typer.testing import CliRunner
+
+from isotype.cli.app import build_app
+from isotype.errors import UsageError
+from isotype.pages import page
+
+FILE = str(Path(__file__).with_name("gated.py"))
+KERNELS = str(Path(__file__).with_name("gated_kernels.py"))
+
+
+def ask(name: str, **options):
+    return run_gate(load_gate_target(f"{FILE}:{name}", "reference"), **options)
+
+
+def failed(result) -> list[str]:
+    return [question.name for question in result.questions if question.verdict == "fail"]
+
+
+def test_a_right_function_passes() -> None:
+    result = ask("TanhLinear")
+    assert result.verdict == "pass", result.render()
+    assert result.status == 0
+    assert result.findings == []
+    details = {question.name: question.detail for question in result.questions}
+    assert details["fp64"] == "compared in fp64"
+    assert "times the error of the reference" in details["precision"]
+    assert details["kernels"] == "no Triton kernel is launched"
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "code"),
+    [
+        ("WrongFormula", "fp64", "AC023"),
+        pytest.param("Imprecise", "precision", "AC006", marks=pytest.mark.full),
+        pytest.param("Unscaled", "gradients", "AC002", marks=pytest.mark.full),
+        pytest.param("WrongDtype", "dtypes", "AC004", marks=pytest.mark.full),
+        ("reads_while_traced", "compile", "AC024"),
+    ],
+)
+def test_a_wrong_function_fails_at_its_question(name: str, question: str, code: str) -> None:
+    result = ask(name)
+    assert question in failed(result), result.render()
+    assert result.status == 1
+    assert code in [finding.code for finding in result.findings]
+    assert page(code)
+
+
+def test_a_question_that_cannot_be_asked_is_no_pass() -> None:
+    result = ask("random_noise")
+    assert result.verdict == "not asked", result.render()
+    assert result.status == 2
+
+
+@pytest.mark.full
+def test_a_kernel_passes_or_is_stopped_by_scalars_and_offsets() -> None:
+    pytest.importorskip("triton")
+    sizes = (65537, 32768)
+    right = run_gate(load_gate_target(f"{KERNELS}:Right", "reference"), largest=sizes)
+    assert right.verdict == "pass", right.render()
+    small = run_gate(load_gate_target(f"{KERNELS}:Narrow", "reference"), largest=(64, 64))
+    assert failed(small) == ["compile"], small.render()
+    narrow = run_gate(load_gate_target(f"{KERNELS}:Narrow", "reference"), largest=sizes)
+    assert failed(narrow) == ["compile", "offsets"]
+    assert {"KN021", "KN022"} == {finding.code for finding in narrow.findings}
+
+
+def test_offsets_that_were_not_asked_do_not_stop_a_pass(tmp_path: Path) -> None:
+    """Most calls state no largest shape."""
+    result = ask("TanhLinear")
+    offsets = result.questions[-1]
+    offsets.verdict = "not asked"
+    offsets.is_required = False
+    assert result.verdict == "pass"
+
+
+def test_the_command_has_one_exit_status_and_json(tmp_path: Path) -> None:
+    arguments = ["doctor", "gate", f"{FILE}:needs_a_gpu", "--against", "reference"]
+    run = CliRunner().invoke(build_app(), [*arguments, "--json"])
+    assert run.exit_code == 2
+    answer = json.loads(run.stdout)
+    assert answer["verdict"] == "not asked"
+    assert answer["questions"]["fp64"]["verdict"] == "not asked"
+    assert "needs a GPU" in answer["questions"]["fp64"]["detail"]
+    run = CliRunner().invoke(build_app(), arguments)
+    assert run.stdout.rstrip().endswith("verdict: not asked")
+    run = CliRunner().invoke(build_app(), [*arguments, "--largest", "12,x"])
+    assert isinstance(run.exception, UsageError)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "bare.py"
+    file.write_text("def f(x):\n    return x\n")
+    with pytest.raises(UsageError, match="has no 'g'"):
+        load_gate_target(f"{file}:f", "g")
+    with pytest.raises(UsageError, match="no function inputs"):
+        load_gate_target(f"{file}:f", "f")
+    with pytest.raises(UsageError, match=r"expected FILE.py:FUNCTION"):
+        load_gate_target("f", "g")
