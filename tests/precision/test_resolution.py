@@ -21,8 +21,9 @@ def test_auto_reports_its_choice_and_the_reason(h100, t4, old_cpu):
     assert resolve(device=h100, adapter="none").preset == "bf16-mixed"
     assert "native bf16" in resolve(device=h100).reasons["compute"]
     on_t4 = resolve(device=t4)
-    assert on_t4.preset == "fp32"
-    assert "fp16-mixed" in on_t4.reasons["compute"]
+    assert on_t4.preset == "fp16-mixed"
+    assert on_t4.precision.trainable == "fp32"
+    assert on_t4.precision.loss_scaling == "dynamic"
     assert "65504" in on_t4.reasons["compute"]
     assert resolve(device=old_cpu).preset == "fp32"
 
@@ -150,12 +151,30 @@ def test_a_contradiction_names_both_settings_and_the_fix(h100, subtests):
 
 
 @pytest.mark.parametrize("family", OVERFLOWS_IN_FP16)
-def test_a_family_that_overflows_in_fp16_is_refused_and_not_offered_it(family, t4, h100):
-    for settings in ({"preset": "fp16-mixed"}, {"preset": "fp32", "compute": "fp16"}):
-        with pytest.raises(UsageError, match=rf"PR030 {family} overflows in fp16"):
-            resolve(settings, device=t4, family=family)
+def test_a_family_that_overflows_in_fp16_is_named_and_not_offered_it(family, t4, h100):
+    for settings in (
+        {"preset": "fp16-mixed"},
+        {"preset": "fp32", "compute": "fp16", "base": "fp16", "loss_scaling": "dynamic"},
+    ):
+        (warning,) = resolve(settings, device=t4, family=family).warnings
+        assert warning.code == "PR030"
+        assert f"{family} overflows in fp16" in warning.message
+        assert "compute in fp32" in warning.cause
     chosen = resolve(device=t4, family=family)
     assert chosen.preset == "fp32"
     assert f"no bf16, and {family} overflows in fp16" in chosen.reasons["compute"]
     assert resolve(device=h100, family=family).preset == "bf16-lora"
-    assert resolve({"preset": "fp16-mixed"}, device=t4, family="llama").preset == "fp16-mixed"
+    assert not resolve({"preset": "fp16-mixed"}, device=t4, family="llama").warnings
+
+
+def test_qlora_without_bf16_is_offered_fp16_products(t4):
+    """bitsandbytes' nf4 has no need of bf16."""
+    with pytest.raises(
+        UsageError,
+        match=r"PR001(.|\n)*fix +precision.compute: fp16 and precision.loss_scaling: dynamic",
+    ):
+        resolve({"preset": "nf4-lora"}, device=t4)
+    settings = {"preset": "nf4-lora", "compute": "fp16", "loss_scaling": "dynamic"}
+    precision = resolve(settings, device=t4).precision
+    assert (precision.base, precision.compute, precision.generate) == ("nf4", "fp16", "fp16")
+    assert precision.trainable == "fp32"

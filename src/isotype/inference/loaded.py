@@ -30,6 +30,7 @@ from ..model.build import build_model, resolve_precision
 from ..model.load import Source, load_architecture, load_base, load_tokenizer
 from ..model.processor import build_picture_reader
 from ..optimize import optimize
+from ..optimize.fp32_layers import use_stored_fp32_layers
 from ..precision.apply import apply_precision, use_generate_dtype
 from ..precision.precision import Precision
 from ..precision.quantised_base import quantisation_from_config
@@ -103,6 +104,7 @@ def load_run(folder: Path) -> LoadedRun:
             ModelSection(name=str(result), trust_remote_code=source.trust_remote_code)
         )
         model = load_result(result, source, precision, config=config.model, device=device)
+        use_stored_fp32_layers(model, folder)
         return LoadedRun(
             folder,
             config,
@@ -123,6 +125,7 @@ def load_run(folder: Path) -> LoadedRun:
         ).text
     model, _ = build_model(config, precision, source, tokenizer, device)
     restore_model(model, average_weights(checkpoint.tensors, config.train.beta1))
+    use_stored_fp32_layers(model, folder)
     return LoadedRun(
         folder,
         config,

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dtypes import FLOATS, eps, format_dtype, itemsize
-from ..precision.apply import is_norm
+from ..precision.apply import FP32_LAYERS_KEY, inner_model, is_norm
 from ..precision.precision import Precision
 from .operators import (
     ADDITIONS,
@@ -202,6 +202,8 @@ class ContractChecker:
         self._pending_products: dict[int, tuple[Call, str, str]] = {}
         self._router_products: set[int] = set()
         self._wide_forward = False
+        # decoder layers that compute in fp32, because their values do not fit fp16
+        self._fp32_layers: set[nn.Module] = set()
         # dtypes of the running calls of PyTorch's attention, which may compute wide products inside
         self._attention_dtypes: list[str | None] = []
 
@@ -210,6 +212,9 @@ class ContractChecker:
         buffers.
         """
         for model in models:
+            inner = inner_model(model)
+            names = getattr(inner, FP32_LAYERS_KEY, ())
+            self._fp32_layers |= {inner.get_submodule(name) for name in names}
             self.lineages.set_weights(model)
             for full_name, buffer in model.named_buffers():
                 self.lineages.set(buffer, Lineage(BUFFER))
@@ -409,6 +414,12 @@ class ContractChecker:
             "diffusers/models/embeddings.py"
         )
 
+    def _declared_compute(self) -> str:
+        """Returns the dtype that is declared for the code that runs now."""
+        if self._fp32_layers and any(c.module in self._fp32_layers for c in self.step.stack):
+            return "fp32"
+        return self.compute
+
     def _check_product(self, call: Call, dtype: str, lineage: Lineage) -> Lineage:
         case = self._classify_product(call, dtype, lineage)
         if case != OTHER_PRODUCT:
@@ -417,6 +428,8 @@ class ContractChecker:
             self.observation.count_dtype(
                 self.role, call.op.base_name, dtype, self.compute, allowed=(dtype,)
             )
+            # the backward of a layer in fp32 computes in fp32, too
+            self._wide_forward |= dtype != self.compute and dtype in FLOATS
         elif case == ATTENTION_PRODUCT:
             self.observation.count_unseen(
                 self.role, "inside PyTorch's attention, which is given and gives `compute`"
@@ -438,7 +451,7 @@ class ContractChecker:
         source = call.caller
         if region in (UPDATE, AFTER_BACKWARD) or (region == LOSS and source.kind != ISOTYPE):
             return OTHER_PRODUCT
-        if dtype == self.compute or dtype not in FLOATS:
+        if dtype == self._declared_compute() or dtype not in FLOATS:
             return DECLARED_PRODUCT
         if source.kind == ISOTYPE:
             return BRANCH_PRODUCT if source.is_lora_branch else ISOTYPE_PRODUCT
@@ -503,7 +516,7 @@ class ContractChecker:
         """
         symbol = f"{call.op.foreign_name or call.op.base_name} in {call.location}"
         fields = {
-            "declared": self.compute,
+            "declared": self._declared_compute(),
             **overrides,
         }
         self.observation.report(
@@ -531,7 +544,7 @@ class ContractChecker:
             return lineage
         self._check_loss(call, dtype, lineage)
         if call.region == FORWARD:
-            if lineage.is_activation and norm is None and dtype != self.compute:
+            if lineage.is_activation and norm is None and dtype != self._declared_compute():
                 self.observation.arithmetic[f"{call.op.base_name} in {call.module}", dtype] += 1
             if is_narrow and source != HUGGING_FACE:
                 self._check_buffers_and_tables(call, dtype, lineage)

@@ -29,6 +29,7 @@ from ..dtypes import FLOATS, format_dtype, itemsize
 from ..precision.apply import (
     declared_dtype,
     inner_model,
+    is_in_fp32_layer,
     is_norm,
     is_quantised,
     quantised_dtype_name,
@@ -462,9 +463,11 @@ class Observer:
         counted as a promotion. The output is not counted if the module's own code converts narrower
         values to this dtype.
         """
-        compute = getattr(self.precision, role)
-        is_generation = role == "generate"
         outermost = inner_model(self.model)
+        compute = getattr(self.precision, role)
+        if is_in_fp32_layer(outermost, module_name):
+            compute = "fp32"
+        is_generation = role == "generate"
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._checker is not None and self._checker.paused:

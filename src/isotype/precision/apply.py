@@ -110,6 +110,9 @@ def _view_gradients(value: Any) -> Any:
 
 
 _STATE = "_isotype_precision"
+# the attribute of a transformers model with the names of its decoder layers that compute in fp32,
+# because their values do not fit fp16
+FP32_LAYERS_KEY = "_isotype_fp32_layers"
 
 
 class _PrecisionState:
@@ -215,10 +218,18 @@ def declared_dtype(
         frozen = precision.text_encoder
     else:
         frozen = precision.unquantised
+    if is_in_fp32_layer(inner_model(model), full_name):
+        frozen = "fp32"
     dtype_name = precision.trainable if parameter.requires_grad else frozen
     if is_kept_in_fp32(full_name, names_kept_in_fp32(inner_model(model), to_torch(dtype_name))):
         return "fp32"
     return dtype_name
+
+
+def is_in_fp32_layer(inner: nn.Module, name: str) -> bool:
+    """Whether a module or parameter belongs to a decoder layer that computes in fp32."""
+    layers = getattr(inner, FP32_LAYERS_KEY, ())
+    return any(f".{layer}." in f".{name}." for layer in layers)
 
 
 def apply_precision(
@@ -371,6 +382,11 @@ class _CastOutput:
         ):
             return output.to(self.narrows_to)
         return output
+
+
+def is_cast_hook(hook: Any) -> bool:
+    """Whether a forward hook casts the output of its module to the dtype `compute`."""
+    return isinstance(hook, _CastOutput)
 
 
 class _CastFirstOutput(_CastOutput):

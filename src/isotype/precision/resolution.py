@@ -93,7 +93,21 @@ class Resolved:
 
 
 # families whose activations pass fp16's largest value (rule PR030)
-OVERFLOWS_IN_FP16 = ("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text")
+OVERFLOWS_IN_FP16 = (
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "gemma3n",
+    "gemma3n_text",
+    "gemma4",
+    "gemma4_text",
+    "gemma4_unified",
+    "t5",
+    "mt5",
+    "umt5",
+    "t5gemma",
+    "t5gemma2",
+)
 
 
 def choose_preset(device: Hardware, *, adapter: str, family: str = "") -> tuple[str, str]:
@@ -106,12 +120,13 @@ def choose_preset(device: Hardware, *, adapter: str, family: str = "") -> tuple[
         return name, f"auto: {device.name} has native bf16"
     bf16_support = "no bf16" if device.bf16 == "none" else "only emulated bf16"
     if family in OVERFLOWS_IN_FP16:
-        fp16_hint = f", and {family} overflows in fp16"
-    elif device.kind != "cpu":
-        fp16_hint = "; fp16-mixed is faster here but overflows above 65504: choose it by name"
-    else:
-        fp16_hint = ""
-    return "fp32", f"auto: {device.name} has {bf16_support}{fp16_hint}"
+        return "fp32", f"auto: {device.name} has {bf16_support}, and {family} overflows in fp16"
+    if device.kind == "cpu":
+        return "fp32", f"auto: {device.name} has {bf16_support}"
+    return "fp16-mixed", (
+        f"auto: {device.name} has {bf16_support}; fp16 overflows above 65504, and a step whose"
+        " gradients overflow is skipped. fp32 is slower and safe"
+    )
 
 
 def resolve(

@@ -21,6 +21,7 @@ from ..errors import RunError
 from ..model.export import Digests, digest_tensors, refuse_difference
 from ..model.initialisation import SUBTRACTED_STARTS
 from ..observe import Observation
+from ..optimize.fp32_layers import use_stored_fp32_layers
 from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import local_row_selector, restore_model, restore_optimizer
 from ..runs.metrics import read_last_value
@@ -308,6 +309,7 @@ def _verify_result(
         model = task.reload(saved.folder, precision, device, part)
         if part is None:
             compare(model)
+            use_stored_fp32_layers(model, saved.folder.parent)
         return model, [] if part is None else keep_part(model, mesh, part, reduce=precision.reduce)
 
     model, units = world.run_sequentially(load)

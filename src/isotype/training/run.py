@@ -31,6 +31,7 @@ from .base import model_settings, setting_lines
 from .callbacks import Callback, Objective, objective_name
 from .console import Interrupt, RunConsole, quiet_libraries
 from .finish import finish, print_result
+from .fp16_range import choose_fp32_layers
 from .header import detail_rows, details_hint, header_rows
 from .loop import Loop
 from .memory.device import memory_saving_advice
@@ -284,6 +285,8 @@ class _TrainingRun:
             observer=loop.observer,
         )
         with self.world.explain_exchange_errors():
+            if note := choose_fp32_layers(subject, self.folder):
+                prepared.manifest.notes.append(note)
             outcome = preflight(subject, self.skips, world=self.world)
         if subject.trial.peak_bytes:
             time_longest_batch(subject)

@@ -195,6 +195,7 @@ _LOG_PATTERNS = {
         r"\bTesla (?:T4|V100|P100|P40|P4|K80|M60)\b|\bNVIDIA (?:T4|V100)\b|\bV100-\w+|\bGTX"
         r" ?1[06]\d\d|\bRTX ?20[678]0|\bQuadro RTX|\bTITAN (?:V|X|Xp|RTX)\b|\b(?:on|a|an|my)"
         r" (?:free )?(?:Colab )?(?:T4|V100|P100)\b|\bKaggle[^\n]{0,20} (?:T4|P100)\b"
+        r"|\bsm_?[67]\d\b|\bcompute capability:? (?:of )?[67]\.\d\b"
     ),
     "zero quantized weights": r"zero_quantized_(?:nontrainable_)?weights['\"]?\s*[:=]\s*['\"]?true",
     "resumed": r"\bresum(?:ing|ed) (?:training )?from\b|resume_from_checkpoint['\"]?\s*[:=]\s*['\"/\w]",
@@ -228,7 +229,7 @@ _TEXT_PATTERNS = {
 }
 FLAGS = frozenset({*_FLAG_PATTERNS, *_TEXT_PATTERNS, *_LOG_PATTERNS, "custom backward"})
 _LOG_HINTS = re.compile(
-    r"(?i)tesla|nvidia|v100|gtx|rtx|titan|quadro|t4|p100|zero_q|resum|transformers"
+    r"(?i)tesla|nvidia|v100|gtx|rtx|titan|quadro|t4|p100|\bsm_|compute cap|zero_q|resum|transformers"
 )
 _QUOTED_CODE = re.compile(
     r"(?m)^\s*-+>\s*\d+\s+(?P<arrow>\S.*)$"
