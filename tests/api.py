@@ -88,6 +88,8 @@ INNER = {
     "isotype.inference.served.expectation": "Expectations ExpectedAnswer ScoredRow SingleToken",
     "isotype.inference.served.http": "Connection parse_address",
     "isotype.inference.served.server": "Answer Prompt Remedies ServerFacts",
+    "isotype.inference.inspection.checkpoint": "open_checkpoint",
+    "isotype.inference.inspection.dense": "open_two",
     "isotype.inference.verify.reference": "ReferenceModel",
     "isotype.inference.verify.result": "kept_share",
     "isotype.inference.run_weights": "RunWeights",

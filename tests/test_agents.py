@@ -55,7 +55,7 @@ def test_it_is_one_screen_and_linked():
 
 def test_each_command_runs_in_their_order(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
-    assert len(COMMANDS) == 14
+    assert len(COMMANDS) == 16
     results = {}
     for line in COMMANDS:
         command = shlex.split(line, comments=True)

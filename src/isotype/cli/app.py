@@ -62,7 +62,7 @@ _FORMS = {
     "export": f"isotype export RUN --to {'|'.join(FORMATS)}",
     "merge": "isotype merge RUN_OR_ADAPTER --out FOLDER; the run or adapter_config.json names the base",
     "verify": "isotype verify RUN --file FILE, or --served URL",
-    "inspect": "isotype inspect PATH",
+    "inspect": "isotype inspect PATH, or PATH --against OTHER",
 }
 # package that is missing in an installation without extras -> the extra that installs it
 _EXTRA_OF = dict.fromkeys(

@@ -66,14 +66,47 @@ def read_pairs(adapter: Path, reader: str) -> list[LoraPair]:
     """Reads the pairs of matrices from a PEFT folder. Raises UsageError if the adapter has parts
     that the program `reader` does not support.
     """
-    from peft.utils.other import get_pattern_key
+    settings = read_settings(adapter)
+    tensors = _load_tensors(adapter)
+    refuse_more_than_pairs(adapter, settings, list(tensors), reader)
+    return _build_pairs(adapter, settings, tensors)
+
+
+def read_changes(adapter: Path, reader: str) -> tuple[list[LoraPair], dict[str, Tensor]]:
+    """Reads what a PEFT folder changes: the pairs of matrices, and the weights of modules that were
+    trained in full, by their names in the base model. Raises UsageError for other parts.
+    """
+    settings = read_settings(adapter)
+    tensors = _load_tensors(adapter)
+    full_names = []
+    for module in settings.get("modules_to_save") or []:
+        prefixes = (f"{PEFT_PREFIX}{module}.", f".{module}.")
+        full_names += [
+            name
+            for name in tensors
+            if (name.startswith(prefixes[0]) or prefixes[1] in name) and ".lora_" not in name
+        ]
+    full_weights = {name.removeprefix(PEFT_PREFIX): tensors.pop(name) for name in set(full_names)}
+    refuse_more_than_pairs(adapter, settings, list(tensors), reader)
+    return _build_pairs(adapter, settings, tensors), full_weights
+
+
+def _load_tensors(adapter: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    settings = read_settings(adapter)
     if not (adapter / ADAPTER_FILE).is_file():
         raise UsageError(f"{adapter}: no {ADAPTER_FILE} there")
-    tensors = load_file(adapter / ADAPTER_FILE)
-    refuse_more_than_pairs(adapter, settings, list(tensors), reader)
+    return load_file(adapter / ADAPTER_FILE)
+
+
+def _build_pairs(
+    adapter: Path, settings: dict[str, Any], tensors: dict[str, Tensor]
+) -> list[LoraPair]:
+    """Returns the pairs with their scales. Raises UsageError for a rank that contradicts the
+    settings.
+    """
+    from peft.utils.other import get_pattern_key
+
     modules = (name.removeprefix(PEFT_PREFIX).removesuffix(_A_SUFFIX) for name in tensors)
     check_patterns(settings, modules, f"adapter: {adapter / ADAPTER_CONFIG_FILE}")
     rank = settings.get("r", 8)

@@ -74,6 +74,7 @@ class Loading:
     narrowed     tensors that the class keeps in fp32, and that the files have in fewer bits
     ties         weights that share their values with another weight -> that weight
     turn_end     the text of the special token that ends an answer in the chat template
+    model        the model on the meta device; None if it could not be built
     """
 
     problem: str = ""
@@ -88,6 +89,7 @@ class Loading:
     ties: dict[str, str] = field(default_factory=dict)
     turn_end: str = ""
     config: Any = None
+    model: Any = None
 
 
 def ask_transformers(checkpoint: Checkpoint) -> Loading:
@@ -109,9 +111,9 @@ def ask_transformers(checkpoint: Checkpoint) -> Loading:
         return loading
     quiet_libraries()
     with silence_library_warnings():
-        model = _build_model(checkpoint, loading)
+        loading.model = _build_model(checkpoint, loading)
         loading.turn_end = _find_turn_end(checkpoint)
-    loading.scales = find_scales(checkpoint.tensors.values(), loading.quantisation, model)
+    loading.scales = find_scales(checkpoint.tensors.values(), loading.quantisation, loading.model)
     orphaned = set(loading.scales.orphaned)
     loading.unexpected = [name for name in loading.unexpected if name not in orphaned]
     return loading
@@ -148,8 +150,8 @@ def _build_model(checkpoint: Checkpoint, loading: Loading) -> Any:
         return None
     loading.class_name = type(model).__name__
     loading.dtype = format_dtype(model.dtype)
-    owners = _group_by_owner(checkpoint.tensors.values())
-    layers = {owner for owner, parts in owners.items() if _has_codes(parts)}
+    owners = group_by_owner(checkpoint.tensors.values())
+    layers = {owner for owner, parts in owners.items() if has_codes(parts)}
     # the class stacks the weights of experts that the files store one by one
     layers |= {_ONE_EXPERT.sub(".experts", owner) for owner in layers}
     loading.missing = _other_names(report["missing_keys"], layers)
@@ -185,7 +187,7 @@ def _split_name(name: str) -> tuple[str, str]:
     return owner, last
 
 
-def _group_by_owner(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+def group_by_owner(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
     """Returns the tensors of each layer whose weight is quantised, or that has scales."""
     owners: dict[str, dict[str, StoredTensor]] = {}
     for tensor in tensors:
@@ -197,27 +199,27 @@ def _group_by_owner(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, Stor
 def _is_quantised(parts: Mapping[str, StoredTensor]) -> bool:
     if "blocks" in parts or any(name.startswith("weight.") for name in parts):
         return True
-    headers = {f"layer.{name}": header for name, header in _headers(parts).items()}
+    headers = {f"layer.{name}": header for name, header in tensor_headers(parts).items()}
     return bool(group_packed_tensors(headers))
 
 
-def _has_codes(parts: Mapping[str, StoredTensor]) -> bool:
+def has_codes(parts: Mapping[str, StoredTensor]) -> bool:
     """Returns True if the tensors hold the numbers of a quantised weight."""
     weight = parts.get("weight")
     code_dtypes = (*FP8, torch.int8, torch.uint8, torch.int32)
-    if weight is not None and _torch_dtype(weight.dtype) in code_dtypes:
+    if weight is not None and torch_dtype(weight.dtype) in code_dtypes:
         return True
     return any(name in parts for name in _CODE_NAMES)
 
 
-def _headers(parts: Mapping[str, StoredTensor]) -> dict[str, TensorHeader]:
+def tensor_headers(parts: Mapping[str, StoredTensor]) -> dict[str, TensorHeader]:
     return {
-        name: TensorHeader(_torch_dtype(tensor.dtype), tensor.shape)
+        name: TensorHeader(torch_dtype(tensor.dtype), tensor.shape)
         for name, tensor in parts.items()
     }
 
 
-def _torch_dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
     if name == "fp8_e8m0":
         return torch.float8_e8m0fnu
     with suppress(ValueError):
@@ -234,8 +236,8 @@ def find_scales(
     """
     scales = Scales()
     packing = None if quantisation is None else quantisation.packing
-    for owner, parts in _group_by_owner(tensors).items():
-        if not _has_codes(parts):
+    for owner, parts in group_by_owner(tensors).items():
+        if not has_codes(parts):
             names = (*PACKED_TENSOR_NAMES, *SERVING_TENSORS)
             is_part = [name in names or name.startswith("weight.") for name in parts]
             scales.orphaned += [parts[name].name for name, part in zip(parts, is_part) if part]
@@ -262,7 +264,9 @@ def _missing_part(
         layer = None if model is None else model.get_submodule(owner)
     if packing is not None and isinstance(layer, nn.Linear):
         other_names = ("bias", *SERVING_TENSORS)
-        headers = {name: part for name, part in _headers(parts).items() if name not in other_names}
+        headers = {
+            name: part for name, part in tensor_headers(parts).items() if name not in other_names
+        }
         try:
             recognise_layout(owner, headers, packing, (layer.out_features, layer.in_features))
         except UsageError as error:

@@ -106,7 +106,7 @@ def open_gguf(
         tensors,
         unexpected=sorted(unexpected),
         fields=header.fields,
-        rope_factors=None if rope_entry is None else _read_values(content, rope_entry),
+        rope_factors=None if rope_entry is None else read_tensor_values(content, rope_entry),
     )
 
 
@@ -141,7 +141,7 @@ def _stacked_tensor(
 
 
 def _read_stacked(content: np.ndarray[Any, Any], entries: Sequence[TensorEntry]) -> Tensor:
-    return torch.cat([_read_values(content, entry) for entry in entries], dim=1)
+    return torch.cat([read_tensor_values(content, entry) for entry in entries], dim=1)
 
 
 def _main_kind(header: Header) -> str:
@@ -171,8 +171,8 @@ def _open_adapter(
         b_name = gguf_name + _LORA_B
         if a_name not in header.tensors or b_name not in header.tensors:
             continue
-        a = _read_values(content, header.tensors[a_name])
-        b = _read_values(content, header.tensors[b_name])
+        a = read_tensor_values(content, header.tensors[a_name])
+        b = read_tensor_values(content, header.tensors[b_name])
         b = _restore_rows(b, name, config, family)
         pairs[name] = LoraPair(gguf_name, a, b, alpha / a.shape[0])
         used |= {a_name, b_name}
@@ -185,7 +185,7 @@ def _open_adapter(
     )
 
 
-def _read_values(content: np.ndarray[Any, Any], entry: TensorEntry) -> Tensor:
+def read_tensor_values(content: np.ndarray[Any, Any], entry: TensorEntry) -> Tensor:
     raw = torch.from_numpy(np.array(content[entry.offset : entry.offset + entry.size]))
     if entry.kind in BLOCKS:
         rows = raw.view(-1, entry.row_bytes)
@@ -196,7 +196,7 @@ def _read_values(content: np.ndarray[Any, Any], entry: TensorEntry) -> Tensor:
 def _read_weight(
     content: np.ndarray[Any, Any], entry: TensorEntry, name: str, family: Family, config: Any
 ) -> Tensor:
-    value = _read_values(content, entry)
+    value = read_tensor_values(content, entry)
     if family.norm_offset and name.endswith("norm.weight"):
         return value - family.norm_offset
     return _restore_rows(value, name, config, family)

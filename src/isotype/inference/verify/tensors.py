@@ -31,8 +31,12 @@ _BLOCK_ROUNDING = {
     "Q4_1": 1 / 6,
     "IQ4_NL": 1 / 6,
 }
-# the largest relative error of a tensor, root mean square, for types with blocks of 256
-_TENSOR_ROUNDING = {"Q2_K": 0.5, "Q3_K": 0.3, "Q4_K": 0.2, "Q5_K": 0.1, "Q6_K": 0.05}
+# the largest relative error of a tensor, root mean square, for types with blocks of 256, and for
+# the formats of published quantised checkpoints
+TENSOR_ROUNDING = {
+    "Q2_K": 0.5, "Q3_K": 0.3, "Q4_K": 0.2, "Q5_K": 0.1, "Q6_K": 0.05,
+    "fp8": 0.06, "int8": 0.05, "int4": 0.25, "nvfp4": 0.2, "mxfp4": 0.25, "nf4": 0.2, "fp4": 0.3,
+}  # fmt: skip
 # errors of fp32 sums, and of the 1 that Gemma's norms are stored with
 _FP32_ERROR = 2e-6
 _ADAPTER_ERROR = 1e-5
@@ -242,13 +246,13 @@ def _deviation(
         change = (expected - base).abs().amax()
         limit = 4 * _ROUNDING.get(kind, 1 / 100) * change + _ADAPTER_ERROR * expected.abs().amax()
         limits = limit.expand_as(error)
-    elif kind in _TENSOR_ROUNDING:
+    elif kind in TENSOR_ROUNDING:
         relative = float(error.square().mean().sqrt() / expected.square().mean().sqrt())
-        if relative <= _TENSOR_ROUNDING[kind]:
+        if relative <= TENSOR_ROUNDING[kind]:
             return ""
         return f"its values are off by {relative:.0%}, more than the rounding of {kind}"
     else:
-        limits = _rounding_limits(kind, written.merge_dtype, expected)
+        limits = rounding_limits(kind, written.merge_dtype, expected)
     is_off = error > limits
     if not is_off.any():
         return ""
@@ -259,7 +263,7 @@ def _deviation(
     )
 
 
-def _rounding_limits(kind: str, merge_dtype: str, expected: Tensor) -> Tensor:
+def rounding_limits(kind: str, merge_dtype: str, expected: Tensor) -> Tensor:
     """Returns the largest error that is allowed for each value. A limit is the sum of the possible
     errors of the cast to the merged dtype, of the file's type, and of sums in fp32.
     """
