@@ -261,6 +261,7 @@ INNER = {
         "static= check_disk check_memory check_update_sizes checkpoint_bytes result_bytes"
     ),
     "isotype.training.run_state": "RunState",
+    "isotype.training.duration": "duration=",
     "isotype.training.header": "describe_time=_describe_time",
     "isotype.training.schedule": (
         "EVALUATED_SHARE MIN_EVALUATED_ROWS MIN_EVALUATIONS RunSchedule learning_rate"

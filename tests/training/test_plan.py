@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+from tests.api import duration
 from tests.api import plan as module
 
 from isotype.environment.hardware import detect
@@ -30,8 +31,16 @@ def test_a_plan_shows_what_a_run_would_do_and_leaves_nothing_behind(
         > content["memory"]["activations"]
         > 0
     )
+    seconds = content["time"]["seconds"]
+    assert min(seconds[part] for part in ("steps", "evaluation", "check at the end")) > 0
     text = made.to_text()
-    for word in ("precision   fp32", "5 steps of 4 rows", "activations of 4 x", "frozen weights"):
+    for word in (
+        "time        about",
+        "precision   fp32",
+        "5 steps of 4 rows",
+        "activations of 4 x",
+        "frozen weights",
+    ):
         assert word in text
     assert text.count("preset fp32") == 1, "a reason that all roles share is said once"
     assert [file.name for file in tmp_path.iterdir()] == ["run.yaml"]
@@ -39,3 +48,29 @@ def test_a_plan_shows_what_a_run_would_do_and_leaves_nothing_behind(
     small = plan_run(loaded)
     assert small.fits is False
     assert "will not fit into 64.0 MiB" in small.to_text()
+
+
+def test_the_estimated_time_follows_steps_rows_and_the_measured_speed(configured, monkeypatch):
+    speeds = {"measure_flops_per_second": 1e9, "measure_bytes_per_second": 1e9}
+    for name, speed in speeds.items():
+        monkeypatch.setattr(duration, name, lambda dtype, speed=speed: speed)
+    run = {"samples": ["How much is 1 plus 1?"], "sample_tokens": 8}
+
+    def parts(steps, **train):
+        loaded = configured(train={"steps": steps, "eval_every": steps, **train}, run=run)
+        return plan_run(loaded).time.parts
+
+    one, two = parts(10), parts(20)
+    assert two["steps"] == 2 * one["steps"] > 0
+    assert two["evaluation"] == one["evaluation"] > 0
+    assert one["samples"] > 0
+    recomputed = parts(10, gradient_checkpointing="layers")
+    assert one["steps"] < recomputed["steps"] < 1.5 * one["steps"]
+    monkeypatch.setattr(duration, "measure_flops_per_second", lambda dtype: 5e8)
+    assert parts(10)["steps"] == 2 * one["steps"]
+
+
+def test_the_time_of_another_device_is_not_estimated(configured):
+    made = plan_run(configured(), device="h100")
+    assert made.time is None
+    assert "time        " not in made.to_text()

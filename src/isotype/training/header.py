@@ -18,11 +18,12 @@ from ..precision.resolution import Resolved
 from ..runs.folder import LOG, RunFolder
 from ..wording import format_bytes, pluralise
 from .console import format_duration
+from .duration import format_parts, part_seconds
 from .memory.device import returns_freed_blocks
 from .memory.recomputation import NONE
 from .schedule import RunSchedule
 from .setup import Prepared, Trial
-from .task import Header, Task, evaluation_batch_size
+from .task import Header, Task
 
 
 def header_rows(
@@ -149,24 +150,11 @@ def _describe_time(task: Task, schedule: RunSchedule, trial: Trial) -> str:
     """
     if trial.batch_seconds is None:
         return ""
-    train = task.config.train
-    # a forward takes at most half of the time of forward and backward
-    forward_seconds = trial.batch_seconds / 2
-    evaluated_rows = schedule.evaluations * schedule.evaluated_rows
-    if schedule.eval_stride > 1:
-        evaluated_rows += schedule.eval_rows
-    parts = {
-        "steps": schedule.total * train.accumulate * trial.batch_seconds,
-        "evaluation": evaluated_rows / evaluation_batch_size(train) * forward_seconds,
-        "samples": schedule.sample_rounds * (trial.sample_seconds or 0.0),
-        # one row before the result is loaded again, and one after that
-        "check at the end": 2 * forward_seconds,
-    }
-    part_texts = [f"{name} {format_duration(value)}" for name, value in parts.items() if value]
+    parts = part_seconds(task, schedule, trial.batch_seconds, trial.sample_seconds or 0.0)
     is_complete = trial.sample_seconds is not None or not task.samples or not schedule.sample_every
     limit_text = "" if is_complete else " without samples"
     return (
-        f"about {format_duration(sum(parts.values()))}{limit_text}: {', '.join(part_texts)};"
+        f"about {format_duration(sum(parts.values()))}{limit_text}: {format_parts(parts)};"
         f" a batch of the longest rows takes {trial.batch_seconds:.2g} s"
     )
 

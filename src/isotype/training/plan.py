@@ -16,6 +16,7 @@ from ..precision.resolution import Resolved
 from ..wording import format_binary_bytes, pluralise
 from .console import quiet_libraries
 from .device_setup import DeviceSetup, prepare_data
+from .duration import TimeEstimate, estimate_time
 from .header import attention_line
 from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
 from .memory.choice import planned_checkpointing
@@ -37,6 +38,7 @@ class Plan:
 
     process_bytes  on a CPU, the bytes that this process uses without a model; 0 on a GPU
     row_name       what the task calls a row of its data
+    time           the estimated time of the run; None for a device other than this machine's CPU
     """
 
     config: RunConfig
@@ -55,6 +57,7 @@ class Plan:
     notes: Sequence[str] = field(default=())
     processes: ProcessesPlan | None = None
     offload: OffloadPlan | None = None
+    time: TimeEstimate | None = None
     row_name: str = "row"
 
     @property
@@ -92,6 +95,7 @@ class Plan:
                 "of": self.checkpointing.layer_count,
                 "reason": self.checkpointing.reason,
             },
+            **({} if self.time is None else {"time": self.time.to_dict()}),
             "memory": {
                 **self.memory.to_dict(),
                 "process": self.process_bytes,
@@ -142,6 +146,7 @@ class Plan:
             ),
             *([f"  {schedule['evaluation']}"] if schedule["evaluations"] else []),
             *([f"  {schedule['note']}"] if schedule["note"] else []),
+            *([f"time        {self.time}"] if self.time is not None else []),
             *([f"attention   {self.attention}"] if self.attention else []),
             f"recompute   {self.checkpointing}",
             *([] if self.offload is None else [f"offload     {self.offload}"]),
@@ -225,6 +230,10 @@ def plan_run(
     checkpointing, memory = planned_checkpointing(
         task, device_setup, model_outline, available=hardware.memory, overhead=process_bytes
     )
+    estimate = None
+    if hardware.kind == "cpu" and gpus is None:
+        run_schedule = RunSchedule.from_config(config, rows=task.rows, eval_rows=task.eval_rows)
+        estimate = estimate_time(task, model_outline, run_schedule, precision, checkpointing)
     peak = memory.peak + process_bytes
     if hardware.memory and peak > hardware.memory:
         advice = memory_saving_advice(config, checkpointing.kind)
@@ -267,6 +276,7 @@ def plan_run(
         memory=memory,
         checkpointing=checkpointing,
         process_bytes=process_bytes,
+        time=estimate,
         offload=plan_offload(
             model_outline.model,
             hardware,

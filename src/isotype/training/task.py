@@ -256,6 +256,8 @@ class StepOutline:
     """FLOPs of each block's forward on the largest micro-batch, in the order of
     `memory.recomputation.checkpointable_layers`.
     """
+    head_flops: Callable[[nn.Module], float] = lambda model: 0.0
+    """FLOPs of the forward outside of the blocks on the largest micro-batch."""
 
 
 class Task(Protocol):
@@ -424,6 +426,12 @@ class Task(Protocol):
         """The time of a whole round of samples, divided by the time of the small test sample that
         `sample` generates if `is_shortened` is true. None if the run generates no samples or if the
         ratio is unknown.
+        """
+
+    @property
+    def sample_forwards(self) -> float | None:
+        """The time of a whole round of samples, in forwards of one token. None if the run generates
+        no samples, or if a sample is not made token by token.
         """
 
     def sample(

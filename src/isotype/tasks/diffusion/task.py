@@ -218,6 +218,10 @@ class DiffusionTask:
     def sample_ratio(self) -> float | None:
         return None  # prompts have their own sizes and numbers of steps
 
+    @property
+    def sample_forwards(self) -> float | None:
+        return None
+
     def sample(
         self,
         model: nn.Module,

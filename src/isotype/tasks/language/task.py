@@ -232,12 +232,20 @@ class LanguageTask:
                 for layer in checkpointable_layers(model)
             ]
 
+        def head_flops(model: Any) -> float:
+            inner: Any = inner_model(model)
+            head = inner.get_output_embeddings()
+            if head is None:
+                return 0.0
+            return step.rows * step.length * flops_per_token(head, inner.config) / 2
+
         return replace(
             step,
             other_model_bytes=self.objective.load_other_models(
                 self.tokenizer, precision, None
             ).bytes,
             block_flops=block_flops,
+            head_flops=head_flops,
         )
 
     def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
@@ -331,11 +339,16 @@ class LanguageTask:
 
     @property
     def sample_ratio(self) -> float | None:
+        if self.sample_forwards is None:
+            return None
+        return self.sample_forwards / min(REHEARSED_TOKENS, self.config.run.sample_tokens)
+
+    @property
+    def sample_forwards(self) -> float | None:
         if not self.prompts:
             return None
-        tokens = self.config.run.sample_tokens
         rounds = sum(batch_duration(len(batch)) for batch in batch_prompts(self.prompts))
-        return rounds * tokens / min(REHEARSED_TOKENS, tokens)
+        return rounds * self.config.run.sample_tokens
 
     def sample(
         self,
