@@ -77,8 +77,7 @@ INNER = {
     "isotype.inference.diffusion": "draw_pictures evaluate_pictures export_comfyui merge_denoiser",
     "isotype.inference.export": "export_language",
     "isotype.inference.gguf_file": (
-        "gguf_file_FAMILIES=FAMILIES MODEL_FAMILIES export_adapter export_model "
-        "header_keys tokenizer_keys"
+        "gguf_file_FAMILIES=FAMILIES export_adapter export_model header_keys tokenizer_keys"
     ),
     "isotype.inference.loaded": "load_run",
     "isotype.inference.ollama": "find_turns",
@@ -97,7 +96,7 @@ INNER = {
     "isotype.integrations.claims": "TESTED_VERSIONS",
     "isotype.integrations.monitor": "read_reduce_dtypes",
     "isotype.integrations.weights": "RoundingLoss",
-    "isotype.lora.attach": "lora_layers read_projection",
+    "isotype.lora.attach": "lora_layers read_projection serve_layer served_weight set_serving",
     "isotype.lora.group": "lora_group",
     "isotype.lora.kernel_cases": "LORA_CASES=CASES",
     "isotype.lora.linear": (
@@ -108,14 +107,16 @@ INNER = {
         "LORA_KERNELS=KERNELS add_product_ can_run_few_rows few_rows_product"
         " kernels_unavailable_reason product_fp32 scaled_product"
     ),
+    "isotype.lora.served": "served_merged_weight=merged_weight",
     "isotype.lora.quantised": "dequantise_weight forward_4bit",
     "isotype.model.adapter_settings": "check_patterns",
     "isotype.model.architecture": "attention_setting describe_attention",
     "isotype.model.export": "trained_tensors",
-    "isotype.model.gguf": "read_architecture",
+    "isotype.model.gguf": "read_architecture restore_rows",
     "isotype.model.gguf_header": "read_header",
     "isotype.model.pre_tokenizers": "SPLITTINGS _WORD_PATTERN=_WORDS build_pre_tokenizer",
     "isotype.model.processor": "build_picture_reader",
+    "isotype.model.served": "GGUF_FAMILIES",
     "isotype.model.targets": "refuse_unknown_parameters target_notes",
     "isotype.model.tokens": "add_tokens",
     "isotype.model.value_ranges": "check_model_config",
@@ -157,6 +158,7 @@ INNER = {
     "isotype.ops.packed": "PackedState StackState pack_along_rows widen widen_4bit",
     "isotype.ops.packed.formats": "KINDS Layout",
     "isotype.ops.packed.ggml": "BLOCKS decode_blocks find_non_finite",
+    "isotype.ops.packed.quantise": "pack_blocks",
     "isotype.ops.packed.recognise": (
         "TensorHeader SERVING_TENSORS TORCHAO_NAMES build_state recognise_layout"
     ),

@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from tests.api import (
-    MODEL_FAMILIES,
+    GGUF_FAMILIES,
     export_adapter,
     export_language,
     export_model,
@@ -79,7 +79,7 @@ def test_a_model_of_each_family_is_read_back_bit_for_bit(
 ) -> None:
     pytest.importorskip("gguf")
     for family, (kind, dtype) in product(
-        MODEL_FAMILIES, (("F16", torch.float16), ("BF16", torch.bfloat16))
+        GGUF_FAMILIES, (("F16", torch.float16), ("BF16", torch.bfloat16))
     ):
         with subtests.test(f"{family} {kind}"):
             place = tmp_path / family

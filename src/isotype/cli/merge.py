@@ -102,7 +102,8 @@ def _loader(*, is_shared: bool) -> Callable[[Path], LoadedRun]:
     """
     from ..inference.loaded import load_run
 
-    return cache(load_run) if is_shared else load_run
+    load = partial(load_run, as_served=False)
+    return cache(load) if is_shared else load
 
 
 def _finish(

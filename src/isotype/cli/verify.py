@@ -140,7 +140,7 @@ def verify_served(
     from ..inference.verify.measure import DEFAULT_ROWS, MIN_KEPT
     from ..inference.verify.result import store_result
 
-    loaded = load_run(run)
+    loaded = load_run(run, as_served=False)
     expectations = compute_expectations(
         loaded, DEFAULT_ROWS if verify_rows is None else verify_rows
     )
@@ -174,7 +174,7 @@ def verify_written(
     from ..inference.verify.measure import DEFAULT_ROWS, MIN_KEPT, verify_file
     from ..inference.verify.result import store_result
 
-    loaded = load_run(run) if load is None else load(run)
+    loaded = load_run(run, as_served=False) if load is None else load(run)
     verification = verify_file(
         loaded,
         file,

@@ -28,6 +28,7 @@ KEYS_OF_KIND: Mapping[str, tuple[str, ...]] = {
     LANGUAGE: (
         "data.", "preference.", "distil.", "train.objective", "train.aux_loss", "train.embedding_noise", "adapter.parameters",
         "adapter.train_tokens", "adapter.modules_to_save", "adapter.vision", "adapter.projector",
+        "adapter.serve_as", "adapter.serve_from",
         "precision.vision",
         "model.tokenizer", "model.attention", "model.allow_unquantised", "model.rope_parameters",
         "model.trust_remote_code", "run.sample_tokens",

@@ -416,6 +416,17 @@ class AdapterSection(Section):
     """Folder of a PEFT adapter. Training starts from the weights of this adapter. Diffusion: also a
     LoRA file of kohya's scripts, diffusers, SimpleTuner, ai-toolkit or ComfyUI (.safetensors).
     """
+    serve_as: Literal["q8_0", "q5_0", "q4_0"] | None = None
+    """The format of the file that you will serve. Training then multiplies by the weights of this
+    file: the sum of base and adapter is rounded to the format in each forward pass, and
+    `isotype export --type` with the same format writes exactly these weights. It is for LoRA
+    adapters of language models in one process, without dropout and DoRA. Use it if `isotype verify`
+    shows that the file loses too much of what the adapter learnt.
+    """
+    serve_from: Fraction | None = None
+    """With `serve_as`: the share of the steps that train without rounding before the rounding of
+    the adapted weights begins. The default is 0.1.
+    """
     text_encoders: bool = False
     """Diffusion (SDXL, Stable Diffusion): attention and MLPs of the CLIP text encoders get an
     adapter too. Captions are then encoded in each step.

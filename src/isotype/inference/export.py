@@ -22,6 +22,7 @@ from ..errors import UsageError
 from ..model.adapter_settings import ADAPTER_CONFIG_FILE
 from ..model.export import embedding_and_head, write_config
 from ..model.gguf import read_architecture
+from ..model.served import GGUF_FORMATS
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import detect_model_folder, split_run_and_adapter
 from .adapter_file import export_vllm, read_settings
@@ -102,7 +103,7 @@ def export_language(
             merge(load(run), folder)
         elif has_adapter:
             folder = Path(temporary)
-            weights = _merge_lazily(load(run), folder)
+            weights = _merge_lazily(load(run), folder, kind)
         kind = kind or _lossless_type(folder)
         write = partial(export_model, folder, kind=kind, weights=weights)
         if kind == BASE_TYPE:
@@ -198,9 +199,12 @@ def _write_ollama_folder(
     write_folder(out, write_contents, next_action="export again")
 
 
-def _merge_lazily(run: LoadedRun, folder: Path) -> dict[str, WeightToWrite]:
+def _merge_lazily(run: LoadedRun, folder: Path, kind: str | None) -> dict[str, WeightToWrite]:
     """Writes the configuration and the tokenizer of a run's merged model into `folder`. Returns its
     weights, each of which is computed in fp32 when it is read.
+
+    kind  the GGUF type of the file. A run that was trained for this type gets the weights before
+          their rounding, because the writer rounds them in the same way
     """
     weights = RunWeights(run)
     refuse_unmergeable(weights.inner)
@@ -214,9 +218,12 @@ def _merge_lazily(run: LoadedRun, folder: Path) -> dict[str, WeightToWrite]:
     run.tokenizer.save_pretrained(str(folder))
     names = embedding_and_head(plain)
     skipped = names[1] if tied and names is not None else None
+    is_served = weights.served is not None
+    is_served_type = GGUF_FORMATS.get(run.precision.served) == kind
+    read = weights.unrounded if is_served_type else weights.trained
     return {
         name: WeightToWrite(
-            weights.shape(name), partial(weights.trained, name), name in weights.changed_names
+            weights.shape(name), partial(read, name), is_served or name in weights.changed_names
         )
         for name in weights.parameters
         if name != skipped

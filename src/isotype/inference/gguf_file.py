@@ -27,6 +27,7 @@ from ..errors import UsageError
 from ..model.gguf import read_architecture
 from ..model.gguf_header import read_header
 from ..model.pre_tokenizers import match_splitting
+from ..model.served import GGUF_FAMILIES, gguf_type
 from .adapter_file import read_pairs, read_settings
 from .ollama import adds_bos
 
@@ -34,10 +35,6 @@ from .ollama import adds_bos
 TYPES = {"F16": 1, "BF16": 32, "Q8_0": 7, "Q5_0": 8, "Q4_0": 2}
 BASE_TYPE = "base"  # the value of --type for the types of a base that was published as a GGUF file
 MERGE_DTYPE_KEY = "isotype.merge_dtype"
-# types of the head that are wider than the type of the other matrices. llama-quantize writes Q6_K,
-# for which the package gguf has no quantiser
-_HEAD_TYPES = {"Q4_0": "Q8_0", "Q5_0": "Q8_0"}
-_BLOCK_SIZE = 32
 _FP16_MAX = 65504.0  # the largest fp16
 
 
@@ -48,24 +45,22 @@ class Family:
     architecture  the name of gguf's MODEL_ARCH
     permutes_rows  whether the rows of q and k are in neighbouring pairs
     norm_offset   value that is added to the weights of norms
-    writes_model  whether whole models can be written; a test reads such a model with transformers
     """
 
     architecture: str
     permutes_rows: bool = False
     norm_offset: float = 0.0
-    writes_model: bool = False
 
 
 FAMILIES = {
-    "llama": Family("LLAMA", permutes_rows=True, writes_model=True),
-    "mistral": Family("LLAMA", permutes_rows=True, writes_model=True),
-    "qwen2": Family("QWEN2", writes_model=True),
-    "qwen3": Family("QWEN3", writes_model=True),
-    "gemma2": Family("GEMMA2", norm_offset=1.0, writes_model=True),
-    "gemma3_text": Family("GEMMA3", norm_offset=1.0, writes_model=True),
-    "phi3": Family("PHI3", writes_model=True),
-    # adapters alone
+    "llama": Family("LLAMA", permutes_rows=True),
+    "mistral": Family("LLAMA", permutes_rows=True),
+    "qwen2": Family("QWEN2"),
+    "qwen3": Family("QWEN3"),
+    "gemma2": Family("GEMMA2", norm_offset=1.0),
+    "gemma3_text": Family("GEMMA3", norm_offset=1.0),
+    "phi3": Family("PHI3"),
+    # adapters alone; the families above are GGUF_FAMILIES, of which whole models are written
     "mixtral": Family("LLAMA", permutes_rows=True),
     "qwen2_moe": Family("QWEN2MOE"),
     "qwen3_moe": Family("QWEN3MOE"),
@@ -79,7 +74,6 @@ FAMILIES = {
     "starcoder2": Family("STARCODER2"),
     "seed_oss": Family("SEED_OSS"),
 }
-MODEL_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.writes_model)
 
 
 def llama_cpp(model: Path | str, kind: str) -> str:
@@ -158,7 +152,7 @@ def export_model(
     """Writes a model as one file, with tokenizer and template. Returns the number of tensors.
 
     folder   a Hugging Face folder with the configuration, the tokenizer and the weights
-    kind     the type of matrices, one of TYPES, or BASE_TYPE. Vectors stay fp32. `tensor_type`
+    kind     the type of matrices, one of TYPES, or BASE_TYPE. Vectors stay fp32. `gguf_type`
              lists the matrices that get a wider type
     weights  the weights by their names in transformers; None means those of `folder`
     base     the GGUF file whose types BASE_TYPE takes. Weights that are not in `weights` are copied
@@ -200,7 +194,7 @@ def export_model(
         else:
             is_head = name == ("lm_head.weight" if has_head else "model.embed_tokens.weight")
             plain_kind = "Q8_0" if kind == BASE_TYPE else kind
-            type_name = tensor_type(plain_kind, weight.shape, is_head=is_head)
+            type_name = gguf_type(plain_kind, weight.shape, is_head=is_head)
         norm_offset = family.norm_offset if name.endswith("norm.weight") else 0.0
         order = partial(
             _reorder_rows,
@@ -250,22 +244,6 @@ def _read_folder(folder: Path) -> dict[str, WeightToWrite]:
 def _read_slice(part: Any) -> Tensor:
     value: Tensor = part[:]
     return value
-
-
-def tensor_type(kind: str, shape: Sequence[int], *, is_head: bool) -> str:
-    """Returns the GGUF type of one tensor if a model is written in the type `kind`.
-
-    Vectors get F32. The head, or the embedding if the head shares its weight, gets Q8_0 in the
-    4-bit and 5-bit types. llama.cpp keeps it wide too. A matrix whose rows are no multiple of a
-    block's length gets F16.
-    """
-    if len(shape) < 2:
-        return "F32"
-    if is_head:
-        kind = _HEAD_TYPES.get(kind, kind)
-    if kind not in ("F16", "BF16") and shape[-1] % _BLOCK_SIZE:
-        return "F16"
-    return kind
 
 
 def _base_tensors(file: Path) -> dict[str, _StoredTensor]:
@@ -322,8 +300,8 @@ def refuse_model(config: PreTrainedConfig, command: str) -> None:
         or (local_theta and rope["sliding_attention"]["rope_theta"] != local_theta)
     )
     blocker = ""
-    if family is None or not family.writes_model:
-        blocker = f": whole models are written of {', '.join(MODEL_FAMILIES)}"
+    if family is None or config.model_type not in GGUF_FAMILIES:
+        blocker = f": whole models are written of {', '.join(GGUF_FAMILIES)}"
     elif scaled and not (scaled == ["llama3"] and family.architecture == "LLAMA"):
         blocker = f" with rope_type {scaled[0]}: not written here"
     elif is_unusual:

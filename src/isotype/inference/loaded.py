@@ -70,15 +70,17 @@ class LoadedRun:
     weights_name: str
 
 
-def load_run(folder: Path) -> LoadedRun:
+def load_run(folder: Path, *, as_served: bool = True) -> LoadedRun:
     """Loads a run folder, the folder of a PEFT adapter, or the folder of a model.
 
+    as_served  whether the model multiplies by rounded weights if the run was trained for a served
+               format. Without it, the model has the exact weights of base and adapter
     Raises  UsageError for another folder, and for a run without a result and without a complete
             checkpoint
     """
     kind = detect_model_folder(folder)
     if kind is not None:
-        return _load_folder(folder, kind)
+        return _load_folder(folder, kind, as_served=as_served)
     folder, intermediate = split_run_and_adapter(folder)
     run = RunFolder(require_run(folder))
     if detect_run_kind(folder) == DIFFUSION:
@@ -99,11 +101,12 @@ def load_run(folder: Path) -> LoadedRun:
     device = _run_device(config)
     precision = resolve_precision(config, loaded.sources, detect(config.model.device)).precision
     source = _base_source(config, run)
+    model_precision = precision if as_served else precision.but(served="")
     if result is not None:
         tokenizer = load_tokenizer(
             ModelSection(name=str(result), trust_remote_code=source.trust_remote_code)
         )
-        model = load_result(result, source, precision, config=config.model, device=device)
+        model = load_result(result, source, model_precision, config=config.model, device=device)
         use_stored_fp32_layers(model, folder)
         return LoadedRun(
             folder,
@@ -123,7 +126,7 @@ def load_run(folder: Path) -> LoadedRun:
         tokenizer.chat_template = chat_template(
             tokenizer, config.data.chat_template, config.data.template_kwargs
         ).text
-    model, _ = build_model(config, precision, source, tokenizer, device)
+    model, _ = build_model(config, model_precision, source, tokenizer, device)
     restore_model(model, average_weights(checkpoint.tensors, config.train.beta1))
     use_stored_fp32_layers(model, folder)
     return LoadedRun(
@@ -194,7 +197,7 @@ def refuse_scores(folder: Path) -> NoReturn:
     )
 
 
-def _load_folder(folder: Path, kind: str) -> LoadedRun:
+def _load_folder(folder: Path, kind: str, *, as_served: bool) -> LoadedRun:
     """Loads a folder that belongs to no run. The folder contains a model (merged, base, or fully
     fine-tuned), or an adapter whose file names its base model. The precision comes from
     precision.json in the folder, or otherwise from the dtype in the base's config.
@@ -220,7 +223,8 @@ def _load_folder(folder: Path, kind: str) -> LoadedRun:
     tokenizer = load_tokenizer(ModelSection(name=str(folder) if has_tokenizer else name))
     model: nn.Module
     if kind == "adapter":
-        model = load_result(folder, source, precision, config=config.model, device=device)
+        model_precision = precision if as_served else precision.but(served="")
+        model = load_result(folder, source, model_precision, config=config.model, device=device)
     else:
         model = load_base(
             source, precision, attention=config.model.attention, device=device, trainable=False

@@ -33,6 +33,7 @@ from ..model.export import (
 from ..model.gguf import read_architecture
 from ..model.load import Source
 from ..model.processor import build_picture_reader, copy_files
+from ..model.served import ServedFormat, round_frozen, serve_adapters
 from ..model.tokens import align_special_tokens
 from ..ops.packed import widen
 from ..precision.precision import Precision
@@ -84,8 +85,13 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> MergeResult
         dtype, reason = merged_dtype(run.precision)
     refuse_non_empty(out)
     base: Any = run.model.get_base_model()
-    state, noise, count = merged_state(run.model, to_torch(dtype))
+    served = None
+    if run.precision.served:
+        served = ServedFormat(run.precision.served, run.model)
+    state, noise, count = merged_state(run.model, to_torch(dtype), served)
     rows = _load_rows(run)
+    round_frozen(run.model, run.precision)
+    serve_adapters(run.model, run.precision)
     adapter_loss = _loss(run.model, run, rows)
 
     def fill(folder: Path) -> None:
@@ -178,10 +184,14 @@ def merged_dtype(precision: Precision) -> tuple[str, str]:
 
 
 @torch.no_grad()
-def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], float, int]:
+def merged_state(
+    model: Any, dtype: torch.dtype, served: ServedFormat | None = None
+) -> tuple[dict[str, Tensor], float, int]:
     """Returns the state dict of the merged model, the rounding error of the merge relative to the
     adapter's effect, and the number of merged weights. Base and adapter are added in fp32, whatever
     the base's dtype.
+
+    served  the format for which the run was trained; matrices are rounded to it before the cast
     """
     inner = model.get_base_model()
     refuse_unmergeable(inner)
@@ -200,8 +210,13 @@ def merged_state(model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
             state[plain_name] = unchanged[id(parameter)]
             continue
         value = dequantise(parameter)
-        if layer is not None:
-            exact_weight = merged_weight(layer, value)
+        exact_weight = value if layer is None else merged_weight(layer, value)
+        if served is not None and exact_weight.ndim == 2:
+            is_head = parameter is served.head.weight
+            exact_weight = served.round(exact_weight, is_head=is_head)
+        if layer is None:
+            value = exact_weight
+        else:
             delta = exact_weight - value
             value = exact_weight.to(dtype)
             effect += float(delta.double().square().sum())

@@ -151,7 +151,7 @@ def _merge_adapter(folder: Path, adapter: Path, temporary: Path) -> Path:
     from .loaded import load_run
     from .merge import merge
 
-    merged = merge(load_run(folder), temporary / "merged")
+    merged = merge(load_run(folder, as_served=False), temporary / "merged")
     card = merged_card(
         (adapter / "README.md").read_text(encoding="utf-8"), merged.dtype, merged.noise
     )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..model.export import embedding_and_head
 from ..model.load import load_base
+from ..model.served import ServedFormat
 from .loaded import LoadedRun
 from .merge import adapted_weights, dequantise, merged_weight, strip_adapter_name
 
@@ -33,6 +34,9 @@ class RunWeights:
         self.inner: Any = model.get_base_model() if self.has_adapter else model
         self.adapters: dict[str, Any] = {}
         self.original: dict[str, Tensor] = {}
+        self.served: ServedFormat | None = None
+        if run.precision.served and self.has_adapter:
+            self.served = ServedFormat(run.precision.served, model)
         if self.has_adapter:
             self.adapters = adapted_weights(self.inner)
             self.parameters = _plain_parameters(self.inner)
@@ -68,8 +72,18 @@ class RunWeights:
     @torch.no_grad()
     def trained(self, name: str) -> Tensor:
         """Returns the fp32 value of a weight after training. It is the base's weight plus the exact
-        change by the adapters.
+        change by the adapters. If the run was trained for a served format, matrices are rounded to
+        this format.
         """
+        value = self.unrounded(name)
+        if self.served is None or value.ndim != 2:
+            return value
+        is_head = self.parameters[name] is self.served.head.weight
+        return self.served.round(value, is_head=is_head)
+
+    @torch.no_grad()
+    def unrounded(self, name: str) -> Tensor:
+        """Returns the same as `trained`, but without the rounding to a served format."""
         value = dequantise(self.parameters[name])
         layer = self.adapters.get(name)
         return value if layer is None else merged_weight(layer, value)

@@ -46,6 +46,7 @@ from .quantised import (
     is_packed,
     packed_state_blocker,
 )
+from .served import Pack, ServedWeight, apply_served
 
 # the dictionaries in which PyTorch stores hooks for all modules (`register_module_forward_hook` and
 # similar functions)
@@ -259,6 +260,8 @@ _PLAN = "_isotype_plan"
 _SIBLINGS = "_isotype_siblings"
 _SHARED_OUTPUT = "_isotype_shared_output"
 _BRANCH_FP32 = "_isotype_branch_fp32"
+# the attribute with the ServedWeight of a layer that is trained for a served format
+_SERVED = "_isotype_served"
 
 # groups of names of child modules. Models of transformers and diffusers call the modules of a group
 # with the same input, in this order
@@ -316,7 +319,7 @@ def unfuse_lora(model: nn.Module) -> int:
     fused = [layer for _, layer in lora_layers(model) if FUSED in vars(layer)]
     for layer in fused:
         vars(layer).pop(FUSED).uninstall()
-        for attribute in (_PLAN, _SIBLINGS, _SHARED_OUTPUT, _BRANCH_FP32):
+        for attribute in (_PLAN, _SIBLINGS, _SHARED_OUTPUT, _BRANCH_FP32, _SERVED):
             vars(layer).pop(attribute, None)
     return len(fused)
 
@@ -351,6 +354,57 @@ def _link_siblings(parent: nn.Module, path: str) -> None:
         ):
             # a tuple, since a module stored as an attribute would become a child of the first layer
             vars(layers[0])[_SIBLINGS] = tuple(layers[1:])
+
+
+# --- layers that are trained for a served format
+
+
+def serve_layer(layer: Any, pack: Pack) -> None:
+    """Makes a fused LoRA layer multiply by the weight that `pack` rounds. Raises UsageError for a
+    layer that runs PEFT's code.
+    """
+    reason = "it has no fused op" if not is_fused(layer) else fusion_blocker(layer)
+    if reason is not None:
+        raise UsageError(f"adapter.serve_as: a layer runs PEFT's code: {reason}", fix=SERVE_FIX)
+    vars(layer)[_SERVED] = ServedWeight(pack)
+
+
+def set_serving(model: nn.Module, *, is_active: bool) -> None:
+    """Sets whether the layers that are trained for a served format multiply by the rounded weight."""
+    for _, layer in lora_layers(model):
+        served = served_weight(layer)
+        if served is not None:
+            served.is_active = is_active
+            vars(layer).pop(_SHARED_OUTPUT, None)
+
+
+def served_weight(layer: nn.Module) -> ServedWeight | None:
+    """Returns the `ServedWeight` of a layer; None if the layer is not trained for a served format."""
+    served: ServedWeight | None = vars(layer).get(_SERVED)
+    return served
+
+
+def observed_formats(model: nn.Module) -> list[tuple[str, str, str]]:
+    """Returns (role, path of a layer, format of the weight that it multiplied by) for each layer
+    that multiplied by a rounded weight.
+    """
+    formats = []
+    for path, layer in lora_layers(model):
+        served = served_weight(layer)
+        if served is not None and served.is_active and served.format_name:
+            formats.append(("served", path, served.format_name))
+    return formats
+
+
+SERVE_FIX = "leave adapter.serve_as out"
+
+
+def _run_served(layer: Any, x: Tensor, served: ServedWeight) -> Tensor:
+    projection = read_projection(layer, x, for_served=True)
+    if projection is None:
+        reason = fusion_blocker(layer) or "its tensors have other types"
+        raise UsageError(f"adapter.serve_as: a layer cannot be computed: {reason}", fix=SERVE_FIX)
+    return apply_served(x, projection, served, cached_dtypes(projection, x, x.dtype))
 
 
 # --- the plan of a layer
@@ -400,15 +454,22 @@ def refresh_plan(layer: Any) -> LayerPlan:
 
 
 def read_projection(
-    layer: Any, x: Tensor, *, in_graph: bool = False, allow_dora: bool = False
+    layer: Any,
+    x: Tensor,
+    *,
+    in_graph: bool = False,
+    allow_dora: bool = False,
+    for_served: bool = False,
 ) -> Projection | None:
-    """Reads the tensors of a fused layer whose input is x. Returns None if PEFT's code has to run.
+    """Reads the tensors of a fused layer whose input is x. Returns None if PEFT's code has to run,
+    or if the layer multiplies by the rounded weight of a served format.
 
     in_graph    whether Dynamo is tracing the call. The plan is then not used, since the guards of
                 the compiled graph check the same conditions
     allow_dora  also reads a layer with DoRA, but not its magnitude vector
+    for_served  also reads a layer that multiplies by a rounded weight
     """
-    if layer._disable_adapters or layer.merged_adapters:
+    if not _has_separate_adapter(layer, for_served):
         return None
     if in_graph:
         if adapter_blocker(layer) is not None:
@@ -464,6 +525,14 @@ def read_projection(
 _make_projection: Callable[[Any], Projection] = partial(tuple.__new__, Projection)
 
 
+def _has_separate_adapter(layer: Any, for_served: bool) -> bool:
+    """Whether the base weight and the adapter of a layer may be read as separate tensors."""
+    if layer._disable_adapters or layer.merged_adapters:
+        return False
+    served = layer.__dict__.get(_SERVED)
+    return served is None or for_served or not served.is_active
+
+
 def read_unadapted_projection(layer: Any) -> Projection:
     """Reads the tensors of a linear layer without an adapter."""
     if type(layer) is nn.Linear:
@@ -493,6 +562,9 @@ def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """
     if args or kwargs or not x.dtype.is_floating_point:
         return _run_peft_forward(self, x, *args, **kwargs)
+    served = self.__dict__.get(_SERVED)
+    if served is not None and served.is_active and not self._disable_adapters:
+        return _run_served(self, x, served)
     if torch.compiler.is_dynamo_compiling():
         # each layer is computed alone, since the compiler finds products that layers share
         projection = read_projection(self, x, in_graph=True)

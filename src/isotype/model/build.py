@@ -35,6 +35,7 @@ from .adapter import (
 )
 from .gguf import read_architecture
 from .load import Source, load_base
+from .served import round_frozen, serve_adapters
 from .targets import target_notes
 from .tokens import align_special_tokens, check_vocabulary, trained_token_ids
 
@@ -90,6 +91,7 @@ def build_model(
     model = attach_trained_parts(
         base, config, precision, has_pictures=has_pictures, token_ids=token_ids, notes=notes
     )
+    round_frozen(model, precision)
     if precision.base == "nf4":
         check_share(
             base, is_allowed=config.model.allow_unquantised, dtype_name=precision.unquantised
@@ -104,6 +106,7 @@ def build_model(
         manifest = Manifest(notes=["model.optimize: false", *notes_of_optimize(model, precision)])
     manifest.notes += notes
     apply_precision(model, precision, device_type=device.type, part=part)
+    manifest.notes += serve_adapters(model, precision)
     if config.train.embedding_noise is not None:
         add_embedding_noise(model, config.train.embedding_noise)
     return model, manifest
@@ -185,6 +188,7 @@ def resolve_precision(
         task_roles=task_roles,
         checkpoint=_published_quantisation(settings),
         family=str(settings.get("model_type") or ""),
+        served=config.adapter.serve_as or "",
     )
 
 

@@ -25,12 +25,14 @@ _FLOAT_ROLES = (
     "save_model",
     "save_adapter",
 )
-TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents", "ema", "vision")
-"""Roles that only some tasks have. In a run of another task their value is empty."""
+SERVED_FORMATS = ("q8_0", "q5_0", "q4_0")
+TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents", "ema", "vision", "served")
+"""Roles that only some runs have. In other runs their value is empty."""
 # role -> the values that it may have
 ALLOWED_DTYPES: dict[str, tuple[str, ...]] = {
     "base": (*_FLOAT_DTYPES, "nf4", *PACKED_DTYPES),
     **dict.fromkeys((*_FLOAT_ROLES, *TASK_ROLES), _FLOAT_DTYPES),
+    "served": SERVED_FORMATS,
     "optimizer": (*_FLOAT_DTYPES, "int8"),
     "rounding": ("nearest", "stochastic"),
     "loss_scaling": ("none", "dynamic"),
@@ -85,6 +87,11 @@ class Precision:
     vision        frozen weights of the vision tower and the projector, and their input pixels;
                   their matrix products are computed in `compute`
 
+    This role is used with `adapter.serve_as`. Otherwise it is empty:
+
+    served        the format to which matrices are rounded before they are multiplied; it is the
+                  format of the file that is served
+
     Raises  UsageError PR000 for a value that a role cannot have.
     """
 
@@ -106,6 +113,7 @@ class Precision:
     latents: str = ""
     ema: str = ""
     vision: str = ""
+    served: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -92,6 +92,7 @@ class Resolved:
         return declared
 
 
+SERVE_KEY = "adapter.serve_as"
 # families whose activations pass fp16's largest value (rule PR030)
 OVERFLOWS_IN_FP16 = (
     "gemma2",
@@ -140,6 +141,7 @@ def resolve(
     task_roles: Mapping[str, str] | None = None,
     checkpoint: tuple[str, str] | None = None,
     family: str = "",
+    served: str = "",
 ) -> Resolved:
     """Determines the precision of a run from `settings`, which may have a preset and values of
     roles.
@@ -154,6 +156,7 @@ def resolve(
                 dtype (`compute`)
     checkpoint  (dtype, description) of a base that was published quantised; `auto` keeps that dtype
     family      the model's `model_type`; "" where it is not known
+    served      the value of `adapter.serve_as`; "" without it
     Raises      UsageError that lists every contradiction, the most severe first
     """
     written = {
@@ -190,6 +193,11 @@ def resolve(
     errors = [finding for finding in findings if finding.severity == Severity.ERROR]
     if errors:
         raise UsageError("\n".join(finding.render() for finding in errors))
+    if served:
+        source = (sources or {}).get(SERVE_KEY, "default")
+        reasons = {**resolved.reasons, "served": f"{SERVE_KEY}, {source}"}
+        precision = resolved.precision.but(served=served)
+        resolved = replace(resolved, precision=precision, reasons=reasons)
     return replace(resolved, warnings=tuple(findings))
 
 

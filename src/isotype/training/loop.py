@@ -16,6 +16,8 @@ from typing import Any
 
 from ..distributed.world import ALONE, World
 from ..errors import IsotypeError, RunError, UsageError
+from ..lora.attach import observed_formats, set_serving
+from ..model.served import served_start
 from ..observe import Observation, Observer, is_observed
 from ..observe.continuity import (
     Continuity,
@@ -119,6 +121,7 @@ class Loop:
         checkpoint.
         """
         interrupt.begin()
+        self._set_serving(self.progress.step)
         self.continuity.take_sample(
             f"the load of step {self.progress.step}"
             if self.progress.step
@@ -195,6 +198,7 @@ class Loop:
         run = self.config.run
         self.world.record_progress(step, "a step")
         self.pace.start()
+        self._set_serving(step)
         self.model.train()
         is_shared = self.stepper.sharding is not None
         if self.world.size > 1:
@@ -263,6 +267,13 @@ class Loop:
         )
         self._run_callbacks("step", row)
 
+    def _set_serving(self, step: int) -> None:
+        """Sets whether the layers multiply by weights that are rounded to a served format."""
+        adapter = self.config.adapter
+        if adapter.serve_as is not None:
+            is_active = step >= served_start(adapter, self.schedule.total)
+            set_serving(self.model, is_active=is_active)
+
     def _observed_step(
         self, batches: Sequence[Batch], step: int, rate: float, watches_changes: bool
     ) -> tuple[StepResult, int]:
@@ -283,7 +294,11 @@ class Loop:
         self.observer.observe_sums(observation, accumulator.sent_dtypes)
         self.observer.observe_task_tensors(
             observation,
-            [*self.task.observed_dtypes(), *(self.ema.observed_dtypes() if self.ema else [])],
+            [
+                *self.task.observed_dtypes(),
+                *(self.ema.observed_dtypes() if self.ema else []),
+                *observed_formats(self.model),
+            ],
         )
         report_narrow_values(
             observation, self.continuity.find_narrow_updates(), f"after the update of step {step}"

@@ -64,6 +64,12 @@ def configured_parallel(config: RunConfig, world: World) -> Parallel | None:
     kind = config.parallel.kind
     if world.size == 1:
         return ONE_PROCESS
+    if config.adapter.serve_as is not None:
+        raise UsageError(
+            f"adapter.serve_as: {config.adapter.serve_as} with {world.size} processes: this was not"
+            " tested",
+            fix="one process, or leave adapter.serve_as out",
+        )
     if kind in (AUTO, REPLICATE):
         if kind == AUTO:
             return None

@@ -17,6 +17,7 @@ from ...data.rows import LoadedData, Row
 from ...errors import UsageError
 from ...model.adapter_settings import ADAPTER_CONFIG_FILE
 from ...model.processor import build_picture_reader
+from ...model.served import round_frozen, serve_adapters
 from ...tasks.language.batches import Batch
 from ...tasks.language.objective import NextToken
 from ...tasks.language.result import evaluate
@@ -69,7 +70,11 @@ def verify_file(
 
     reference.fill(weights.base)
     base = reference.score(batches)
-    reference.fill(weights.trained, _changed_names(reference, weights))
+    unrounded = None
+    if weights.served is not None:
+        reference.fill(weights.unrounded)
+        unrounded = reference.score(batches)
+    reference.fill(weights.trained, _trained_names(reference, weights))
     trained = reference.score(batches)
     comparison = fill_and_compare(reference, weights, written)
     refuse_other_run(comparison)
@@ -78,7 +83,9 @@ def verify_file(
     if unmerged is not None:
         differences.insert(0, unmerged)
     file_weights = scores = reference.score(batches)
-    causes = {RUN_DTYPES: trained.loss - _loss_in_run(run, rows, pictures)}
+    causes: dict[str, float] = {}
+    if unrounded is not None:
+        notes.append(_note_served(run, trained, unrounded))
     changed_config = None
     if written.folder is not None:
         changed_config = apply_folder_settings(reference.config, written.config)
@@ -91,6 +98,8 @@ def verify_file(
         reference, weights, written, comparison, batches, trained, file_weights
     )
     noise = base.noise(trained)
+    # last, since a model that was trained for a served format is rounded in place
+    causes = {RUN_DTYPES: trained.loss - _loss_in_run(run, rows, pictures)} | causes
     return Verification(
         file=path.name,
         description=written.description,
@@ -183,12 +192,28 @@ def _read_merge_dtype(written: WrittenModel, run: LoadedRun) -> str:
     return dtype if dtype in ("fp32", "bf16", "fp16") else merged_dtype(run.precision)[0]
 
 
-def _changed_names(reference: ReferenceModel, weights: RunWeights) -> list[str]:
+def _note_served(run: LoadedRun, trained: Scores, unrounded: Scores) -> str:
+    """Returns a note about a run that was trained for a served format.
+
+    unrounded  the scores of the exact sum of base and adapter
+    """
+    return (
+        f"trained for {run.precision.served}: the trained model has rounded weights, with a loss of"
+        f" {trained.loss:.4f}; without the rounding, base and adapter have {unrounded.loss:.4f}"
+    )
+
+
+def _trained_names(reference: ReferenceModel, weights: RunWeights) -> list[str]:
+    """Returns the weights that the trained model does not share with the base."""
+    if weights.served is not None:
+        return reference.names
     return [name for name in reference.names if name in weights.changed_names]
 
 
 def _loss_in_run(run: LoadedRun, rows: Sequence[Row], pictures: Pictures | None) -> float:
     """Returns the trained model's loss in the run's own dtypes."""
+    round_frozen(run.model, run.precision)
+    serve_adapters(run.model, run.precision)
     return evaluate(
         run.model,
         rows,

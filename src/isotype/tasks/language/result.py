@@ -22,6 +22,7 @@ from ...model.adapter import (
 )
 from ...model.export import cast_tensors, embedding_and_head, refuse_wrong_tying, write_config
 from ...model.load import Source, load_base
+from ...model.served import round_frozen, serve_adapters
 from ...optimize import optimize
 from ...precision.apply import apply_precision
 from ...precision.parts import Part
@@ -78,6 +79,7 @@ def load_result(
             offload=config.offload,
         )
         model: nn.Module = load_adapter(base, folder)
+        round_frozen(model, precision)
     else:
         saved = Source(
             str(folder),
@@ -97,6 +99,7 @@ def load_result(
     if config.optimize:
         optimize(model, precision, device_type=device.type, lora_branch=config.lora_branch)
     apply_precision(model, precision, device_type=device.type, part=part)
+    serve_adapters(model, precision)
     return apply_offload(model, config.offload, device)
 
 

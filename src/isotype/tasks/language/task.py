@@ -26,6 +26,7 @@ from ...model.build import build_model
 from ...model.card import write_card
 from ...model.load import Source, base_source, load_architecture, load_tokenizer
 from ...model.processor import build_picture_reader, copy_files, has_vision
+from ...model.served import check_served
 from ...model.targets import has_stack, is_stack
 from ...model.tokens import check_vocabulary
 from ...optimize import Manifest
@@ -125,6 +126,7 @@ class LanguageTask:
 
     def check(self, precision: Precision) -> None:
         check_lora_branch(self.config, precision)
+        check_served(self.config, precision)
         if self.config.precision.vision is not None and not self.roles:
             raise UsageError(
                 "precision.vision has no effect: the model has no vision tower", fix="leave it out"

@@ -1,0 +1,179 @@
+"""A LoRA layer that is trained for a served format. It computes x Q(W + s B A)ᵀ + bias, where Q
+rounds a weight to the format, exactly as `isotype export` does.
+
+Q is a step function, whose gradient is zero almost everywhere. The gradient passes it unchanged
+(the straight-through estimator of Bengio et al. 2013). So the gradients of A and B are those of a
+LoRA layer, and need no product with the size of W:
+
+dx = dy Q(W + s B A)      dA = s (dy B)ᵀ x      dB = s dyᵀ (x Aᵀ)
+
+The rounded weight is computed once after each update, and kept in its packed form until A or B
+change again. It takes 4.5 bits per value in Q4_0. Forward, backward and the recompute of gradient
+checkpointing dequantise it, like the weight of a packed base.
+
+Dimensions: T tokens, K in features, O out features, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..ops.backend import autocast_off, refuse_second_derivative
+from ..ops.packed import PackedState
+from .linear import LoraDtypes, Projection, base_product, base_weight
+from .products import gradient_product
+from .quantised import DroppedOnCopy, bias_gradient, dequantise_weight
+
+Pack = Callable[[Tensor], tuple[Tensor, PackedState]]  # fp32[O K] -> packed weight and its state
+
+
+class _Updates:
+    """Counts the steps of all optimizers. The version of a tensor does not show them all: torch's
+    fused AdamW writes into a weight without a new version.
+    """
+
+    count = 0
+    is_counting = False
+
+    @classmethod
+    def start_counting(cls) -> None:
+        if not cls.is_counting:
+            cls.is_counting = True
+            register_optimizer_step_post_hook(cls._add_step)
+
+    @classmethod
+    def _add_step(cls, *_: Any) -> None:
+        cls.count += 1
+
+
+class ServedWeight(DroppedOnCopy):
+    """Rounds the weight of one LoRA layer to a served format.
+
+    pack       the quantiser of the format
+    is_active  whether the layer multiplies by the rounded weight. Until `adapter.serve_from` of the
+               steps it multiplies by W + s B A
+    """
+
+    def __init__(self, pack: Pack) -> None:
+        _Updates.start_counting()
+        self.pack = pack
+        self.is_active = True
+        self._versions: tuple[Any, ...] = ()
+        self._packed: tuple[Tensor, PackedState] | None = None
+
+    @property
+    def format_name(self) -> str:
+        """The format of the current rounded weight; "" if there is none."""
+        if self._packed is None:
+            return ""
+        state = self._packed[1]
+        if state.dtype_name == "gguf":
+            return state.layout.packed_tensor[0].lower()
+        return state.dtype_name
+
+    def round_weight(self, projection: Projection) -> tuple[Tensor, PackedState]:
+        """Returns Q(W + s B A) in its packed form. It is computed again if A, B or the scale
+        changed."""
+        tensors = (projection.weight, projection.a, projection.b)
+        tensor_versions = [(id(t), getattr(t, "_version", 0)) for t in tensors]
+        versions = (*tensor_versions, projection.scale, _Updates.count)
+        if self._packed is None or self._versions != versions:
+            self._packed = None  # freed before the next one is made
+            with torch.inference_mode(mode=False):  # the result is used in training too
+                self._packed = self.pack(merged_weight(projection))
+            self._versions = versions
+        return self._packed
+
+
+@torch.no_grad()
+def merged_weight(projection: Projection) -> Tensor:
+    """Returns W + s B A in fp32, with the same bits as the merge of an export."""
+    assert projection.a is not None
+    assert projection.b is not None
+    with autocast_off(projection.a):
+        w_OK = base_weight(projection.weight, projection.quant_state, torch.float32)
+        change_OK = (projection.b.float() @ projection.a.float()) * projection.scale
+        return w_OK + change_OK
+
+
+class ServedLinear(torch.autograd.Function):
+    """Computes x Q(W + s B A)ᵀ + bias. `packed` and `state` are the rounded weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        a_RK: Tensor,
+        b_OR: Tensor,
+        bias: Tensor | None,
+        packed: Tensor,
+        state: PackedState,
+        scale: float,
+        dtypes: LoraDtypes,
+    ) -> Tensor:
+        needs_x, needs_a, needs_b = ctx.needs_input_grad[:3]
+        branch = _branch_dtype(dtypes)
+        with autocast_off(x):
+            x_TK = x.reshape(-1, x.shape[-1]).to(dtypes.compute)
+            y_TO = base_product(x_TK, packed, bias, state)
+            xa_TR = x_TK.to(branch) @ a_RK.to(branch).t() if needs_b else None
+        ctx.save_for_backward(
+            packed if needs_x else None, a_RK, b_OR, xa_TR, x_TK if needs_a else None
+        )
+        ctx.state = state
+        ctx.scale = scale
+        ctx.dtypes = dtypes
+        ctx.x_shape = x.shape
+        ctx.x_dtype = x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y_TO.to(dtypes.output).view(*x.shape[:-1], y_TO.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("served_linear")
+        packed, a_RK, b_OR, xa_TR, x_TK = ctx.saved_tensors
+        needs_bias = ctx.needs_input_grad[3]
+        branch = _branch_dtype(ctx.dtypes)
+        dx = da = db = dbias = None
+        with autocast_off(dy):
+            dy_TO = dy.reshape(-1, dy.shape[-1])
+            dy_compute_TO = dy_TO.to(ctx.dtypes.compute)
+            dy_branch_TO = dy_TO.to(branch)
+            if needs_bias:
+                dbias = bias_gradient(dy_TO, ctx.bias_dtype)
+            if xa_TR is not None:
+                db = gradient_product(dy_branch_TO, xa_TR, ctx.scale, b_OR.dtype)
+            if x_TK is not None:
+                dxa_TR = dy_branch_TO @ b_OR.to(branch)
+                da = gradient_product(dxa_TR, x_TK.to(branch), ctx.scale, a_RK.dtype)
+            if packed is not None:
+                weight_OK = dequantise_weight(packed, ctx.state, ctx.dtypes.compute)
+                dx = (dy_compute_TO @ weight_OK).to(ctx.x_dtype).view(ctx.x_shape)
+        return dx, da, db, dbias, None, None, None, None
+
+
+def _branch_dtype(dtypes: LoraDtypes) -> torch.dtype:
+    return torch.float32 if dtypes.fp32_branch else dtypes.compute
+
+
+def apply_served(
+    x: Tensor, projection: Projection, served: ServedWeight, dtypes: LoraDtypes
+) -> Tensor:
+    """Computes a LoRA layer with the weight that is served. x: F[*n K] -> F[*n O]."""
+    packed, state = served.round_weight(projection)
+    y: Tensor = ServedLinear.apply(
+        x,
+        projection.a,
+        projection.b,
+        projection.bias,
+        packed,
+        state,
+        projection.scale,
+        dtypes,
+    )
+    return y

@@ -1,0 +1,196 @@
+"""`adapter.serve_as`: the file that is exported has the weights with which the run trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.api import (
+    RunWeights,
+    load_run,
+    lora_layers,
+    read_projection,
+    restore_rows,
+    served_merged_weight,
+    served_weight,
+)
+from tests.commands import ask
+from tests.gguf_files import splitting
+from tests.inference.test_verify import QUESTIONS, file_tensors, verify
+from tests.models import SIZES, tiny
+
+from isotype.errors import UsageError
+
+gguf = pytest.importorskip("gguf")
+STEPS = 8
+HEADS = {"q_proj": SIZES["num_attention_heads"], "k_proj": SIZES["num_key_value_heads"]}
+
+
+def write_run(folder: Path, name: str, **changes: Any) -> Path:
+    """Writes the configuration of a run in a folder with a base and data. Keys of `changes` are
+    sections, or dotted keys with `__`."""
+    config: dict[str, Any] = {
+        "model": {"name": str(folder / "base")},
+        "data": {"train": str(folder / "chats.jsonl"), "eval_split": 0.2, "max_length": 96},
+        "adapter": {"kind": "lora", "r": 8, "serve_as": "q4_0"},
+        "precision": {"preset": "bf16-lora"},
+        "train": {"steps": STEPS, "batch_size": 4, "learning_rate": 2e-2, "schedule": "constant"},
+        "run": {"folder": str(folder / name), "samples": [], "report": False},
+    }
+    for key, value in changes.items():
+        section, _, setting = key.partition("__")
+        config.setdefault(section, {})[setting] = value
+    (folder / f"{name}.yaml").write_text(json.dumps(config))
+    return folder / f"{name}.yaml"
+
+
+def read_values(stored: dict[str, Any], name: str, heads: int = 0) -> torch.Tensor:
+    """Returns the dequantised values of a weight, with rows in transformers' order."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    tensor = stored[names.get_name(name, try_suffixes=(".weight",))]
+    values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+    return restore_rows(values, heads) if heads else values
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a tiny bf16 base and chats."""
+    folder = tmp_path_factory.mktemp("served")
+    tokenizer = splitting()
+    sizes = SIZES | {"vocab_size": 320, "bos_token_id": None, "hidden_size": 64}
+    sizes |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    tiny("llama", **{**sizes, "intermediate_size": 64}).bfloat16().save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in QUESTIONS
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(place) -> SimpleNamespace:
+    ask("train", write_run(place, "run"))
+    file = place / "run.gguf"
+    report = ask(
+        "export", place / "run", "--to", "gguf", "--type", "Q4_0", "--out", file, "--verify"
+    )
+    return SimpleNamespace(folder=place, run=place / "run", file=file, report=report)
+
+
+def test_the_file_has_the_weights_of_the_trained_forward(served) -> None:
+    run = load_run(served.run)
+    weights = RunWeights(load_run(served.run, as_served=False))
+    stored = file_tensors(served.file)
+    checked = 0
+    for path, layer in lora_layers(run.model):
+        projection = read_projection(layer, torch.zeros(1, layer.in_features), for_served=True)
+        packed, state = served_weight(layer).round_weight(projection)
+        name = path.removeprefix("base_model.model.") + ".weight"
+        values = read_values(stored, name, HEADS.get(path.rpartition(".")[2], 0))
+        assert torch.equal(values, state.widen(packed, torch.float32)), name
+        assert torch.equal(weights.unrounded(name), served_merged_weight(projection)), name
+        checked += 1
+    assert checked == 14
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        values = read_values(stored, name)
+        frozen = run.model.get_base_model().get_parameter(name)
+        assert torch.equal(values.to(frozen.dtype), frozen), name
+
+
+def test_verify_shows_both_sides(served) -> None:
+    result = verify(served.run, served.file)
+    assert result["same"]
+    assert result["kept"] == pytest.approx(1.0, abs=1e-6)
+    assert result["loss"]["served"] == result["loss"]["trained"]
+    assert "trained for q4_0" in result["notes"][0]
+    assert "without the rounding" in served.report
+
+
+def test_the_role_is_declared_and_observed(served) -> None:
+    record = json.loads((served.run / "precision.json").read_text())
+    declared = record["declared"]["served"]
+    assert declared == {"value": "q4_0", "reason": f"adapter.serve_as, {served.run}.yaml:1"}
+    assert record["observed"]["served"] == {"q4_0": 14}
+    assert record["precision"] == "bf16-lora served=q4_0"
+
+
+@pytest.mark.full
+def test_rounding_begins_after_a_share_of_the_steps(served) -> None:
+    ask(
+        "train", write_run(served.folder, "late", adapter__serve_from=0.5, adapter__serve_as="q8_0")
+    )
+    config = write_run(served.folder, "plain")
+    plain = json.loads(config.read_text())
+    del plain["adapter"]["serve_as"]
+    config.write_text(json.dumps(plain))
+    ask("train", config)
+    late, unrounded = (
+        [
+            row["loss"]
+            for row in map(json.loads, (served.folder / name / "metrics.jsonl").open())
+            if "loss" in row
+        ]
+        for name in ("late", "plain")
+    )
+    # the frozen matrices are rounded from the start
+    assert late[0] == pytest.approx(unrounded[0], abs=0.02)
+    record = json.loads((served.folder / "late" / "precision.json").read_text())
+    assert record["observed"]["served"] == {"q8_0": 14}
+
+
+@pytest.mark.full
+def test_a_resumed_run_has_the_same_bytes(served) -> None:
+    """The weights are rounded before and after the interruption."""
+    ask("train", write_run(served.folder, "cut", run__save_every=4))
+    cut = served.folder / "cut"
+    shutil.rmtree(cut / "adapter")
+    shutil.rmtree(cut / "checkpoints" / f"step_{STEPS}")
+    ask("train", "--resume", cut)
+    whole = (served.run / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert (cut / "adapter" / "adapter_model.safetensors").read_bytes() == whole
+
+
+REFUSED = {
+    "adapter__dora": (True, "rows are scaled"),
+    "adapter__dropout": (0.1, "input of the adapter only"),
+    "adapter__start": ("pissa", "another pair of matrices"),
+    "adapter__modules_to_save": (["lm_head"], "whole modules"),
+    "adapter__train_tokens": (["<|im_start|>"], "rows of the embedding"),
+    "adapter__targets": (["lm_head"], "on the embedding or on the head"),
+    "adapter__kind": ("none", "every weight"),
+    "precision__trainable": ("bf16", "rounds A and B"),
+    "model__optimize": (False, "leaves the adapter to PEFT"),
+}
+
+
+def test_settings_with_which_the_file_would_differ_are_refused(place, subtests) -> None:
+    for key, (value, message) in REFUSED.items():
+        with subtests.test(key), pytest.raises(UsageError, match=message):
+            ask("plan", write_run(place, "refused", **{key: value}))
+    config = write_run(place, "refused", adapter__serve_as=None, adapter__serve_from=0.5)
+    with pytest.raises(UsageError, match="has no effect without"):
+        ask("plan", config)
+
+
+def test_a_matrix_that_does_not_fit_the_blocks_is_refused(place, tmp_path) -> None:
+    tiny("llama", **{**SIZES, "vocab_size": 320, "hidden_size": 48}).save_pretrained(tmp_path)
+    splitting().save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="rows of 48 values, no multiple of 32"):
+        ask("plan", write_run(place, "refused", model__name=str(tmp_path)))
+
+
+@pytest.mark.full
+def test_a_merged_folder_has_the_rounded_weights(served, tmp_path) -> None:
+    ask("merge", served.run, "--out", tmp_path / "merged", "--dtype", "fp32")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    weights = RunWeights(load_run(served.run, as_served=False))
+    for name, value in merged.items():
+        assert torch.equal(value, weights.trained(name)), name
