@@ -32,6 +32,7 @@ from .claims import (
     resolve_trainer_precision,
 )
 from .record import Record
+from .recorder import StepRecorder
 from .steps import Guards
 from .weights import CastWeights, LowPrecisionWeights, disable_accelerate_autocast
 
@@ -45,6 +46,7 @@ def attach(
     record: bool = True,
     reversible: bool = True,
     quiet: bool = False,
+    recorder: bool = False,
 ) -> Attachment:
     """Attaches Isotype to a Hugging Face trainer. The trainer then has Isotype's precision, its ops
     and fused LoRA, generation in the declared dtype, and checks in each step. Call it before
@@ -61,6 +63,9 @@ def attach(
     reversible  stores the bits that frozen weights lose when they are cast to their declared dtype,
                 in host memory; `detach` then restores the weights exactly
     quiet       prints nothing
+    recorder    keeps the batches of the current step, and the trained weights of the last good step
+                in host memory. If a loss, a gradient or an update is not finite, the error names the
+                first operator whose result is not finite
     ->          the Attachment, which lists the settings that decide the precision and the replaced
                 modules
     Raises      UsageError; the trainer is then unchanged
@@ -84,6 +89,8 @@ def attach(
     )
     try:
         guards = _install(attachment, reversible=reversible)
+        if recorder:
+            _install_recorder(attachment, guards)
         if record:
             attachment.install(Record(attachment, guards, preflight=preflight, skip=skips))
     except BaseException:
@@ -93,6 +100,16 @@ def attach(
     if not quiet and trainer.is_world_process_zero():
         print(attachment)
     return attachment
+
+
+def _install_recorder(attachment: Attachment, guards: Guards) -> None:
+    step_recorder: StepRecorder = attachment.install(StepRecorder(attachment))
+    guards.recorder = step_recorder
+    attachment.notes.append(
+        f"recorder: {step_recorder.kept_bytes / 2**20:.1f} MiB of host memory hold the trained"
+        " weights of the last good step, which are copied once per step; the batches of a step are"
+        " kept until the next step"
+    )
 
 
 def detach(trainer: Any) -> list[str]:

@@ -32,6 +32,7 @@ from ..training.finite import non_finite_error
 from ..training.step import choose_sampled_elements, measure_share_changed
 from .attachment import Attachment, MethodWrappers, running_trainers
 from .preflight import ARGUMENT_NAMES
+from .recorder import StepRecorder
 
 
 class Guards(TrainerCallback):
@@ -46,6 +47,7 @@ class Guards(TrainerCallback):
         self.trainer = attachment.trainer
         self.methods = MethodWrappers(attachment.trainer)
         self.extra: dict[str, float] = {}
+        self.recorder: StepRecorder | None = None
         self._sampled: list[tuple[nn.Parameter, Tensor]] = []
         self._samples_before_update: list[Tensor] = []
         self._nan_filter_setting = self.trainer.args.logging_nan_inf_filter
@@ -75,6 +77,8 @@ class Guards(TrainerCallback):
         self.trainer.args.logging_nan_inf_filter = self._nan_filter_setting
 
     def _training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if self._is_replaying:
+            return original(*args, **kwargs)
         check_placed(self.trainer.model)
         # samples that a step trains on (GRPO, OnlineDPO) are drawn with the same random numbers as
         # in an unattached trainer
@@ -111,6 +115,8 @@ class Guards(TrainerCallback):
         computes all logits. Each such case is counted, together with the line of code that needed
         the logits.
         """
+        if self._is_replaying:
+            return original(*args, **kwargs)
         with deferring(with_gradients=True):
             return original(*args, **kwargs)
 
@@ -135,6 +141,10 @@ class Guards(TrainerCallback):
         norm = original(*args, **kwargs)
         self._check_norm(norm)
         return norm
+
+    @property
+    def _is_replaying(self) -> bool:
+        return self.recorder is not None and self.recorder.is_replaying
 
     @property
     def _has_loss_scaling(self) -> bool:
@@ -192,7 +202,7 @@ class Guards(TrainerCallback):
             args, kwargs = last_inputs
             passes = [lambda: model(*args, **kwargs)]
         settings = self.trainer.args
-        return non_finite_error(
+        error = non_finite_error(
             self.trainer.model,
             passes,
             step=self.trainer.state.global_step + 1,
@@ -203,6 +213,7 @@ class Guards(TrainerCallback):
             compute=self.attachment.precision.compute,
             names=ARGUMENT_NAMES,
         )
+        return error if self.recorder is None else self.recorder.explain(error)
 
 
 # --- TRL's distillation: DistillationTrainer compares two heads in tiles, GKD compares logits. If

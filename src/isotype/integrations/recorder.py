@@ -1,0 +1,192 @@
+"""`attach(trainer, recorder=True)` names the first operator that produced NaN or inf.
+
+The recorder keeps the batches of the current step and the states of the random generators. The
+error NF001 stops the training before the weights change. Then the recorder runs the step again with
+these batches, operator by operator, in the dtypes of the run and in fp32. The first operator at
+which the two differ is in the error, and in `output_dir/isotype/not_finite.json`.
+
+An update can also produce NaN from finite gradients. The recorder therefore keeps a copy of the
+trained weights of the last good step in host memory. If an update is not finite, the copy is
+written back, so that the weights can still be saved.
+
+The user of this is everybody who sees a loss of NaN after thousands of steps (pytorch 182156,
+torchtitan 3863).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from ..doctor.run.not_finite.recorder import NotFiniteError, Recorder
+from ..doctor.run.not_finite.report import explain_step, explain_update
+from ..doctor.run.not_finite.step import all_finite
+from ..errors import RunError
+from ..finding import Finding
+from .attachment import Attachment, MethodWrappers
+
+FILE = "not_finite.json"
+
+
+@dataclass
+class MicroBatch:
+    """One call of `training_step`, with the states of the random generators before it."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random_state: dict[str, Tensor]
+
+
+class StepRecorder(TrainerCallback):
+    """Keeps the current step of one trainer and the weights of the last good step.
+
+    is_replaying  whether the step runs again, so that the checks of the step must not raise
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.trainer = attachment.trainer
+        self.methods = MethodWrappers(attachment.trainer)
+        self.batches: list[MicroBatch] = []
+        self.step = -1
+        self.good_weights: list[tuple[nn.Parameter, Tensor]] = []
+        self.is_replaying = False
+
+    @property
+    def kept_bytes(self) -> int:
+        """The host memory for the weights of the last good step."""
+        parameters = (p for p in self.trainer.model.parameters() if p.requires_grad)
+        return sum(p.numel() * p.element_size() for p in parameters)
+
+    def install(self) -> None:
+        self.methods.wrap("training_step", self._record_batch)
+        self.trainer.add_callback(self)
+
+    def remove(self) -> None:
+        self.methods.restore()
+        self.trainer.remove_callback(self)
+        self.batches.clear()
+        self.good_weights.clear()
+
+    def _record_batch(
+        self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        step = self.trainer.state.global_step
+        if step != self.step:
+            self.batches.clear()
+            self.step = step
+        # training_step may remove entries of the batch
+        copied = dict(inputs) if isinstance(inputs, dict) else inputs
+        arguments = (model, copied, *args)
+        self.batches.append(MicroBatch(original, arguments, kwargs, _random_state()))
+        return original(model, inputs, *args, **kwargs)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.good_weights = [
+            (parameter, torch.empty_like(parameter, device="cpu"))
+            for parameter in self.trainer.model.parameters()
+            if parameter.requires_grad
+        ]
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for parameter, copy in self.good_weights:
+            copy.copy_(parameter.detach())
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if all_finite(parameter for parameter, _ in self.good_weights):
+            return
+        number = state.global_step + 1
+        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
+        finding = explain_update(optimizer, number, [self.trainer.model])
+        with torch.no_grad():
+            for parameter, copy in self.good_weights:
+                parameter.copy_(copy)
+        error = RunError(
+            f"step {number}: the update is not finite; the weights are those of the last good step",
+            code="NF001",
+            fix=finding.fix,
+        )
+        self._publish(finding, error)
+        raise error
+
+    def explain(self, error: RunError) -> RunError:
+        """Runs the current step again, and adds the first operator at fault to the error NF001."""
+        finding = self._find_operator()
+        if finding is not None:
+            self._publish(finding, error)
+        return error
+
+    def _find_operator(self) -> Finding | None:
+        recorder = Recorder()
+        recorder.number = self.trainer.state.global_step + 1
+        with self._replay(), _kept_gradients(self.trainer.model):
+            recorder.install()
+            try:
+                for batch in self.batches:
+                    _set_random_state(batch.random_state)
+                    batch.call(*batch.args, **batch.kwargs)
+                    if recorder.suspect is not None:
+                        suspect = recorder.suspect
+                        recorder.uninstall()
+                        return explain_step(suspect)
+            except NotFiniteError as error:
+                return error.finding
+            except Exception as error:  # the explanation must not hide NF001
+                self.attachment.notes.append(f"the step cannot run again: {error}")
+            finally:
+                recorder.uninstall()
+        return None
+
+    @contextmanager
+    def _replay(self) -> Iterator[None]:
+        state = _random_state()
+        self.is_replaying = True
+        try:
+            yield
+        finally:
+            self.is_replaying = False
+            _set_random_state(state)
+
+    def _publish(self, finding: Finding, error: RunError) -> None:
+        """Adds the finding to the error, and writes it to the folder of the record."""
+        error.add_note(finding.render())
+        if self.trainer.is_world_process_zero():
+            folder = Path(self.trainer.args.output_dir) / "isotype"
+            folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(finding.to_dict(), indent=1)
+            (folder / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _kept_gradients(model: nn.Module) -> Iterator[None]:
+    """Within this block no parameter has a gradient. The gradients are restored afterwards."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
