@@ -39,7 +39,7 @@ class RunWeights:
             self.served = ServedFormat(run.precision.served, model)
         if self.has_adapter:
             self.adapters = adapted_weights(self.inner)
-            self.parameters = _plain_parameters(self.inner)
+            self.parameters = plain_parameters(self.inner)
             self.original = {
                 name.replace(_ORIGINAL, "."): parameter
                 for name, parameter in self.inner.named_parameters()
@@ -47,7 +47,7 @@ class RunWeights:
             }
             self.changed_names = frozenset(self.adapters) | frozenset(self.original)
         else:
-            self.parameters = _plain_parameters(self.inner)
+            self.parameters = plain_parameters(self.inner)
             base = load_base(
                 run.source,
                 run.precision,
@@ -55,7 +55,7 @@ class RunWeights:
                 device=torch.device("cpu"),
                 trainable=True,
             )
-            self.original = _plain_parameters(base)
+            self.original = plain_parameters(base)
             self.changed_names = frozenset(self.parameters)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class RunWeights:
         return value if layer is None else merged_weight(layer, value)
 
 
-def _plain_parameters(model: nn.Module) -> dict[str, Tensor]:
+def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and the persistent buffers by their names without PEFT's prefixes."""
     parameters: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -178,6 +178,44 @@ def test_a_cast_without_scales_is_named(tmp_path, form):
     assert difference["remark"] == "40 times the second"
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_a_merge_that_dropped_the_experts_is_named(tmp_path, family):
+    """unsloth-zoo 647, 779, 812: attention was merged, and the experts kept the base's weights. The
+    files hold one weight for each expert, and the adapter changes their stack.
+    """
+    tiny(family).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = lora(model, r=4, target_modules=["q_proj"], target_parameters=parameters)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    answer = against(tmp_path / "merged", tmp_path / "adapter")
+    assert answer["is_same"], answer["differences"]
+    assert answer["kept"] == pytest.approx(1, abs=1e-3)
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    change(tmp_path / "merged", {name: t for name, t in base.items() if ".experts." in name})
+    answer = against(tmp_path / "merged", tmp_path / "adapter")
+    names = {d["name"] for d in answer["differences"]}
+    assert names == {f"model.layers.{i}.{name}" for i in (0, 1) for name in parameters}
+    assert answer["kept"] < 0.9
+
+
+def test_an_adapter_with_dora(files, tmp_path):
+    model = lora(AutoModelForCausalLM.from_pretrained(files.base), r=4, use_dora=True)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "magnitude" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    model.save_pretrained(tmp_path / "dora")
+    base = AutoModelForCausalLM.from_pretrained(files.base, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, tmp_path / "dora").merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    assert against(tmp_path / "merged", tmp_path / "dora")["is_same"]
+    assert not against(files.base, tmp_path / "dora")["is_same"]
+
+
 def test_two_adapters(files, tmp_path):
     """B and A may be scaled against each other: only their product counts."""
     shutil.copytree(files.adapter, tmp_path / "other")

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...wording import align_columns, format_number, format_percent, list_names, pluralise
-from ..adapter_file import LoraPair
 from ..verify.tensors import TENSOR_ROUNDING, cast_to_merge, rounding_limits
 from ..verify.written_model import WrittenTensor
 from .checkpoint import open_checkpoint
-from .dense import DenseWeights, open_two, pair_change
+from .dense import DenseWeights, open_two
 
 _FP32_ERROR = 1e-5
 _MAX_ROWS = 20
@@ -180,7 +179,7 @@ class _AdapterChange:
 
     def __init__(self, first: DenseWeights, second: DenseWeights) -> None:
         self.computed = first.computed | second.computed
-        self.adapted = next((side for side in (first, second) if side.adapter), None)
+        self.adapted = next((side for side in (first, second) if side.changes), None)
         self.other_index = 1 if self.adapted is first else 0
         self.size = 0.0
         self.projection = 0.0
@@ -194,12 +193,12 @@ class _AdapterChange:
         """
         if self.adapted is None or self.adapted.base is None:
             return None
-        pair: LoraPair | None = self.adapted.adapter.get(name)
+        read_change = self.adapted.changes.get(name)
         base = self.adapted.base.find(name)
-        if pair is None or base is None:
+        if read_change is None or base is None:
             return None
         base_value = base.read()
-        change = pair_change(pair).double().flatten()
+        change = read_change().double().flatten()
         other = values[self.other_index]
         merged = values[1 - self.other_index]
         narrow = _NARROW.get(kinds[self.other_index])

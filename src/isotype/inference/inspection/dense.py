@@ -5,7 +5,7 @@ transformers gives it. Weights are read one at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -15,17 +15,25 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from ...dtypes import format_dtype
 from ...errors import UsageError
+from ...model.adapter import load_adapter
+from ...model.architecture import auto_class
 from ...model.lora_names import PEFT_PREFIX
 from ...ops.packed import widen
 from ...ops.packed.recognise import SERVING_TENSORS, TORCHAO_NAMES, build_state, recognise_layout
 from ...precision.packing import Packing
+from ...training.console import silence_library_warnings
+from ...wording import first_line
 from ..adapter_file import LoraPair, read_changes
+from ..merge import adapted_weights, dequantise, merged_weight, refuse_unmergeable
+from ..run_weights import plain_parameters
 from ..verify.gguf_model import open_gguf, read_gguf_header, read_tensor_values
-from ..verify.written_model import WrittenTensor
+from ..verify.written_model import WrittenTensor, open_folder
 from .checkpoint import ADAPTER, GGUF, MODEL, Checkpoint, StoredTensor, open_checkpoint
 from .loading import (
     Loading,
@@ -47,8 +55,10 @@ class DenseWeights:
     label        what the weights are, for the report
     skipped      names of tensors that are not compared -> the reason
     aliases      tied weights -> the weight with the same values
-    adapter      the changes by an adapter, which `tensors` contain; empty for other checkpoints
+    changes      name -> a function that returns what an adapter adds to this weight; `tensors`
+                 contain the sums
     base         the weights to which the adapter's changes were added
+    is_loaded    whether the names are those of the loaded class, where experts are stacked
     computed     the names of weights that no file has: they are computed in fp32 from the adapter
     """
 
@@ -56,9 +66,10 @@ class DenseWeights:
     tensors: dict[str, WrittenTensor]
     skipped: dict[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    adapter: Mapping[str, LoraPair] = field(default_factory=dict)
+    changes: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
     base: DenseWeights | None = None
     config: Any = None
+    is_loaded: bool = False
     computed: frozenset[str] = frozenset()
 
     def find(self, name: str) -> WrittenTensor | None:
@@ -81,10 +92,28 @@ def open_two(
     if first.kind == GGUF:
         second_weights = _open_other(second, base)
         return _open_gguf_like(first, second_weights), second_weights
-    first_weights = _open_other(first, base)
     if second.kind == GGUF:
+        first_weights = _open_other(first, base)
         return first_weights, _open_gguf_like(second, first_weights)
-    return first_weights, _open_other(second, base)
+    if first.kind == ADAPTER:
+        first_weights = _open_other(first, base)
+        return first_weights, _open_like(second, first_weights)
+    second_weights = _open_other(second, base)
+    return _open_like(first, second_weights), second_weights
+
+
+def _open_like(checkpoint: Checkpoint, other: DenseWeights) -> DenseWeights:
+    """Opens a checkpoint under the names of the other side. If these are the names of the loaded
+    class, transformers converts the weights of the folder to this class.
+    """
+    if not other.is_loaded or checkpoint.kind != MODEL:
+        return _open_other(checkpoint, None)
+    with silence_library_warnings():
+        written = open_folder(checkpoint.path, other.tensors, text_only=False)
+    weights = DenseWeights(str(checkpoint.path), dict(written.tensors), aliases=other.aliases)
+    for name in written.unexpected:
+        weights.skipped[name] = "the class has no such weight"
+    return weights
 
 
 def _open_other(checkpoint: Checkpoint, base: Path | None) -> DenseWeights:
@@ -249,11 +278,14 @@ def _read_nf4(parts: Mapping[str, StoredTensor]) -> Tensor:
 
 def _open_adapted(checkpoint: Checkpoint, base: Path | None) -> DenseWeights:
     """Opens an adapter with its base: the base's weights plus the changes by the adapter."""
-    pairs, full_weights = _read_adapter(checkpoint)
     base_path = base if base is not None else _base_path(checkpoint)
     base_checkpoint = open_checkpoint(base_path)
     if base_checkpoint.kind != MODEL:
         raise UsageError(f"{base_path}: a {base_checkpoint.kind}, expected the folder of a model")
+    try:
+        pairs, full_weights = _read_adapter(checkpoint)
+    except UsageError:
+        return _open_with_peft(checkpoint, base_path)
     base_weights = _open_model(base_checkpoint)
     tensors = dict(base_weights.tensors)
     for name, pair in pairs.items():
@@ -275,11 +307,56 @@ def _open_adapted(checkpoint: Checkpoint, base: Path | None) -> DenseWeights:
         tensors,
         base_weights.skipped,
         {name: tied for name, tied in base_weights.aliases.items() if name not in tied_names},
-        adapter=pairs,
+        changes={name: partial(pair_change, pair) for name, pair in pairs.items()},
         base=base_weights,
         config=base_weights.config,
         computed=frozenset(pairs),
     )
+
+
+def _open_with_peft(checkpoint: Checkpoint, base_path: Path) -> DenseWeights:
+    """Loads a base with an adapter that is more than pairs of matrices for linear layers, such as
+    DoRA, or adapters of stacked experts. Raises UsageError for an adapter that PEFT does not load.
+    """
+    try:
+        config = AutoConfig.from_pretrained(base_path, trust_remote_code=False)
+        model = auto_class(config).from_pretrained(base_path, dtype="auto", use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{base_path}: {first_line(error)}") from None
+    adapted = load_adapter(model, checkpoint.path, setting="isotype inspect --against")
+    refuse_unmergeable(adapted)
+    inner: Any = adapted.get_base_model()
+    layers = adapted_weights(inner)
+    parameters = plain_parameters(inner)
+    base = DenseWeights(str(base_path), {})
+    weights = DenseWeights(
+        f"{base_path} + {checkpoint.path}",
+        {},
+        aliases=dict(inner.all_tied_weights_keys),
+        changes={name: partial(_layer_change, layers[name], parameters[name]) for name in layers},
+        base=base,
+        config=config,
+        is_loaded=True,
+        computed=frozenset(layers),
+    )
+    for name, parameter in parameters.items():
+        kind = _KINDS.get(format_dtype(parameter.dtype), "F32")
+        shape = tuple(parameter.shape)
+        base.tensors[name] = WrittenTensor(name, kind, shape, partial(dequantise, parameter))
+        weights.tensors[name] = base.tensors[name]
+        if name in layers:
+            read = partial(_read_layer, layers[name], parameter)
+            weights.tensors[name] = WrittenTensor(name, "F32", shape, read)
+    return weights
+
+
+def _read_layer(layer: Any, parameter: Tensor) -> Tensor:
+    return merged_weight(layer, dequantise(parameter))
+
+
+def _layer_change(layer: Any, parameter: Tensor) -> Tensor:
+    value = dequantise(parameter)
+    return merged_weight(layer, value) - value
 
 
 def _read_adapter(checkpoint: Checkpoint) -> tuple[dict[str, LoraPair], dict[str, Tensor]]:
