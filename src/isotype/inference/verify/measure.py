@@ -27,7 +27,7 @@ from ..merge import merged_dtype
 from ..run_weights import RunWeights
 from .gguf_model import open_gguf
 from .reference import ReferenceModel, Scores
-from .result import Verification, kept_share
+from .result import SMALLEST_SHOWN, Verification, kept_share
 from .settings import (
     apply_folder_settings,
     apply_gguf_settings,
@@ -48,6 +48,7 @@ from .written_model import WrittenModel, open_adapter_folder, open_folder
 DEFAULT_ROWS = 32
 MIN_KEPT = 0.9
 OLLAMA_FILE = "model.gguf"
+_SMALL_SHARE = 0.01  # of what was learnt; a smaller change of the loss is not split into groups
 RUN_DTYPES = "from the run's dtypes to fp32"
 
 
@@ -95,7 +96,14 @@ def verify_file(
         scores = reference.score_with(changed_config, batches)
         causes["settings of the file"] = scores.loss - file_weights.loss
     causes |= _tensor_causes(
-        reference, weights, written, comparison, batches, trained, file_weights
+        reference,
+        weights,
+        written,
+        comparison,
+        batches,
+        trained,
+        file_weights,
+        gain=base.loss - trained.loss,
     )
     noise = base.noise(trained)
     # last, since a model that was trained for a served format is rounded in place
@@ -233,9 +241,14 @@ def _tensor_causes(
     batches: Sequence[Batch],
     trained: Scores,
     scores: Scores,
+    *,
+    gain: float,
 ) -> dict[str, float]:
-    """Returns how much the rounding of the merge changes the loss. Also returns, for each group of
-    tensors, how much the values in the file change the loss.
+    """Returns how much the rounding of the merge changes the loss. Also returns how much the values
+    in the file change the loss, for each group of tensors. If the change by all groups together is
+    small, it is not split into groups, because each group costs another pass over the rows.
+
+    gain  how much training lowered the loss
     """
     if written.adapter_only:
         return {"the adapter's file": scores.loss - trained.loss}
@@ -253,6 +266,11 @@ def _tensor_causes(
     if not comparison.is_merge_exact:
         merged_loss = reference.score(batches).loss
         causes[f"merge to {written.merge_dtype}"] = merged_loss - trained.loss
+    change_in_file = scores.loss - merged_loss
+    if abs(change_in_file) < max(_SMALL_SHARE * gain, SMALLEST_SHOWN):
+        return causes | {"all tensors in the file": change_in_file}
+    if len(groups) == 1:
+        return causes | {f"{next(iter(groups))} in the file": change_in_file}
     for group, group_names in groups.items():
         readable = [name for name in group_names if name in comparison.read_names]
         reference.fill(written.read, readable)

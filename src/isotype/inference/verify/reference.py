@@ -26,7 +26,8 @@ from ..loaded import LoadedRun
 from ..run_weights import RunWeights, is_tied
 
 Reader = Callable[[str], Tensor]  # name of a weight -> its values
-_LOGITS_PER_BATCH = 1 << 26  # values of fp32 logits in one batch: 0.25 GB
+_LOGITS_PER_BATCH = 1 << 25  # values of fp32 logits in one batch: 0.125 GB
+_TOKENS_PER_BATCH = 2048
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,9 @@ class ReferenceModel:
         predictions = []
         for batch in batches:
             inputs = model_inputs(self.model, batch.to(self.device))
-            logits = self.model(**inputs).logits[:, :-1]
-            labels = batch.labels[:, 1:].to(logits.device)
+            labels = batch.labels[:, 1:].to(self.device)
             is_learnt = labels != IGNORE_INDEX
-            learnt_logits = logits[is_learnt]
+            learnt_logits = self._learnt_logits(inputs, is_learnt)
             token_losses = F.cross_entropy(learnt_logits, labels[is_learnt], reduction="none")
             rows = is_learnt.nonzero()[:, 0]
             row_losses = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
@@ -183,17 +183,39 @@ class ReferenceModel:
             predictions.append(learnt_logits.argmax(-1).cpu())
         return Scores(torch.cat(losses), torch.cat(counts), torch.cat(predictions))
 
+    def _learnt_logits(self, inputs: dict[str, Any], is_learnt: Tensor) -> Tensor:
+        """Computes the logits that predict learnt tokens. The head gets only the hidden states at
+        these positions, because the head and its logits are large.
+
+        is_learnt  bool[rows tokens-1]
+        ->         fp32[learnt tokens, vocabulary]
+        """
+        head = self.model.get_output_embeddings()
+        if head is None:
+            logits: Tensor = self.model(**inputs).logits
+            return logits[:, :-1][is_learnt]
+        hook = head.register_forward_pre_hook(
+            lambda _, arguments: (arguments[0][:, :-1][is_learnt][None], *arguments[1:])
+        )
+        with hook:
+            learnt_logits: Tensor = self.model(**inputs).logits[0]
+        return learnt_logits
+
     def batches(self, rows: Sequence[Row], pictures: Pictures | None) -> list[Batch]:
-        """Returns the rows in batches, sorted by length. The number of rows in a batch is limited
-        by the size of its logits.
+        """Returns the rows in batches, sorted by length. A batch is limited by its number of
+        tokens, and by the size of the logits at learnt positions.
         """
         ordered = sorted(rows, key=lambda row: len(row.input_ids))
         groups: list[list[Row]] = [[]]
-        vocabulary_size = self.config.get_text_config().vocab_size
+        most_learnt = _LOGITS_PER_BATCH // self.config.get_text_config().vocab_size
+        learnt_count = 0
         for row in ordered:
-            logit_count = (len(groups[-1]) + 1) * len(row.input_ids) * vocabulary_size
-            if groups[-1] and logit_count > _LOGITS_PER_BATCH:
+            learnt_count += row.supervised
+            token_count = (len(groups[-1]) + 1) * len(row.input_ids)
+            is_full = token_count > _TOKENS_PER_BATCH or learnt_count > most_learnt
+            if groups[-1] and is_full:
                 groups.append([])
+                learnt_count = row.supervised
             groups[-1].append(row)
         return [
             collate(part, pad_id=self.pad_id, device_type=self.device.type, pictures=pictures)

@@ -4,7 +4,9 @@ its values deviate by more than the rounding of its type.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -40,6 +42,7 @@ TENSOR_ROUNDING = {
 # errors of fp32 sums, and of the 1 that Gemma's norms are stored with
 _FP32_ERROR = 2e-6
 _ADAPTER_ERROR = 1e-5
+_PART_SIZE = 1 << 21  # values of a tensor that are compared at once
 _ATTENTION = re.compile(r"(self_attn|attention|attn)\.")
 _EXPERTS = re.compile(r"\.(experts|shared_expert|block_sparse_moe)\b")
 
@@ -135,7 +138,6 @@ def fill_and_compare(
     comparison = TensorComparison()
     for name in reference.names:
         trained = weights.trained(name)
-        merged = cast_to_merge(trained, written.merge_dtype)
         tensor = written.tensors.get(name)
         message = _absence(tensor, name, trained, weights, written)
         if message:
@@ -149,17 +151,42 @@ def fill_and_compare(
             value = weights.base(name)
             reference.fill(weights.base, [name])
         else:
-            value = merged
+            value = cast_to_merge(trained, written.merge_dtype)
             reference.fill(partial(_read_merged, weights, written), [name])
         if tensor is not None and not message:
             _compare_values(comparison, weights, written, name, value, trained)
-        if not torch.allclose(value, merged, rtol=_FP32_ERROR, atol=0.0, equal_nan=False):
+        if not _has_merged_values(value, trained, written.merge_dtype):
             comparison.rounded_names.setdefault(tensor_group(name), []).append(name)
-        comparison.is_merge_exact &= torch.equal(merged, trained)
+        comparison.is_merge_exact &= _is_merge_exact(trained, written.merge_dtype)
     for stored_name in written.unexpected:
         message = "the run's model has no such tensor"
         comparison.differences.append(Difference("tensor", stored_name, message))
     return comparison
+
+
+def _split(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yields the tensors in parts along their first dimension. All tensors have the same shape. The
+    comparison needs several intermediate results, which are as large as a part.
+    """
+    first = tensors[0]
+    if first.ndim == 0 or not first.numel():
+        yield tensors
+        return
+    row_size = first[0].numel()
+    rows = max(1, _PART_SIZE // row_size)
+    yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def _has_merged_values(value: Tensor, trained: Tensor, dtype: str) -> bool:
+    """Returns True if the values are those of the merged model, within the error of fp32 sums."""
+    return all(
+        torch.allclose(part, cast_to_merge(trained_part, dtype), rtol=_FP32_ERROR, atol=0.0)
+        for part, trained_part in _split(value, trained)
+    )
+
+
+def _is_merge_exact(trained: Tensor, dtype: str) -> bool:
+    return all(torch.equal(cast_to_merge(part, dtype), part) for (part,) in _split(trained))
 
 
 def _absence(
@@ -210,7 +237,7 @@ def _compare_values(
     trained: Tensor,
 ) -> None:
     tensor = written.tensors[name]
-    bad_values = int((~value.isfinite()).sum())
+    bad_values = sum(int((~part.isfinite()).sum()) for (part,) in _split(value))
     if bad_values:
         message = f"{bad_values} of its values are not finite"
         comparison.differences.append(Difference("tensor", tensor.name, message))
@@ -223,16 +250,27 @@ def _compare_values(
             comparison.frozen_total += 1
             comparison.frozen_different += bool(message)
     else:
-        run_change = (trained - base).double().flatten()
-        comparison.run_change += float(run_change.square().sum())
-        comparison.file_projection += float((value - base).double().flatten() @ run_change)
-        merged = cast_to_merge(trained, written.merge_dtype)
-        comparison.merge_projection += float((merged - base).double().flatten() @ run_change)
+        _add_changes(comparison, written.merge_dtype, value, trained, base)
         comparison.changed_total += 1
         comparison.changed_different += bool(message)
         comparison.unlike_base += bool(_deviation(tensor.kind, written, value, base, base))
     if message:
         comparison.differences.append(Difference("tensor", tensor.name, message))
+
+
+def _add_changes(
+    comparison: TensorComparison, merge_dtype: str, value: Tensor, trained: Tensor, base: Tensor
+) -> None:
+    """Adds the run's change of a weight, and its projections on the changes in the file and in the
+    merged weights.
+    """
+    for value_part, trained_part, base_part in _split(value, trained, base):
+        run_change = (trained_part - base_part).double().flatten()
+        comparison.run_change += float(run_change.square().sum())
+        file_change = (value_part - base_part).double().flatten()
+        comparison.file_projection += float(file_change @ run_change)
+        merged_change = cast_to_merge(trained_part, merge_dtype) - base_part
+        comparison.merge_projection += float(merged_change.double().flatten() @ run_change)
 
 
 def _deviation(
@@ -241,34 +279,62 @@ def _deviation(
     """Returns a text that says how far a tensor is from its expected values. The text is empty if
     the distance is within the rounding of the tensor's type.
     """
-    error = (value - expected).abs()
-    if written.adapter_only:
-        change = (expected - base).abs().amax()
-        limit = 4 * _ROUNDING.get(kind, 1 / 100) * change + _ADAPTER_ERROR * expected.abs().amax()
-        limits = limit.expand_as(error)
-    elif kind in TENSOR_ROUNDING:
-        relative = float(error.square().mean().sqrt() / expected.square().mean().sqrt())
-        if relative <= TENSOR_ROUNDING[kind]:
-            return ""
-        return f"its values are off by {relative:.0%}, more than the rounding of {kind}"
-    else:
-        limits = rounding_limits(kind, written.merge_dtype, expected)
-    is_off = error > limits
-    if not is_off.any():
+    if not expected.numel():
         return ""
-    share = float(is_off.double().mean())
+    if kind in TENSOR_ROUNDING and not written.adapter_only:
+        return _relative_deviation(kind, value, expected)
+    largest = _largest_magnitude(expected)
+    adapter_limit = 0.0
+    if written.adapter_only:
+        change = max(float((part - other).abs().max()) for part, other in _split(expected, base))
+        adapter_limit = 4 * _ROUNDING.get(kind, 1 / 100) * change + _ADAPTER_ERROR * largest
+    count = 0
+    largest_error = 0.0
+    for value_part, expected_part in _split(value, expected):
+        error = (value_part - expected_part).abs()
+        if written.adapter_only:
+            is_off = error > adapter_limit
+        else:
+            is_off = error > rounding_limits(kind, written.merge_dtype, expected_part, largest)
+        count += int(is_off.sum())
+        largest_error = max(largest_error, float(error.max()))
+    if not count:
+        return ""
     return (
-        f"{share:.1%} of its values are off by more than the rounding of {kind}, the largest by"
-        f" {float(error.max()):.3g}"
+        f"{count / expected.numel():.1%} of its values are off by more than the rounding of {kind},"
+        f" the largest by {largest_error:.3g}"
     )
 
 
-def rounding_limits(kind: str, merge_dtype: str, expected: Tensor) -> Tensor:
+def _relative_deviation(kind: str, value: Tensor, expected: Tensor) -> str:
+    """Does the same as `_deviation` for a type with a limit for the whole tensor."""
+    squared_error = 0.0
+    squared_norm = 0.0
+    for value_part, expected_part in _split(value, expected):
+        squared_error += float((value_part - expected_part).square().sum())
+        squared_norm += float(expected_part.square().sum())
+    relative = math.sqrt(squared_error / squared_norm) if squared_norm else math.inf
+    if relative <= TENSOR_ROUNDING[kind] or not squared_error:
+        return ""
+    return f"its values are off by {relative:.0%}, more than the rounding of {kind}"
+
+
+def _largest_magnitude(tensor: Tensor) -> float:
+    smallest, largest = tensor.aminmax()
+    return max(float(largest), -float(smallest))
+
+
+def rounding_limits(
+    kind: str, merge_dtype: str, expected: Tensor, largest: float | None = None
+) -> Tensor:
     """Returns the largest error that is allowed for each value. A limit is the sum of the possible
     errors of the cast to the merged dtype, of the file's type, and of sums in fp32.
+
+    largest  the largest magnitude in the whole tensor, if `expected` is a part of it
     """
     magnitude = expected.abs()
-    largest = magnitude.amax() if magnitude.numel() else magnitude.sum()
+    if largest is None:
+        largest = _largest_magnitude(expected) if expected.numel() else 0.0
     limits = magnitude * _DTYPE_ROUNDING[merge_dtype] + _FP32_ERROR * largest
     if kind in _BLOCK_ROUNDING:
         blocks = magnitude.reshape(-1, 32).amax(1, keepdim=True).expand(-1, 32)
