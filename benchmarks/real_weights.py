@@ -68,6 +68,16 @@ HEAD_LABELS = {
 PARTS_HELP = "lora, qlora, full, dpo, dpo-fp32, errors, head, llama_cpp; default all"
 FILE_TYPES = ("BF16", "Q8_0")
 ANSWER_TOKENS = 24
+ERROR_HEADER = (
+    "| model | texts | error of | transformers with PEFT, bf16 autocast | Isotype, bf16-lora |"
+)
+HEAD_HEADER = (
+    "| model | texts | error of the head alone | transformers, bf16 logits | Isotype, bf16 |"
+)
+LLAMA_HEADER = (
+    "| model, file | prompts | with the tokens of transformers | equal answers"
+    " | equal tokens before the first difference | gap at the first difference, nats |"
+)
 PRESETS = {
     "lora": "bf16-lora",
     "qlora": "nf4-lora",
@@ -556,31 +566,30 @@ def format_table(results: dict[str, Any]) -> str:
             ends = [f"{losses[side][0]:.4f}, {losses[side][-1]:.4f}" for side in ("trl", "isotype")]
             cells = [name, form, str(result["steps"]), *ends]
             lines.append(f"| {' | '.join(cells)} | {losses['median']:.4f} | {losses['max']:.4f} |")
-    lines += [
-        "",
-        "| model | texts | error of | transformers with PEFT, bf16 autocast | Isotype, bf16-lora |",
-        "|---|---|---|---|---|",
+    errors = [
+        line
+        for name, result in results.items()
+        for line in format_errors(name, result.get("errors"), ERROR_LABELS)
     ]
-    for name, result in results.items():
-        lines += format_errors(name, result.get("errors"), ERROR_LABELS)
-    lines += [
-        "",
-        "| model | texts | error of the head alone | transformers, bf16 | Isotype, bf16 |",
-        "|---|---|---|---|---|",
+    head_errors = [
+        line
+        for name, result in results.items()
+        for line in format_errors(name, result.get("head"), HEAD_LABELS)
     ]
-    for name, result in results.items():
-        lines += format_errors(name, result.get("head"), HEAD_LABELS)
-    lines += [
-        "",
-        "| model, file | prompts | with the tokens of transformers | equal answers"
-        " | equal tokens before the first difference | gap at the first difference, nats |",
-        "|---|---|---|---|---|---|",
+    answers = [
+        format_answers(f"{name}, {kind}", result["llama_cpp"]["prompts"], result["llama_cpp"][kind])
+        for name, result in results.items()
+        for kind in FILE_TYPES
+        if "llama_cpp" in result
     ]
-    for name, result in results.items():
-        answers = result.get("llama_cpp", {})
-        for kind in FILE_TYPES:
-            if kind in answers:
-                lines.append(format_answers(f"{name}, {kind}", answers["prompts"], answers[kind]))
+    for header, rows in (
+        (ERROR_HEADER, errors),
+        (HEAD_HEADER, head_errors),
+        (LLAMA_HEADER, answers),
+    ):
+        if rows:
+            columns = header.count("|") - 1
+            lines += ["", header, "|" + "---|" * columns, *rows]
     machines = {
         f"{name}: {result['file']}, {result['threads']} threads, load {result['load']}"
         for name, result in results.items()
