@@ -28,6 +28,8 @@ def test_each_generation_has_its_kind_of_bf16():
 def test_devices_are_found_in_the_spellings_people_use():
     for spelling, name in {
         "H100": "H100 SXM", "NVIDIA A100-SXM4-80GB": "A100 80GB", "Tesla T4": "Tesla T4", "RTX 4090": "GeForce RTX 4090",
+        "rtx-3060-12gb": "GeForce RTX 3060", "rtx3060-8gb": "GeForce RTX 3060 8GB", "RTX_4060_Ti_16GB": "GeForce RTX 4060 Ti 16GB",
+        "NVIDIA GeForce RTX 4070 Ti SUPER": "GeForce RTX 4070 Ti Super",
     }.items():  # fmt: skip
         assert hardware.lookup_hardware(spelling).name == name
     for spelling, generation in {
@@ -38,6 +40,8 @@ def test_devices_are_found_in_the_spellings_people_use():
         "volta": "volta",
     }.items():
         assert hardware.lookup_hardware(spelling).generation == generation
+    with pytest.raises(UsageError, match="did you mean rtx3060"):
+        hardware.lookup_hardware("rtx3060-24gb")
     with pytest.raises(UsageError, match="did you mean h100"):
         hardware.lookup_hardware("h1000")
 

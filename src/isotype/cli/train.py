@@ -184,7 +184,7 @@ def plan(
         str | None,
         typer.Option(
             "--device",
-            help="Plan for this device (h200, a100, cpu) instead of the present one.",
+            help="Plan for this device (rtx3060-12gb, h200, cpu) instead of the present one.",
             show_default=False,
         ),
     ] = None,

@@ -138,6 +138,47 @@ def _make_device(
     )
 
 
+def _compact_name(spec: str) -> str:
+    """Returns a name without spaces and hyphens, except before the memory: `rtx3060-8gb`."""
+    name, memory = re.fullmatch(r"(.*?)(?:[-_ ]+(\d+ ?gb))?", spec.lower()).groups()  # type: ignore[union-attr]
+    compact = re.sub(r"[-_ ]", "", name)
+    return f"{compact}-{memory.replace(' ', '')}" if memory else compact
+
+
+def _make_geforce(model: str, memory_gib: float, bandwidth_gbs: float, fp32: float) -> Hardware:
+    """Returns a GeForce card. The rates of its tensor cores, with sums in fp32, are multiples of its
+    fp32 rate that are the same for all cards of a generation.
+
+    Source  NVIDIA's white papers of Turing (TU102), Ampere (GA102), Ada (AD102) and Blackwell
+            (GB202)
+    """
+    name = f"GeForce {model}"
+    if model.startswith("RTX 20"):
+        return _make_device(
+            name, "turing", "7.5", memory_gib, bandwidth_gbs, fp32=fp32, fp16=4 * fp32
+        )
+    half = {"bf16": 2 * fp32, "fp16": 2 * fp32, "tf32": fp32, "fp32": fp32}
+    if model.startswith("RTX 30"):
+        return _make_device(name, "ampere", "8.6", memory_gib, bandwidth_gbs, **half)
+    generation, architecture = (
+        ("ada", "8.9") if model.startswith("RTX 40") else ("blackwell", "12.0")
+    )
+    return _make_device(
+        name, generation, architecture, memory_gib, bandwidth_gbs, **half, fp8=4 * fp32
+    )
+
+
+# model -> GiB of memory, GB/s, fp32 TFLOP/s
+_GEFORCE = {
+    "RTX 2060": (6, 336, 6.5), "RTX 2060 12GB": (12, 336, 7.2), "RTX 2070": (8, 448, 7.5), "RTX 2080": (8, 448, 10.1),
+    "RTX 3060": (12, 360, 12.7), "RTX 3060 8GB": (8, 240, 12.7), "RTX 3060 Ti": (8, 448, 16.2), "RTX 3070": (8, 448, 20.3),
+    "RTX 3070 Ti": (8, 608, 21.7), "RTX 3080": (10, 760, 29.8), "RTX 3080 12GB": (12, 912, 30.6), "RTX 3080 Ti": (12, 912, 34.1),
+    "RTX 3090 Ti": (24, 1008, 40.0), "RTX 4060": (8, 272, 15.1), "RTX 4060 Ti": (8, 288, 22.1), "RTX 4060 Ti 16GB": (16, 288, 22.1),
+    "RTX 4070": (12, 504, 29.1), "RTX 4070 Super": (12, 504, 35.5), "RTX 4070 Ti": (12, 504, 40.1), "RTX 4070 Ti Super": (16, 672, 44.1),
+    "RTX 4080": (16, 717, 48.7), "RTX 4080 Super": (16, 736, 52.2), "RTX 5060": (8, 448, 19.2), "RTX 5060 Ti": (8, 448, 23.7),
+    "RTX 5060 Ti 16GB": (16, 448, 23.7), "RTX 5070": (12, 672, 30.9), "RTX 5070 Ti": (16, 896, 43.9), "RTX 5080": (16, 960, 56.3),
+}  # fmt: skip
+
 # The names that `--device NAME` accepts. The first variant of a family is the one that clouds offer
 # most often.
 DEVICES: dict[str, Hardware] = {
@@ -165,6 +206,7 @@ DEVICES: dict[str, Hardware] = {
     "mi300x": _make_device("Instinct MI300X", "cdna3", "gfx942", 192, 5300, fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, fp8=2614.9),
     "mi325x": _make_device("Instinct MI325X", "cdna3", "gfx942", 256, 6000, fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, fp8=2614.9),
     "mi355x": _make_device("Instinct MI355X", "cdna4", "gfx950", 288, 8000, fp32=157.3, bf16=2516.6, fp16=2516.6, fp8=5033.2),
+    **{_compact_name(model): _make_geforce(model, *facts) for model, facts in _GEFORCE.items()},
     "cpu": _make_device("a CPU without bf16 instructions", "cpu-avx2", "x86_64", 0),
     "cpu-amx": _make_device("a CPU with AMX", "cpu-amx", "x86_64", 0),
     "cpu-avx512-bf16": _make_device("a CPU with AVX512-BF16", "cpu-avx512-bf16", "x86_64", 0),
@@ -185,14 +227,20 @@ def lookup_hardware(name: str) -> Hardware:
     spec = re.sub(
         r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon)[-_ ]+)+", "", name.strip().lower()
     )
+    without_form = re.sub(r"[-_ ](sxm\d?|hbm\w*)", "", spec)
     for spelling in (
         spec,
         re.sub(r"[ _]", "", spec),
         re.sub(r"[ _]", "-", spec),
-        re.sub(r"[-_ ](sxm\d?|\d+gb|hbm\w*)", "", spec),
+        _compact_name(spec),
+        without_form,
     ):
         if spelling in DEVICES:
             return DEVICES[spelling]
+    # the memory may be named even if there is only one card of this name
+    name, _, memory = _compact_name(without_form).rpartition("-")
+    if name in DEVICES and f"{DEVICES[name].memory // GiB}gb" == memory:
+        return DEVICES[name]
     capability = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)a?", spec)
     if capability:
         generation = _generation_from_capability(int(capability[1]), int(capability[2]))

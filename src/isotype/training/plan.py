@@ -37,6 +37,8 @@ class Plan:
     """The plan of a run.
 
     process_bytes  on a CPU, the bytes that this process uses without a model; 0 on a GPU
+    alternatives   if the run does not fit into the memory of the GPU: other settings, and the bytes
+                   at their peak
     row_name       what the task calls a row of its data
     time           the estimated time of the run; None for a device other than this machine's CPU
     """
@@ -58,6 +60,7 @@ class Plan:
     processes: ProcessesPlan | None = None
     offload: OffloadPlan | None = None
     time: TimeEstimate | None = None
+    alternatives: Mapping[str, int] = field(default_factory=dict)
     row_name: str = "row"
 
     @property
@@ -102,6 +105,7 @@ class Plan:
                 "peak_with_process": self.peak,
                 "fits": self.fits,
             },
+            **({"alternatives": dict(self.alternatives)} if self.alternatives else {}),
             **({} if self.offload is None else {"offload": dict(self.offload.__dict__)}),
             "notes": list(self.notes),
             **({} if self.processes is None else {"processes": self.processes.to_dict()}),
@@ -151,11 +155,32 @@ class Plan:
             f"recompute   {self.checkpointing}",
             *([] if self.offload is None else [f"offload     {self.offload}"]),
             *self._memory_lines(),
+            *self._alternative_lines(),
             *([] if self.processes is None else self.processes.lines()),
             *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
             *[f"note        {note}" for note in self.notes],
         ]
         return "\n".join(lines)
+
+    def _alternative_lines(self) -> list[str]:
+        if not self.alternatives:
+            return []
+        fitting = {
+            settings: peak
+            for settings, peak in self.alternatives.items()
+            if peak <= self.hardware.memory
+        }
+        if fitting:
+            width = max(map(len, fitting))
+            rows = [
+                f"  {settings:<{width}}  {format_binary_bytes(peak)}"
+                for settings, peak in fitting.items()
+            ]
+            return ["fits with", *rows]
+        settings, peak = min(self.alternatives.items(), key=lambda item: item[1])
+        return [
+            f"least       {format_binary_bytes(peak)} with {settings}: too much for this device"
+        ]
 
     def _memory_lines(self) -> list[str]:
         memory = self.memory

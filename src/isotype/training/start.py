@@ -56,6 +56,10 @@ _COMPARED_PATHS = {
     "images.eval": DATA,
     "model.name": BASE,
 }
+_ORDER_NOTE = (
+    ". The order of an epoch depends on the number of rows, so in the current epoch some pictures"
+    " may be used twice and others not at all"
+)
 _FIX = "resume without these, start a new run, or accept them: --yes (from Python: accept_changes=True)"
 _KINDS = (
     ("training", ROWS, "the run continues at the same position in them"),
@@ -213,16 +217,19 @@ def compare_data(
         # evaluation rows that are held out of the training files
         if rows_kind == EVALUATION_ROWS and not files and changes:
             files = _changed_files(recorded, facts, evaluation=False)
-        causes = (
-            ", ".join([*files[:5], *setting_keys])
-            or "the files are the same: the tokenizer, its chat template or a library"
-        )
+        if loaded.config.images.train is None:
+            other_causes = "the files are the same: the tokenizer, its chat template or a library"
+        else:
+            other_causes = "their pictures, captions, masks or settings, or a library"
+        causes = ", ".join([*files[:5], *setting_keys]) or other_causes
         previous_rows = _training_row_count(recorded)
         current_rows = _training_row_count(facts)
         if rows_kind == ROWS and previous_rows != current_rows and not is_streamed:
             causes += f"; training rows: {previous_rows} before, {current_rows} now"
         difference = f"the {rows_kind} are not those of the run's last start ({causes})"
         _refuse_other_content(settings, DATA, difference, loaded)
+        if rows_kind == ROWS and previous_rows != current_rows and loaded.config.images.train:
+            consequence += _ORDER_NOTE
         changes.append(_report_change(console, rows_kind, f"{difference}: {consequence}"))
     return changes
 
@@ -287,7 +294,9 @@ def _is_moved(path: str, previous: dict[str, str], current: dict[str, str]) -> b
 
 def _training_row_count(facts: dict[str, Any]) -> Any:
     train = facts.get("train")
-    return train.get("rows") if isinstance(train, dict) else None
+    if isinstance(train, dict):
+        return train.get("rows")
+    return facts.get("train_pictures")
 
 
 def _checksums(facts: Any) -> Iterator[tuple[str, str]]:

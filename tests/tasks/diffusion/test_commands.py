@@ -1,12 +1,14 @@
 """What one does with a diffusion run, through the command line, in this process."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from isotype.environment import hardware
 from isotype.errors import UsageError
-from isotype.tasks.choose import train
+from isotype.tasks.choose import plan_run, train
 from tests.api import merge_denoiser
 from tests.commands import ask
 from tests.tasks.diffusion.conftest import draw_in
@@ -104,3 +106,26 @@ def test_a_merged_pipeline_is_the_adapter_on_its_base(run, studio, tmp_path):
     )
     with pytest.raises(UsageError, match="not empty"):
         merge_denoiser(run, tmp_path / "merged")
+
+
+@pytest.mark.full
+def test_a_plan_that_does_not_fit_lists_the_settings_that_do(drawn, studio, monkeypatch):
+    loaded = drawn(
+        model=studio.flux,
+        precision={"preset": "auto"},
+        train={"batch_size": 2, "gradient_checkpointing": "none"},
+    )
+    card = replace(hardware.DEVICES["rtx3060"], memory=1000)
+    monkeypatch.setitem(hardware.DEVICES, "rtx3060", card)
+    plan = plan_run(loaded, device="rtx-3060")
+    assert not plan.fits
+    assert all("gradient_checkpointing=layers" in settings for settings in plan.alternatives)
+    first, *_ = plan.alternatives
+    assert first.endswith("train.batch_size=1 train.accumulate=2")
+    least = min(plan.alternatives, key=plan.alternatives.__getitem__)
+    assert "precision.base=nf4" in least
+    assert f" with {least}: too much for this device" in plan.to_text()
+    roomier = replace(plan, hardware=replace(card, memory=plan.alternatives[least]))
+    lines = roomier.to_text().splitlines()
+    assert lines[lines.index("fits with") + 1].startswith(f"  {least}  ")
+    assert roomier.to_dict()["alternatives"] == plan.alternatives
