@@ -7,6 +7,8 @@ python -m benchmarks.dropin speed SFT DPO GRPO ORPO   tokens/s of one step, alte
                                                       memory, at 160M
 python -m benchmarks.dropin line SFT DPO        a whole train() of ten steps, each way in a process
                                                 of its own: preflight, record and peak
+python -m benchmarks.dropin tiny KTO GRPO       CPU seconds that attach adds before and around three
+                                                steps of a tiny model, with built kernels
 python -m benchmarks.dropin overhead            CPU time of everything that watches, in alternating
                                                 pairs
 python -m benchmarks.dropin bf16                errors of SFT, DPO and GRPO in bf16 against fp64
@@ -597,12 +599,50 @@ def keep(key: str, value: Any) -> None:
     RESULTS.write_text(json.dumps(found | {key: value}, indent=1) + "\n")
 
 
+def tiny(name: str) -> dict[str, float]:
+    """Returns the CPU seconds of three steps of a tiny bf16 model with LoRA, each in a process of
+    its own: unmodified, and attached with its preflight, its record and the check of its kernels.
+    """
+    seconds = {}
+    for way in ("unmodified", "attached"):
+        command = [sys.executable, "-m", "benchmarks.dropin", "one-tiny", name, way]
+        process = subprocess.run(command, capture_output=True, text=True, check=True)
+        seconds[way] = float(process.stdout.splitlines()[-1])
+    return seconds
+
+
+def one_tiny(name: str, way: str) -> float:
+    from tests.integrations.trainers import TRAINERS, Setting
+
+    from isotype.integrations import attach
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = TRAINERS[name](Setting(Path(folder), bf16=True, stored=torch.bfloat16))
+        start = time.process_time()
+        if way == "attached":
+            attach(trainer, "bf16-lora", quiet=True)
+        trainer.train()
+        return time.process_time() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "what", choices=["curves", "bf16", "speed", "line", "one-line", "overhead", "table"]
+        "what",
+        choices=[
+            "curves",
+            "bf16",
+            "speed",
+            "line",
+            "one-line",
+            "tiny",
+            "one-tiny",
+            "overhead",
+            "table",
+        ],
     )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--forms", nargs="*", default=list(FORMS))
@@ -653,6 +693,13 @@ def main() -> None:
                 one_line(*given.names, length=given.length, rows=given.rows, layers=given.layers)
             )
         )
+    elif given.what == "tiny":
+        for name in given.names or ["KTO", "GRPO"]:
+            cpu = tiny(name)
+            added = cpu["attached"] - cpu["unmodified"]
+            print(f"{name}: attach adds {added:.1f} CPU s to {cpu['unmodified']:.1f}; one thread")
+    elif given.what == "one-tiny":
+        print(one_tiny(*given.names))
     elif given.what == "overhead":
         found = overhead(pairs=given.pairs or 10, layers=given.layers, length=given.length)
         keep("overhead", [found])

@@ -4,22 +4,63 @@
     python benchmarks/train.py --layers 12 --hidden 768 --length 512 --steps 6 --json out.json
 
 Each contender runs in its own process, the order alternates, and the ratio is taken between medians of the same run. Losses are
-compared too: a faster step that computes something else is no result. Peak memory is the process's highest resident size (allocator
-peak on a GPU) less what it had before the first step.
+compared too: a faster step that computes something else is no result. Step memory is the highest resident size of the process
+(allocator peak on a GPU) during the measured steps, less what it held after the warm-up, as in `lora.py`: freed memory is returned to
+the system and the highest size is reset before the measured steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 CONTENDERS = ("isotype", "without optimize", "hf-trainer")
+
+
+class StepMemory:
+    """Measures the memory that the steps after the warm-up take beyond what the process holds."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.held = 0
+        self.peak = 0
+
+    def begin(self) -> None:
+        import torch
+
+        if self.device == "cpu":
+            ctypes.CDLL(None).malloc_trim(0)
+            # 5 sets the highest resident size back to the present one
+            Path("/proc/self/clear_refs").write_text("5")
+            self.held = resident("VmRSS")
+        else:
+            torch.cuda.reset_peak_memory_stats()
+            self.held = torch.cuda.memory_allocated()
+
+    def end(self) -> None:
+        import torch
+
+        if self.device == "cpu":
+            self.peak = resident("VmHWM") - self.held
+        else:
+            self.peak = torch.cuda.max_memory_allocated() - self.held
+
+
+def resident(field: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {field} in /proc/self/status")
 
 
 def model_and_rows(a: argparse.Namespace) -> tuple[Any, list[Any]]:
@@ -51,7 +92,7 @@ def run_isotype(a: argparse.Namespace, who: str) -> dict[str, Any]:
     from isotype.precision.apply import apply_precision
     from isotype.tasks.language.batches import collate
     from isotype.tasks.language.objective import batch_loss_sum
-    from isotype.training.step import assemble_stepper, peak_memory
+    from isotype.training.step import assemble_stepper
 
     base, rows = model_and_rows(a)
     device = torch.device(a.device)
@@ -62,17 +103,16 @@ def run_isotype(a: argparse.Namespace, who: str) -> dict[str, Any]:
     apply_precision(model, precision, device_type=device.type)
     step = assemble_stepper(model, train, precision, partial(batch_loss_sum, dtype=precision.loss))
     model.train()
-    before, seconds, losses = peak_memory(device), [], []
+    memory, seconds, losses = StepMemory(a.device), [], []
     for i in range(a.steps + a.warmup):
+        if i == a.warmup:
+            memory.begin()
         batch = collate(rows[i * a.batch : (i + 1) * a.batch], pad_id=0).to(device)
         start = time.perf_counter()
         losses.append(step([batch], step=i + 1, learning_rate=1e-4, watch_changes=True).loss)
         seconds.append(time.perf_counter() - start)
-    return {
-        "seconds": seconds[a.warmup :],
-        "losses": losses,
-        "memory_bytes": peak_memory(device) - before,
-    }
+    memory.end()
+    return {"seconds": seconds[a.warmup :], "losses": losses, "memory_bytes": memory.peak}
 
 
 def run_trainer(a: argparse.Namespace) -> dict[str, Any]:
@@ -82,24 +122,26 @@ def run_trainer(a: argparse.Namespace) -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from isotype.training.step import peak_memory
-
     base, rows = model_and_rows(a)
-    device = torch.device(a.device)
     torch.manual_seed(0)
     model = get_peft_model(
         base,
         LoraConfig(r=a.rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
+    memory = StepMemory(a.device)
     times: list[float] = []
     losses: list[float] = []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if len(times) == a.warmup:
+                memory.begin()
             self.start = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             times.append(time.perf_counter() - self.start)
+            # what the trainer does after the last step belongs to no step
+            memory.end()
 
         def on_log(
             self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any
@@ -122,13 +164,8 @@ def run_trainer(a: argparse.Namespace) -> dict[str, Any]:
         ]
         trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[Clock()])
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)
-        before = peak_memory(device)
         trainer.train()
-    return {
-        "seconds": times[a.warmup :],
-        "losses": losses,
-        "memory_bytes": peak_memory(device) - before,
-    }
+    return {"seconds": times[a.warmup :], "losses": losses, "memory_bytes": memory.peak}
 
 
 def measure(a: argparse.Namespace, who: str) -> dict[str, Any]:
@@ -168,6 +205,8 @@ def main() -> None:
     for i in range(a.rounds):
         for who in CONTENDERS if i % 2 == 0 else CONTENDERS[::-1]:
             found[who].append(measure(a, who))
+    import torch
+
     tokens = a.batch * a.length
     summary = {}
     for who, runs in found.items():
@@ -181,7 +220,8 @@ def main() -> None:
         }
     ours, theirs = summary["isotype"], summary["hf-trainer"]
     print(
-        f"Llama {a.layers} x {a.hidden}, vocabulary {a.vocabulary}, {a.batch} x {a.length} tokens, rank {a.rank}, {a.device}"
+        f"Llama {a.layers} x {a.hidden}, vocabulary {a.vocabulary}, {a.batch} x {a.length} tokens, rank {a.rank}, {a.device},"
+        f" {torch.get_num_threads()} thread(s), load {os.getloadavg()[0]:.1f}"
     )
     print(f"{'':17s}{'tokens/s':>10s}{'step memory':>14s}{'first loss':>12s}{'last loss':>12s}")
     for who, row in summary.items():
