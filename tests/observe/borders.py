@@ -202,6 +202,64 @@ def weights_rounded_before_an_update(folder: Path) -> Seen:
     return attached(folder, callbacks=[At("on_pre_optimizer_step", act)])
 
 
+# ---- hooks, and what is written between backward and the update
+@liar
+def a_gradient_hook_that_rounds(folder: Path) -> Seen:
+    def change(model: Any) -> None:
+        model.model.layers[1].mlp.down_proj.weight.register_hook(rounded)
+
+    return attached(folder, change=change)
+
+
+@liar
+def gradients_rounded_before_an_update(folder: Path) -> Seen:
+    def act(model: nn.Module, *_: Any) -> None:
+        for p in model.parameters():
+            p.grad.copy_(rounded(p.grad))
+
+    return attached(folder, callbacks=[At("on_pre_optimizer_step", act)])
+
+
+@liar
+def gradients_replaced_by_rounded_ones(folder: Path) -> Seen:
+    def act(model: nn.Module, *_: Any) -> None:
+        for p in model.parameters():
+            p.grad = rounded(p.grad)
+
+    return attached(folder, callbacks=[At("on_pre_optimizer_step", act)])
+
+
+@liar
+def a_hook_that_rounds_the_output_of_a_norm(folder: Path) -> Seen:
+    def change(model: Any) -> None:
+        model.model.norm.register_forward_hook(lambda m, args, out: out.bfloat16().to(out.dtype))
+
+    seen = attached(folder, precision="fp32", change=change)
+    assert any("forward hooks of the program on model.norm" in line for line in seen.unwatched)
+    return seen
+
+
+@liar
+def an_adapter_merged_for_each_evaluation(folder: Path) -> Seen:
+    def act(model: Any, *_: Any) -> None:
+        model.merge_adapter()
+        model.unmerge_adapter()
+
+    return attached(folder, precision="bf16-lora", adapter=True, callbacks=[At("on_evaluate", act)])
+
+
+@liar
+def features_that_were_stored_in_fp16(folder: Path) -> Seen:
+    class Features(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+            inputs = dict(inputs)
+            embeddings = model.get_input_embeddings()(inputs.pop("input_ids"))
+            features = embeddings.detach().half()
+            return super().compute_loss(model, {**inputs, "inputs_embeds": features}, *args, **more)
+
+    return attached(folder, cls=Features, more={"eval_strategy": "no"})
+
+
 # ---- trust
 @liar
 def an_update_of_the_trainers_own_in_bf16_pure(folder: Path) -> Seen:
@@ -541,6 +599,35 @@ def averages_in_place_for_an_evaluation(folder: Path) -> Seen:
             averages[name] = averages.get(name, p.detach().clone()).lerp(p.detach(), 0.1)
 
     return attached(folder, cls=Swapping, callbacks=[At("on_step_end", average)])
+
+
+@honest
+def gradients_that_are_clipped_signed_and_averaged(folder: Path) -> Seen:
+    averages: dict[Any, Tensor] = {}
+
+    def act(model: nn.Module, *_: Any) -> None:
+        for p in model.parameters():
+            average = averages.setdefault(p, torch.zeros_like(p, dtype=torch.bfloat16))
+            average.lerp_(p.grad.bfloat16(), 0.1)
+            assert float(p.grad.bfloat16().float().norm()) >= 0  # a figure for a log
+            p.grad.add_(average.to(p.dtype), alpha=0.01)
+            if p.dim() == 1:
+                p.grad.sign_()
+
+    def change(model: Any) -> None:
+        model.model.layers[0].mlp.down_proj.weight.register_hook(lambda g: g.clamp(-1, 1))
+
+    return attached(folder, change=change, callbacks=[At("on_pre_optimizer_step", act)])
+
+
+@honest
+def layers_that_are_trained_in_turn(folder: Path) -> Seen:
+    def act(model: nn.Module, optimizer: Any, state: Any) -> None:
+        for number, layer in enumerate(model.model.layers):
+            for p in layer.parameters():
+                p.requires_grad_(state.global_step % 2 == number)
+
+    return attached(folder, precision="fp32", callbacks=[At("on_step_end", act)])
 
 
 @honest

@@ -131,6 +131,8 @@ def test_a_record_lists_what_was_not_watched_and_the_report_shows_it(task, tmp_p
         for what in said
     )
     assert any(what.startswith("evaluations, but for one batch") for what in said)
+    for kind in ("parametrization", "key-value cache", "beside the step's own", "residual stream"):
+        assert any(kind in what for what in said), kind
     page = write_report(tmp_path / "run").read_text()
     assert all(what.partition("(")[0].partition("'")[0] in page for what in said)
 

@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 
 from ..config.schema import RunSection
 from ..errors import RunError, UsageError
+from ..finding import join_names
 from ..lora.attach import fusion_blocker, is_dora_layer, lora_layers
 from ..observe import Observation, Observer, is_observed, mark_observing
 from ..observe.continuity import (
@@ -37,6 +38,7 @@ from ..observe.continuity import (
     WEIGHT,
     Continuity,
     Difference,
+    FrozenWeights,
     report_differences,
     report_narrow_values,
 )
@@ -143,6 +145,7 @@ class StepMonitor:
         self.buffers = Continuity(self.model, kinds=(BUFFER,))
         self._buffers_compared = False
         self._reported: set[tuple[str, str, str]] = set()
+        self._frozen: FrozenWeights | None = None  # set when the training starts
         self._updates = 0
         self._has_changed_weights = self._has_gradient = False
 
@@ -168,6 +171,7 @@ class StepMonitor:
             register_after(self._after_update),
         ]
         self._take_samples("the start of the training")
+        self._frozen = FrozenWeights(self.model)
         if self.step > 2:
             observation = Observation(self.step - 1)
             report_narrow_values(
@@ -311,6 +315,21 @@ class StepMonitor:
         for hook in self._update_hooks:
             hook.remove()
         self._update_hooks.clear()
+        observation = Observation(self.step - 1)
+        self._list_changed_weights(observation)
+        if observation.unobserved:
+            self._add_observation(observation)
+
+    def _list_changed_weights(self, observation: Observation) -> None:
+        """Lists frozen weights that have changed since the start. This is no violation, because a
+        program may unfreeze and train layers, and freeze them again.
+        """
+        names = self._frozen.changed() if self._frozen is not None else []
+        if names:
+            observation.unobserved["frozen weights that changed"] = (
+                f"{join_names(names, 3)}: something wrote them outside of the updates, such as"
+                " merge_adapter() and unmerge_adapter(), which round a base of bf16 or fp16"
+            )
 
     def begin(self, step: int) -> None:
         """Begins step `step`. The step is observed if its number is one of the numbers to observe,

@@ -9,7 +9,8 @@ These are violations:
   an update or in a buffer, in norms of gradients, and inside a normalisation layer;
 - a number in bf16 or fp16 by which the loss is divided or with which gradients are clipped;
 - any arithmetic in fp64;
-- numbers and tables that are rounded because they are created in bf16 or fp16.
+- numbers and tables that are rounded because they are created in bf16 or fp16;
+- gradients and activations that the user's code casts to a narrower dtype and back.
 
 Other arithmetic that is not in the dtype `compute` is only counted. `observer` checks stored
 tensors, and `continuity` checks changes between steps.
@@ -74,6 +75,7 @@ from .values import (
     Call,
     Lineage,
     Lineages,
+    Rounding,
     collect_tensors,
     dense_values,
     float_dtype_name,
@@ -195,6 +197,9 @@ class ContractChecker:
         self.paused = False
         self.lineages = Lineages()
         self.modes = (FunctionTape(self._run_function), make_tape(self._run_operator))
+        self._models: tuple[nn.Module, ...] = ()
+        # rounded copies of gradients; a copy that becomes a gradient is reported
+        self._rounded_gradients: list[tuple[Call, Rounding, Tensor]] = []
         # address of the storage -> name of the model's floating buffer
         self._buffers: dict[int, str] = {}
         # products outside compute whose later use is not known yet, each with its dtype and the
@@ -211,6 +216,7 @@ class ContractChecker:
         """Registers the tensors of these models that exist before the step: weights, gradients and
         buffers.
         """
+        self._models = models
         for model in models:
             inner = inner_model(model)
             names = getattr(inner, FP32_LAYERS_KEY, ())
@@ -224,6 +230,7 @@ class ContractChecker:
     def register_inputs(self, inputs: Any) -> None:
         """Registers the arguments of the outermost module as inputs."""
         for tensor in collect_tensors(inputs, []):
+            self._check_input(tensor)
             previous = self.lineages.get(tensor)
             # floats that the step computes without the model, such as noised latents, are inputs
             # too
@@ -237,6 +244,19 @@ class ContractChecker:
                         | (FLOAT_INPUT if tensor.is_floating_point() else INPUT),
                     ),
                 )
+
+    def _check_input(self, tensor: Tensor) -> None:
+        """Lists an input whose dtype is narrower than fp32 and is not `compute`. Its values were
+        rounded before the step.
+        """
+        dtype_name = float_dtype_name(tensor.dtype)
+        if dtype_name is None or itemsize(dtype_name) >= 4 or dtype_name == self.compute:
+            return
+        self.observation.unobserved.setdefault(
+            f"an input of the model in {dtype_name}",
+            f"it was made before the step, and is not in {self.compute}; features and embeddings"
+            " that are stored in this dtype have its rounding",
+        )
 
     def finish(self) -> None:
         """Reports the matrix products that are not in the dtype `compute` and do not belong to a
@@ -331,10 +351,13 @@ class ContractChecker:
                 lineage = self._check_product(call, dtype, lineage)
             elif op.kind == CAST:
                 self._check_cast(call, lineage)
+                lineage = self._check_round_trip(call, lineage)
             elif op.kind == EXACT:
                 self._check_numbers(call)
             else:
                 lineage = self._check_arithmetic(call, dtype, lineage)
+        if lineage.rounding is not None and op.kind not in (CAST, EXACT):
+            lineage = replace(lineage, rounding=None)
         if op.base_name in ROUTER_CHOICES and call.region == FORWARD and len(self.step.stack) > 1:
             self._router_products |= lineage.products
         self._record_lineage(call, lineage)
@@ -806,12 +829,7 @@ class ContractChecker:
 
     def _check_cast(self, call: Call, lineage: Lineage) -> None:
         """Reports a cast that rounds positions, tables, counts or norms of gradients."""
-        if call.op.base_name == "copy" and len(call.args) > 1:
-            target = call.args[0]
-            source = call.args[1]
-        else:
-            target = call.outputs[0]
-            source = call.args[0]
+        target, source = _cast_operands(call)
         if (
             not isinstance(source, Tensor)
             or source.dtype == torch.bool
@@ -844,6 +862,64 @@ class ContractChecker:
         ):
             self._check_cast_values(call, values, target, dtype_name)
 
+    def _check_round_trip(self, call: Call, lineage: Lineage) -> Lineage:
+        """Reports values that the user's code casts to a narrower dtype and then back in the same
+        function. Returns the lineage of the result.
+        """
+        lineage = replace(lineage, rounding=None)
+        target, source = _cast_operands(call)
+        if not isinstance(source, Tensor) or call.caller.is_library:
+            return lineage
+        source_name = float_dtype_name(source.dtype)
+        target_name = float_dtype_name(target.dtype)
+        if source_name is None or target_name is None:
+            return lineage
+        caller = call.caller
+        if target.itemsize < source.itemsize:
+            rounding = Rounding(target_name, caller.file, caller.function)
+            return replace(lineage, rounding=rounding)
+        previous = self.lineages.get(source)
+        found = previous.rounding if previous is not None else None
+        if found is None or (found.file, found.function) != (caller.file, caller.function):
+            return lineage
+        if target.itemsize > source.itemsize and target.numel() > 1:
+            self._report_round_trip(call, found, target, lineage)
+        return lineage
+
+    def _report_round_trip(
+        self, call: Call, rounding: Rounding, target: Tensor, lineage: Lineage
+    ) -> None:
+        width = itemsize(rounding.dtype_name)
+        if call.region == BACKWARD:
+            # a hook of a weight runs in the node AccumulateGrad
+            node = type(torch._C._current_autograd_node()).__name__
+            if node == "AccumulateGrad" and width < itemsize(self.precision.grads):
+                _report_rounding(call, rounding, "grads", "a gradient is")
+        elif call.region == AFTER_BACKWARD:
+            if width < itemsize(self.precision.grads):
+                self._rounded_gradients.append((call, rounding, target))
+        elif (
+            call.region == FORWARD
+            and lineage.is_activation
+            and width < itemsize(self._declared_compute())
+        ):
+            _report_rounding(call, rounding, self.role, "an activation is")
+
+    def report_rounded_gradients(self) -> None:
+        """Reports rounded values that are the values of a gradient now. Call it just before the
+        update. If values were rounded only for a log, the gradient has other values.
+        """
+        gradients = [
+            parameter.grad
+            for model in self._models
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        ]
+        for call, rounding, target in self._rounded_gradients:
+            if any(_has_equal_values(gradient, target) for gradient in gradients):
+                _report_rounding(call, rounding, "grads", "a gradient is")
+        self._rounded_gradients.clear()
+
     def _check_cast_values(
         self, call: Call, values: Tensor, target: Tensor, dtype_name: str
     ) -> None:
@@ -873,3 +949,26 @@ class ContractChecker:
                 rule=TABLES_RULE,
                 cause="it has fewer bits than they need",
             )
+
+
+def _has_equal_values(gradient: Tensor, target: Tensor) -> bool:
+    if (gradient.shape, gradient.dtype) != (target.shape, target.dtype):
+        return False
+    return bool(target.any()) and torch.equal(gradient, target)
+
+
+def _report_rounding(call: Call, rounding: Rounding, role: str, subject: str) -> None:
+    name = rounding.dtype_name
+    call.report(
+        role,
+        f"{subject} rounded to {name} and cast back",
+        observed=name,
+        cause=f"{rounding.function} casts it to {name} and back, so that its dtype looks right",
+    )
+
+
+def _cast_operands(call: Call) -> tuple[Tensor, Any]:
+    """Returns the tensor that a cast writes or creates, and the tensor whose values are cast."""
+    if call.op.base_name == "copy" and len(call.args) > 1:
+        return call.args[0], call.args[1]
+    return call.outputs[0], call.args[0]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..dtypes import FLOATS, format_dtype, itemsize
+from ..finding import join_names
 from ..precision.apply import (
     declared_dtype,
     inner_model,
@@ -37,6 +38,7 @@ from ..precision.apply import (
 from ..precision.precision import Precision
 from ..precision.vision import is_vision_weight
 from .contract import ContractChecker
+from .origin import is_user_function
 from .record import CHANGED_CAUSE, TABLES_RULE, UNSEEN_REASONS, Observation
 from .tape import ModuleCall, StepTracker, mark_observing
 from .values import dense_values, floating_tensors, is_wrapper
@@ -358,6 +360,7 @@ class Observer:
             observation, self.precision, tracker, role=role, lora_branch=self.lora_branch
         )
         checker.register_weights(self.model, *self._read_only)
+        _list_hooks(observation, self.model)
         tracker.on_inputs = checker.register_inputs
 
         def before_update(*_: Any) -> None:
@@ -366,6 +369,7 @@ class Observer:
             if "grads" not in observation.total:
                 checker.paused = True  # these operators are not part of the update
                 try:
+                    checker.report_rounded_gradients()
                     self.observe_tensors(observation, gradient=gradient)
                 finally:
                     checker.paused = False
@@ -500,6 +504,37 @@ class Observer:
                     observation.promotions[module_name, dtype] += 1
 
         return hook
+
+
+def _list_hooks(observation: Observation, model: nn.Module) -> None:
+    """Lists the hooks of the program among the computations that are not observed. What a hook
+    computes is only checked in the steps that are observed.
+    """
+    names: dict[str, list[str]] = {}
+    for module_name, module in model.named_modules():
+        attributes = module.__dict__
+        for key, kind in _HOOK_KINDS.items():
+            if any(map(is_user_function, attributes[key].values())):
+                names.setdefault(kind, []).append(module_name or type(module).__name__)
+    for full_name, parameter in model.named_parameters():
+        hooks = [
+            *(parameter._backward_hooks or {}).values(),
+            *(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values(),
+        ]
+        if any(map(is_user_function, hooks)):
+            names.setdefault("gradient hooks", []).append(full_name)
+    for kind, hooked in names.items():
+        observation.unobserved[f"{kind} of the program on {join_names(hooked, 3)}"] = (
+            "they are checked only in the steps that are observed"
+        )
+
+
+_HOOK_KINDS = {
+    "_forward_hooks": "forward hooks",
+    "_forward_pre_hooks": "forward hooks",
+    "_backward_hooks": "backward hooks",
+    "_backward_pre_hooks": "backward hooks",
+}
 
 
 def iterate_state_dtypes(

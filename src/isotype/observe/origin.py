@@ -82,6 +82,14 @@ def _code_owner(file: str) -> str:
     return USER
 
 
+def is_user_function(function: Any) -> bool:
+    """True if a function is in the user's program, and not in PyTorch, Isotype or a library."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and _code_owner(code.co_filename) == USER
+
+
 class Caller(NamedTuple):
     """The code that called an operator: its kind, file, line and function, and whether it runs
     inside a compiled region.

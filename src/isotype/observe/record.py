@@ -176,6 +176,16 @@ EVALUATION = "an evaluation batch"
 GENERATION = "a generation"
 
 
+# computations of which no case is judged, in any step
+_NEVER_JUDGED = (
+    "weights that a parametrization or a layer's own packed form narrows in forward",
+    "the dtype of a key-value cache",
+    "a forward or a loss that the program computes beside the step's own",
+    "promotions inside a norm and of the residual stream, which are counted and not judged",
+    "hooks of the program in steps that are not observed",
+)
+
+
 def list_unwatched(record: Mapping[str, Any]) -> list[str]:
     """Describes which computations of the run were never observed."""
     steps = ", ".join(map(str, record.get("observed_at", []))) or "none"
@@ -205,6 +215,7 @@ def list_unwatched(record: Mapping[str, Any]) -> list[str]:
             "values that leave PyTorch (NumPy, lists), and tensors kept beside parameters, buffers"
             " and the optimizer's states"
         ),
+        *_NEVER_JUDGED,
     ]
     foreign = sorted(
         {location.split()[1] for location in locations if location.startswith("operator ")}

@@ -107,6 +107,15 @@ def storage_address(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Rounding:
+    """Describes a cast to a narrower dtype in the user's code."""
+
+    dtype_name: str
+    file: str
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lineage:
     """Describes what a value was computed from.
 
@@ -116,11 +125,13 @@ class Lineage:
                compute it
     products   the numbers of matrix products on which the value depends, if these products are not
                in the dtype `compute` and their use is not known yet
+    rounding   the cast that created the value, if no arithmetic followed
     """
 
     sources: int = 0
     additions: int = 0
     products: frozenset[int] = frozenset()
+    rounding: Rounding | None = None
 
     @property
     def is_activation(self) -> bool:
