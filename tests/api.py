@@ -161,7 +161,7 @@ INNER = {
     "isotype.ops.packed": "PackedState StackState pack_along_rows widen widen_4bit",
     "isotype.ops.packed.formats": "KINDS Layout",
     "isotype.ops.packed.ggml": "BLOCKS decode_blocks find_non_finite",
-    "isotype.ops.packed.quantise": "pack_blocks",
+    "isotype.ops.packed.quantise": "pack_blocks pack_compressed",
     "isotype.ops.packed.recognise": (
         "TensorHeader SERVING_TENSORS TORCHAO_NAMES build_state recognise_layout"
     ),

@@ -15,6 +15,7 @@ from tests.api import (
     RunWeights,
     load_run,
     lora_layers,
+    pack_compressed,
     read_projection,
     restore_rows,
     served_merged_weight,
@@ -25,6 +26,7 @@ from tests.gguf_files import splitting
 from tests.inference.test_verify import QUESTIONS, file_tensors, verify
 from tests.models import SIZES, tiny
 
+from isotype import load_packed
 from isotype.errors import UsageError
 
 gguf = pytest.importorskip("gguf")
@@ -194,3 +196,73 @@ def test_a_merged_folder_has_the_rounded_weights(served, tmp_path) -> None:
     weights = RunWeights(load_run(served.run, as_served=False))
     for name, value in merged.items():
         assert torch.equal(value, weights.trained(name)), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp8",
+        "int4",
+        "nvfp4",
+        pytest.param("int8", marks=pytest.mark.full),
+        pytest.param("mxfp4", marks=pytest.mark.full),
+    ],
+)
+def test_a_folder_of_compressed_tensors_keeps_the_rounded_weights(served, tmp_path, name) -> None:
+    """The folder is read by `verify`, and loaded as a packed base."""
+    folder = tmp_path / name
+    ask("export", served.run, "--to", "compressed-tensors", "--type", name, "--out", folder)
+    result = verify(served.run, folder, "--keep", 0.0)
+    assert result["format"] == f"folder, {name}"
+    assert result["differences"] == []
+    loaded = load_packed(str(folder), dtype=torch.bfloat16)
+    weights = RunWeights(load_run(served.run, as_served=False))
+    layer = "model.layers.1.mlp.down_proj"
+    packed = loaded.get_submodule(layer).weight
+    values = packed.quant_state.widen(packed.data, torch.float32)
+    exact = weights.trained(f"{layer}.weight")
+    want, state = pack_compressed(exact, name, group=64)
+    assert torch.equal(values, state.widen(want, torch.float32))
+    assert torch.equal(
+        loaded.lm_head.weight.float(), weights.trained("lm_head.weight").bfloat16().float()
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "nvfp4", "mxfp4"])
+def test_a_run_that_trains_for_compressed_tensors_is_its_folder(place, tmp_path, name) -> None:
+    ask("train", write_run(place, name, adapter__serve_as=name))
+    folder = tmp_path / name
+    ask("export", place / name, "--to", "compressed-tensors", "--out", folder)
+    result = verify(place / name, folder)
+    assert result["same"], result
+    assert result["loss"]["served"] == result["loss"]["trained"]
+    stored = load_file(folder / "model.safetensors")
+    run = load_run(place / name)
+    for path, layer in lora_layers(run.model):
+        projection = read_projection(layer, torch.zeros(1, layer.in_features), for_served=True)
+        packed, state = served_weight(layer).round_weight(projection)
+        owner = path.removeprefix("base_model.model.")
+        for part, tensor in {state.layout.packed_tensor[0]: packed, **state.tensors}.items():
+            file_bytes = stored[f"{owner}.{part}"].contiguous().view(torch.uint8)
+            assert torch.equal(file_bytes, tensor.contiguous().view(torch.uint8)), (owner, part)
+
+
+@pytest.mark.full
+def test_a_published_base_goes_back_into_its_own_format(served, tmp_path) -> None:
+    base = tmp_path / "base"
+    ask("export", served.run, "--to", "compressed-tensors", "--type", "fp8", "--out", base)
+    changes = {"adapter__serve_as": None, "adapter__targets": ["q_proj"]}
+    settings = {"model__name": str(base), "precision__preset": "auto"}
+    ask("train", write_run(served.folder, "back", **changes, **settings))
+    folder = tmp_path / "back"
+    ask("export", served.folder / "back", "--to", "compressed-tensors", "--out", folder)
+    assert verify(served.folder / "back", folder, "--keep", 0.0)["differences"] == []
+    before = load_file(base / "model.safetensors")
+    after = load_file(folder / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        is_same = torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8))
+        assert is_same or "q_proj.weight" in name, name
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8))

@@ -158,7 +158,7 @@ def _merge_run(
     return merge_run(load(run), out, dtype=dtype)
 
 
-FORMATS = ("comfyui", "gguf", "ollama", "vllm")
+FORMATS = ("comfyui", "compressed-tensors", "gguf", "ollama", "vllm")
 
 
 def export(
@@ -173,7 +173,10 @@ def export(
     ],
     to: Annotated[
         str,
-        typer.Option("--to", help="gguf, ollama or vllm of language models; comfyui of pictures."),
+        typer.Option(
+            "--to",
+            help="gguf, ollama, vllm or compressed-tensors of language models; comfyui of pictures.",
+        ),
     ],
     out: Annotated[
         Path | None, typer.Option("--out", help="The file or folder; a new one in RUN by default.")
@@ -184,7 +187,8 @@ def export(
             "--type",
             help=(
                 "gguf, ollama: the whole model in F16, BF16, Q8_0, Q5_0 or Q4_0, or in the types of"
-                " the base's GGUF file (base). gguf without it: an adapter alone."
+                " the base's GGUF file (base). gguf without it: an adapter alone. compressed-tensors:"
+                " fp8, int8, int4, nvfp4 or mxfp4; by default the format of the base."
             ),
         ),
     ] = None,
@@ -205,6 +209,8 @@ def export(
 
         isotype export runs/qwen --to gguf --type Q4_0 --verify
 
+        isotype export runs/qwen --to compressed-tensors --type fp8   # a folder for vLLM
+
         isotype export runs/qwen --to ollama --verify      # a folder with a Modelfile, read back
 
         isotype export runs/dog/adapters/step_1500 --to comfyui --out dog.safetensors
@@ -221,7 +227,7 @@ def export(
     if to not in FORMATS:
         raise UsageError(f"--to {to}: expected {', '.join(FORMATS)}")
     refuse_idle_options(verify, verify_rows, keep)
-    if kind is not None and to not in ("gguf", "ollama"):
+    if kind is not None and to not in ("compressed-tensors", "gguf", "ollama"):
         raise UsageError(f"--type has no effect with --to {to}")
     folder, intermediate_adapter = split_run_and_adapter(run)
     is_diffusion = (
@@ -243,10 +249,11 @@ def export(
     )
     suffix = {
         "comfyui": ".safetensors",
+        "compressed-tensors": f"-{(kind or to).lower()}",
         "gguf": f"-{(kind or ('lora' if has_adapter else 'model')).lower()}.gguf",
     }.get(to, f"-{to}")
     out = out or folder / f"{name}{suffix}"
-    if out.is_file() or (out.exists() and (to not in ("vllm", "ollama") or any(out.iterdir()))):
+    if out.is_file() or (out.exists() and (to in ("comfyui", "gguf") or any(out.iterdir()))):
         raise UsageError(f"{out}: is there already", fix="--out another place")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out}: no folder {out.parent}")

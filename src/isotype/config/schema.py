@@ -416,10 +416,11 @@ class AdapterSection(Section):
     """Folder of a PEFT adapter. Training starts from the weights of this adapter. Diffusion: also a
     LoRA file of kohya's scripts, diffusers, SimpleTuner, ai-toolkit or ComfyUI (.safetensors).
     """
-    serve_as: Literal["q8_0", "q5_0", "q4_0"] | None = None
+    serve_as: Literal["q8_0", "q5_0", "q4_0", "fp8", "int8", "int4", "nvfp4", "mxfp4"] | None = None
     """The format of the file that you will serve. Training then multiplies by the weights of this
     file: the sum of base and adapter is rounded to the format in each forward pass, and
-    `isotype export --type` with the same format writes exactly these weights. It is for LoRA
+    `isotype export --type` with the same format writes exactly these weights. `q8_0`, `q5_0` and
+    `q4_0` are types of GGUF files; the others are formats of compressed-tensors. It is for LoRA
     adapters of language models in one process, without dropout and DoRA. Use it if `isotype verify`
     shows that the file loses too much of what the adapter learnt.
     """

@@ -22,10 +22,11 @@ from ..errors import UsageError
 from ..model.adapter_settings import ADAPTER_CONFIG_FILE
 from ..model.export import embedding_and_head, write_config
 from ..model.gguf import read_architecture
-from ..model.served import GGUF_FORMATS
+from ..model.served import COMPRESSED_FORMATS, GGUF_FORMATS, ServedFormat
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import detect_model_folder, split_run_and_adapter
 from .adapter_file import export_vllm, read_settings
+from .compressed_folder import write_weights
 from .gguf_file import (
     BASE_TYPE,
     TYPES,
@@ -41,6 +42,7 @@ from .merge import build_plain_model, merge, merged_dtype, refuse_unmergeable
 from .ollama import CONVERTED, modelfile, write_for_converter
 from .run_weights import RunWeights, is_tied
 
+COMPRESSED = "compressed-tensors"
 Export = tuple[dict[str, Any], list[str]]
 
 
@@ -57,9 +59,10 @@ def export_language(
 
     run     the run folder, or the folder of an adapter or a model
     out     the file or folder to write
-    to      vllm, gguf or ollama
+    to      vllm, gguf, ollama or compressed-tensors
     name    the adapter's name in vLLM, or the model's name in Ollama
-    kind    the GGUF type of the whole model, or `base` for the types of the base's GGUF file. None
+    kind    the format of compressed-tensors. Or the GGUF type of the whole model, or `base` for the
+            types of the base's GGUF file. None
             means that only the adapter is written to a GGUF file; a model without an adapter is
             written in the type that keeps its values
     load    loads the run for a merge
@@ -69,6 +72,8 @@ def export_language(
     has_adapter = (result / ADAPTER_CONFIG_FILE).is_file()
     if to == "vllm":
         return _export_to_vllm(run, result, out, name)
+    if to == COMPRESSED:
+        return _export_compressed(run, result, out, kind, load)
     if to == "gguf" and has_adapter and kind is None:
         layers = export_adapter(result, out)
         serve = f"llama-server -m BASE.gguf --lora {out}"
@@ -140,6 +145,44 @@ def _export_to_vllm(run: Path, result: Path, out: Path, name: str) -> Export:
     return {"folder": str(out), "command": command}, lines
 
 
+def _export_compressed(
+    run: Path, result: Path, out: Path, kind: str | None, load: Callable[[Path], LoadedRun]
+) -> Export:
+    """Writes a folder in a format of compressed-tensors. Without `kind`, the format is the one for
+    which the run was trained, or the one in which its base was published.
+    """
+    if not (result / ADAPTER_CONFIG_FILE).is_file():
+        raise UsageError(
+            f"{run}: --to {COMPRESSED} writes the result of a run with an adapter",
+            fix="llm-compressor quantises a whole model",
+        )
+    formats = " or ".join(COMPRESSED_FORMATS)
+    if kind is not None and kind.lower() not in COMPRESSED_FORMATS:
+        raise UsageError(f"--type {kind}: expected {', '.join(COMPRESSED_FORMATS)}")
+    loaded = load(run)
+    name = (kind or loaded.precision.served or loaded.precision.base).lower()
+    if name not in COMPRESSED_FORMATS:
+        raise UsageError(
+            f"{run}: its base was not published in a format that can be written; expected --type"
+            f" {formats}",
+            fix="--type fp8",
+        )
+    weights = RunWeights(loaded)
+    served = ServedFormat(name, loaded.model)
+    dtype, _ = merged_dtype(loaded.precision)
+    counts: list[int] = []
+
+    def write_contents(folder: Path) -> None:
+        skipped = _write_settings(loaded, weights, folder)
+        counts.append(write_weights(folder, weights, served, dtype, skipped=skipped))
+
+    write_folder(out, write_contents, next_action="export again")
+    command = f"vllm serve {out}"
+    facts = {"folder": str(out), "format": name, "layers": counts[0], "command": command}
+    lines = [f"exported  {counts[0]} layers in {name} to {out}", f"serve     {command}"]
+    return facts, lines
+
+
 def _conversion_command(run: Path, result: Path, kind: str) -> str:
     """Returns the command that runs llama.cpp's converter. If there is an adapter, the command
     merges it first.
@@ -207,17 +250,7 @@ def _merge_lazily(run: LoadedRun, folder: Path, kind: str | None) -> dict[str, W
           their rounding, because the writer rounds them in the same way
     """
     weights = RunWeights(run)
-    refuse_unmergeable(weights.inner)
-    dtype, _ = merged_dtype(run.precision)
-    plain = build_plain_model(run, weights.inner, dtype)
-    plain.config.architectures = [type(plain).__name__]
-    plain.config.save_pretrained(folder)
-    plain.generation_config.save_pretrained(folder)
-    tied = is_tied(weights)
-    write_config(folder, to_torch(dtype), tied=tied)
-    run.tokenizer.save_pretrained(str(folder))
-    names = embedding_and_head(plain)
-    skipped = names[1] if tied and names is not None else None
+    skipped = _write_settings(run, weights, folder)
     is_served = weights.served is not None
     is_served_type = GGUF_FORMATS.get(run.precision.served) == kind
     read = weights.unrounded if is_served_type else weights.trained
@@ -228,3 +261,20 @@ def _merge_lazily(run: LoadedRun, folder: Path, kind: str | None) -> dict[str, W
         for name in weights.parameters
         if name != skipped
     }
+
+
+def _write_settings(run: LoadedRun, weights: RunWeights, folder: Path) -> str | None:
+    """Writes the configuration and the tokenizer of a run's merged model. Returns the name of the
+    head if it shares the embedding's weight, and is not stored.
+    """
+    refuse_unmergeable(weights.inner)
+    dtype, _ = merged_dtype(run.precision)
+    plain = build_plain_model(run, weights.inner, dtype)
+    plain.config.architectures = [type(plain).__name__]
+    plain.config.save_pretrained(folder)
+    plain.generation_config.save_pretrained(folder)
+    tied = is_tied(weights)
+    write_config(folder, to_torch(dtype), tied=tied)
+    run.tokenizer.save_pretrained(str(folder))
+    names = embedding_and_head(plain)
+    return names[1] if tied and names is not None else None

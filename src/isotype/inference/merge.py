@@ -211,9 +211,8 @@ def merged_state(
             continue
         value = dequantise(parameter)
         exact_weight = value if layer is None else merged_weight(layer, value)
-        if served is not None and exact_weight.ndim == 2:
-            is_head = parameter is served.head.weight
-            exact_weight = served.round(exact_weight, is_head=is_head)
+        if served is not None:
+            exact_weight = served.round(exact_weight, parameter)
         if layer is None:
             value = exact_weight
         else:

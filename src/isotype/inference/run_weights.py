@@ -76,10 +76,9 @@ class RunWeights:
         this format.
         """
         value = self.unrounded(name)
-        if self.served is None or value.ndim != 2:
+        if self.served is None:
             return value
-        is_head = self.parameters[name] is self.served.head.weight
-        return self.served.round(value, is_head=is_head)
+        return self.served.round(value, self.parameters[name])
 
     @torch.no_grad()
     def unrounded(self, name: str) -> Tensor:

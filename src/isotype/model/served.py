@@ -19,10 +19,16 @@ from ..errors import UsageError
 from ..lora.attach import is_lora, lora_layers, serve_layer
 from ..lora.quantised import PackedLinear, is_packed
 from ..ops.packed import PackedState, widen
-from ..ops.packed.quantise import pack_blocks
+from ..ops.packed.quantise import NVFP4_BLOCK, pack_blocks, pack_compressed
 from ..precision.apply import inner_model
 from ..precision.precision import Precision
+from ..precision.vision import vision_parts
 
+COMPRESSED_FORMATS = ("fp8", "int8", "int4", "nvfp4", "mxfp4")
+"""Formats of folders of compressed-tensors, which vLLM serves. Linear layers without the head are
+rounded; the embedding and the head keep the dtype of the model.
+"""
+_INT4_GROUPS = (128, 64, 32)
 GGUF_FORMATS = {"q8_0": "Q8_0", "q5_0": "Q5_0", "q4_0": "Q4_0"}
 GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 """Families of which whole models can be written as GGUF files."""
@@ -98,47 +104,100 @@ def served_start(adapter: AdapterSection, total: int) -> int:
 class ServedFormat:
     """Says how each matrix of a model is rounded.
 
-    name  a value of `adapter.serve_as`
+    name   a value of `adapter.serve_as`
+    group  the values of a row that share a scale in int4
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name = name
+        self.is_gguf = name in GGUF_FORMATS
         inner: Any = inner_model(model)
-        self._refuse_family(inner)
         embedding = inner.get_input_embeddings()
         head = inner.get_output_embeddings()
-        is_tied = head is None or head.weight is embedding.weight
-        self.head = embedding if is_tied else head
         if any(is_lora(module) for module in (embedding, head)):
             raise UsageError(
-                f"adapter.serve_as: {name}: an adapter on the embedding or on the head",
-                fix=SERVE_FIX,
+                f"{name}: an adapter on the embedding or on the head is not merged", fix=SERVE_FIX
             )
+        self._refuse_family(inner)
+        is_tied = head is None or head.weight is embedding.weight
+        self.head = embedding if is_tied else head
+        self.weights = self._find_weights(inner)
+        columns = {_weight_shape(weight)[1] for weight in self.weights.values()}
+        self.group = next((g for g in _INT4_GROUPS if not any(c % g for c in columns)), 0)
+        self._refuse_rows(columns)
 
     def _refuse_family(self, inner: Any) -> None:
         family = inner.config.model_type
-        if family not in GGUF_FAMILIES:
+        if self.is_gguf and family not in GGUF_FAMILIES:
             raise UsageError(
-                f"adapter.serve_as: {self.name}: GGUF files are written of"
-                f" {', '.join(GGUF_FAMILIES)}, not of {family}",
+                f"{self.name}: GGUF files are written of {', '.join(GGUF_FAMILIES)}, not of"
+                f" {family}",
                 fix=SERVE_FIX,
             )
+        shapes = [_weight_shape(parameter) for parameter in inner.parameters()]
+        if any(len(shape) > 2 for shape in shapes) or vision_parts(inner) is not None:
+            raise UsageError(
+                f"{self.name}: {family} has stacked experts or a vision tower, whose weights are not"
+                " written in this format",
+                fix=SERVE_FIX,
+            )
+
+    def _find_weights(self, inner: nn.Module) -> dict[int, Tensor]:
+        """Returns the weights that are rounded, by their ids."""
+        adapters = {
+            id(part)
+            for _, layer in lora_layers(inner)
+            for part in layer.modules()
+            if part not in (layer, layer.base_layer)
+        }
+        weights = {}
+        for module in inner.modules():
+            is_linear = isinstance(module, nn.Linear) or is_packed(module)
+            is_matrix = is_linear or isinstance(module, nn.Embedding)
+            if not is_matrix or id(module) in adapters:
+                continue
+            weight: Any = module.weight
+            if self.is_gguf or (is_linear and weight is not self.head.weight):
+                weights[id(weight)] = weight
+        return weights
+
+    def _refuse_rows(self, columns: set[int]) -> None:
+        blocks = {"nvfp4": NVFP4_BLOCK, "fp8": 1, "int8": 4}
+        size = blocks.get(self.name, BLOCK_SIZE)
+        for column in sorted(columns):
+            if column % size:
+                raise UsageError(
+                    f"{self.name}: a matrix has rows of {column} values, no multiple of {size}",
+                    fix=SERVE_FIX,
+                )
+
+    def rounds(self, weight: Tensor) -> bool:
+        """Whether a file in this format stores this weight rounded."""
+        return id(weight) in self.weights
 
     def pack(self, weight: Tensor, *, is_head: bool = False) -> tuple[Tensor, PackedState]:
-        """Packs a matrix, fp32[O K]. Raises UsageError if its rows do not fit the format's blocks."""
-        kind = gguf_type(GGUF_FORMATS[self.name], weight.shape, is_head=is_head)
-        if kind == "F16":
-            raise UsageError(
-                f"adapter.serve_as: {self.name}: a matrix has rows of {weight.shape[-1]} values, no"
-                f" multiple of {BLOCK_SIZE}",
-                fix=SERVE_FIX,
-            )
-        return pack_blocks(weight, kind)
+        """Packs a matrix, fp32[O K]."""
+        if not self.is_gguf:
+            return pack_compressed(weight, self.name, group=self.group)
+        return pack_blocks(
+            weight, gguf_type(GGUF_FORMATS[self.name], weight.shape, is_head=is_head)
+        )
 
-    def round(self, weight: Tensor, *, is_head: bool = False) -> Tensor:
-        """Returns the values that a file stores for a matrix, fp32[O K]."""
-        packed, state = self.pack(weight, is_head=is_head)
+    def round(self, weight: Tensor, parameter: Tensor) -> Tensor:
+        """Returns the values that a file stores for a weight, in fp32.
+
+        weight     the values before they are rounded
+        parameter  the parameter of the model whose values these are
+        """
+        if not self.rounds(parameter):
+            return weight
+        packed, state = self.pack(weight, is_head=parameter is self.head.weight)
         return state.widen(packed, torch.float32)
+
+
+def _weight_shape(weight: Any) -> tuple[int, ...]:
+    state = getattr(weight, "quant_state", None)
+    return tuple(weight.shape if state is None else state.shape)
 
 
 @torch.no_grad()
@@ -150,15 +209,14 @@ def round_frozen(model: nn.Module, precision: Precision) -> None:
         return
     served = ServedFormat(precision.served, model)
     inner = inner_model(model)
-    adapted = {id(part) for _, layer in lora_layers(inner) for part in layer.modules()}
+    adapted = {id(layer.base_layer) for _, layer in lora_layers(inner)}
     rounded = set[int]()
     for parent in list(inner.modules()):
         for name, module in list(parent.named_children()):
-            is_matrix = isinstance(module, (nn.Linear, nn.Embedding)) or is_packed(module)
-            if not is_matrix or id(module) in adapted:
+            weight: Any = module._parameters.get("weight")
+            if weight is None or not served.rounds(weight):
                 continue
-            weight: Any = module.weight
-            if id(weight) in rounded:
+            if id(module) in adapted or id(weight) in rounded:
                 continue
             rounded.add(id(weight))
             if is_packed(module):
@@ -189,6 +247,6 @@ def serve_adapters(model: nn.Module, precision: Precision) -> list[str]:
         serve_layer(layer, served.pack)
         count += 1
     return [
-        f"served: {count} layers multiply by their weights rounded to {served.name}; all other"
-        " matrices are rounded too"
+        f"served: {count} layers multiply by their weights rounded to {served.name}; other matrices"
+        " that the file rounds are rounded too"
     ]

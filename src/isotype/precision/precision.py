@@ -25,7 +25,7 @@ _FLOAT_ROLES = (
     "save_model",
     "save_adapter",
 )
-SERVED_FORMATS = ("q8_0", "q5_0", "q4_0")
+SERVED_FORMATS = ("q8_0", "q5_0", "q4_0", "fp8", "int8", "int4", "nvfp4", "mxfp4")
 TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents", "ema", "vision", "served")
 """Roles that only some runs have. In other runs their value is empty."""
 # role -> the values that it may have

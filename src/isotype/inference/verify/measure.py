@@ -185,7 +185,7 @@ def open_written(
     if (path / ADAPTER_CONFIG_FILE).is_file():
         return open_adapter_folder(path, weights.base)
     if (path / "config.json").is_file():
-        return open_folder(path, reference.names, text_only=reference.text_only)
+        return open_folder(path, reference.shapes, text_only=reference.text_only)
     raise UsageError(
         f"{path}: neither a GGUF file nor the folder of a model or adapter",
         fix="--file the file or folder that isotype export or merge wrote",

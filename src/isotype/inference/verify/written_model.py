@@ -7,18 +7,23 @@ A folder of safetensors is read here; `gguf_model` reads GGUF files.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...dtypes import format_dtype
 from ...errors import UsageError
 from ...model.architecture import auto_class
+from ...model.packed import group_packed_tensors, plain_config, read_tensor_parts
+from ...ops.packed.formats import Layout
+from ...ops.packed.recognise import build_state, recognise_layout
+from ...precision.quantised_base import Quantisation, quantisation_from_config
 from ..adapter_file import LoraPair, read_pairs
 
 _KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -71,13 +76,17 @@ class WrittenModel:
         return self.tensors[name].read()
 
 
-def open_folder(folder: Path, names: Iterable[str], *, text_only: bool) -> WrittenModel:
-    """Opens a Hugging Face folder. Raises UsageError for a damaged file.
+def open_folder(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], *, text_only: bool
+) -> WrittenModel:
+    """Opens a Hugging Face folder. Quantised weights are dequantised when they are read. Raises
+    UsageError for a damaged file.
 
-    names      the names of the run's weights
+    shapes     the shapes of the run's weights by their names
     text_only  whether the run trained the text-only class of its family
     """
     stored: dict[str, WrittenTensor] = {}
+    parts: dict[str, Any] = {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UsageError(f"{folder}: no .safetensors file there")
@@ -92,20 +101,65 @@ def open_folder(folder: Path, names: Iterable[str], *, text_only: bool) -> Writt
             part = file.get_slice(name)
             kind = _KINDS_BY_SAFETENSORS.get(part.get_dtype(), part.get_dtype())
             stored[name] = WrittenTensor(name, kind, tuple(part.get_shape()), partial(_read, part))
+            parts[name] = part
+    config = _read_config(folder)
+    quantisation = quantisation_from_config(config)
+    description = _read_dtype(folder)
+    if quantisation is not None:
+        description = quantisation.weight_format
+        stored = _replace_packed(folder, stored, parts, shapes, quantisation)
+        config = plain_config(config)
+    names = list(shapes)
     if not set(names) & set(stored):
         raise UsageError(f"{folder}: a model of another architecture: it has no tensor of this run")
-    dtype = _read_dtype(folder)
-    config = _read_config(folder)
     if not set(names) <= set(stored):
         stored = _load_converted(folder, config, stored, text_only=text_only)
     return WrittenModel(
-        f"folder, {dtype}",
+        f"folder, {description}",
         {name: stored[name] for name in names if name in stored},
         unexpected=sorted(set(stored) - set(names) - {"lm_head.weight"}),
-        merge_dtype=dtype,
+        merge_dtype=_read_dtype(folder),
         folder=folder,
         config=config,
     )
+
+
+def _replace_packed(
+    folder: Path,
+    stored: Mapping[str, WrittenTensor],
+    parts: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    quantisation: Quantisation,
+) -> dict[str, WrittenTensor]:
+    """Returns the tensors of a quantised model. A quantised weight takes the place of the tensors
+    that store it.
+
+    parts  the slices of the files by the names of the tensors
+    """
+    packing = quantisation.packing
+    if packing is None:
+        reason = quantisation.unread_reason or f"is {quantisation.weight_format}"
+        raise UsageError(f"{folder}: {reason}", fix="a folder of compressed-tensors")
+    tensors = dict(stored)
+    headers = read_tensor_parts(sorted(folder.glob("*.safetensors")))
+    for owner, owner_headers in group_packed_tensors(headers).items():
+        name = f"{owner}.weight"
+        if name not in shapes:
+            continue
+        for part_name in owner_headers:
+            tensors.pop(f"{owner}.{part_name}", None)
+        layout = recognise_layout(owner, owner_headers, packing, shapes[name][:2])  # type: ignore[arg-type]  # a matrix
+        owner_parts = {part_name: parts[f"{owner}.{part_name}"] for part_name in owner_headers}
+        read = partial(_read_packed, owner, owner_parts, layout, packing.dtype_name)
+        tensors[name] = WrittenTensor(name, packing.dtype_name, shapes[name], read)
+    return tensors
+
+
+def _read_packed(owner: str, parts: Mapping[str, Any], layout: Layout, dtype_name: str) -> Tensor:
+    tensors = {name: part[:] for name, part in parts.items()}
+    state = build_state(owner, layout, dtype_name, tensors)
+    packed = tensors[layout.packed_tensor[0]].contiguous().view(torch.uint8)
+    return state.widen(packed, torch.float32)
 
 
 def _read(part: Any) -> Tensor:

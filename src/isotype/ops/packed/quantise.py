@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .formats import Layout
+from .formats import Layout, decode_exponents
 from .ggml import BLOCKS
-from .state import PackedState
+from .state import PackedState, pack_words
 
 
 def pack_blocks(weight: Tensor, kind: str) -> tuple[Tensor, PackedState]:
@@ -101,3 +101,118 @@ _BLOCK_QUANTISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q5_0": _quantise_q5_0,
     "Q8_0": _quantise_q8_0,
 }
+
+
+# --- the formats of compressed-tensors. Scales have the dtype in which the library stores them
+
+_E4M3_MAX = 448.0
+_FP4_MAX = 6.0
+_FP4_EXPONENT = 2  # of the largest number, 6
+NVFP4_BLOCK = 16
+MXFP4_BLOCK = 32
+
+
+def pack_compressed(
+    weight: Tensor, name: str, *, group: int, scale_dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, PackedState]:
+    """Packs a weight in a format of compressed-tensors. Returns (packed weight, state).
+
+    weight       fp32[O K]
+    name         fp8, int8, int4, nvfp4 or mxfp4
+    group        values of a row that share a scale, for int4; K is a multiple of it
+    scale_dtype  the dtype of the scales of fp8, int8 and int4
+    """
+    columns = weight.shape[1]
+    if name == "fp8":
+        return _pack_fp8(weight, scale_dtype)
+    if name in ("int8", "int4"):
+        bits = int(name.removeprefix("int"))
+        size = group if bits == 4 else columns
+        return _pack_integers(weight, bits, size, scale_dtype)
+    if name == "nvfp4":
+        return _pack_nvfp4(weight)
+    return _pack_mxfp4(weight)
+
+
+def _divide(values: Tensor, scale: Tensor) -> Tensor:
+    """Returns values / scale, and 0 where the scale is 0."""
+    return torch.where(scale == 0, 0.0, values / scale)
+
+
+def _pack_fp8(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, PackedState]:
+    shape = (weight.shape[0], weight.shape[1])
+    scale = (weight.abs().amax(1, keepdim=True) / _E4M3_MAX).to(scale_dtype)
+    numbers = _divide(weight, scale.float()).clamp_(-_E4M3_MAX, _E4M3_MAX)
+    layout = Layout("scaled", shape, ("weight", torch.float8_e4m3fn, shape), (1, shape[1]))
+    state = PackedState(layout, "fp8", {"weight_scale": scale})
+    return numbers.to(torch.float8_e4m3fn), state
+
+
+def _pack_integers(
+    weight: Tensor, bits: int, size: int, scale_dtype: torch.dtype
+) -> tuple[Tensor, PackedState]:
+    """Packs integers from -2^(bits - 1) to 2^(bits - 1) - 1. The scale is the largest magnitude
+    divided by the middle of both ends."""
+    shape = (weight.shape[0], weight.shape[1])
+    half = 2 ** (bits - 1)
+    groups = weight.unflatten(1, (-1, size))
+    scale = (groups.abs().amax(-1) / (half - 0.5)).to(scale_dtype)
+    numbers = _divide(groups, scale.float()[..., None]).round_().clamp_(-half, half - 1)
+    packed = pack_words(numbers.flatten(1).to(torch.int32) + half, bits)
+    layout = Layout(
+        "packed_rows",
+        shape,
+        ("weight_packed", torch.int32, tuple(packed.shape)),
+        (1, size),
+        bits,
+    )
+    return packed, PackedState(layout, f"int{bits}", {"weight_scale": scale})
+
+
+def _fp4_codes(values: Tensor) -> Tensor:
+    """Returns the codes of the nearest 4-bit floats as uint8. A value in the middle of two numbers
+    gets the one with an even mantissa."""
+    magnitude = values.abs()
+    codes = (magnitude > 0.25).to(torch.uint8)
+    codes += magnitude >= 0.75
+    codes += magnitude > 1.25
+    codes += magnitude >= 1.75
+    codes += magnitude > 2.5
+    codes += magnitude >= 3.5
+    codes += magnitude > 5
+    return codes | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def _pack_fp4(
+    blocks: Tensor, scale: Tensor, format_name: str, tensors: dict[str, Tensor]
+) -> tuple[Tensor, PackedState]:
+    """blocks  fp32[O G block]; scale fp32[O G]"""
+    codes = _fp4_codes(_divide(blocks, scale[..., None])).flatten(1)
+    packed = codes[:, ::2] | (codes[:, 1::2] << 4)
+    shape = (blocks.shape[0], blocks.shape[1] * blocks.shape[2])
+    layout = Layout(
+        format_name,
+        shape,
+        ("weight_packed", torch.uint8, tuple(packed.shape)),
+        (1, blocks.shape[2]),
+    )
+    return packed, PackedState(layout, format_name, tensors)
+
+
+def _pack_nvfp4(weight: Tensor) -> tuple[Tensor, PackedState]:
+    blocks = weight.unflatten(1, (-1, NVFP4_BLOCK))
+    largest = weight.abs().amax()
+    global_scale = torch.where(largest > 0, _E4M3_MAX * _FP4_MAX / largest, 1.0).view(1)
+    scale = (blocks.abs().amax(-1) * (global_scale / _FP4_MAX)).clamp_(max=_E4M3_MAX)
+    scale = scale.to(torch.float8_e4m3fn)
+    tensors = {"weight_scale": scale, "weight_global_scale": global_scale}
+    return _pack_fp4(blocks, scale.float() * (1 / global_scale), "nvfp4", tensors)
+
+
+def _pack_mxfp4(weight: Tensor) -> tuple[Tensor, PackedState]:
+    """The exponent of a block's scale is that of its largest value, less the exponent of 6."""
+    blocks = weight.unflatten(1, (-1, MXFP4_BLOCK))
+    _, exponent = torch.frexp(blocks.abs().amax(-1))  # in 0.5 to 1 times 2^exponent
+    stored = (exponent - 1 - _FP4_EXPONENT + 127).clamp_(0, 254).to(torch.uint8)
+    scale = decode_exponents(stored, torch.float32)
+    return _pack_fp4(blocks, scale, "mxfp4", {"weight_scale": stored})

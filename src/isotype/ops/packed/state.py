@@ -442,7 +442,7 @@ def pack_along_rows(weight: Tensor, state: PackedState) -> tuple[Tensor, PackedS
         step := max(1, elements_per_piece(weight) // (8 * columns)) * 8,
     ):
         piece = slice(start, min(start + step, rows))
-        packed[piece] = _pack_words(
+        packed[piece] = pack_words(
             _unpack_rows({"qweight": weight}, "qweight", piece, layout), layout.bits
         )
     zero = (
@@ -479,7 +479,7 @@ def _unpack_rows(tensors: Tensors, name: str, rows: slice, layout: Layout) -> Te
     return numbers
 
 
-def _pack_words(numbers: Tensor, bits: int) -> Tensor:
+def pack_words(numbers: Tensor, bits: int) -> Tensor:
     """Packs the numbers of a row into words of 32 bits. The first number is in the lowest bits. The
     last word is padded with zeros.
     """
