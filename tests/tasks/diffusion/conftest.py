@@ -60,7 +60,7 @@ def draw_in(studio: Studio, place: Path) -> Any:
         }
         if str(model).rpartition("/")[2].startswith(("sdxl", "sd1", "sd2", "noob", "qwen_edit")):
             del config["diffusion"]["max_text_length"]  # CLIP only, or never cut
-        if str(model).endswith(("lumina2", "krea2", "ideogram4")):
+        if str(model).endswith(("lumina2", "krea2", "ideogram4", "kandinsky5")):
             config["diffusion"]["max_text_length"] = 48  # of Lumina's system prompt are 31
         return written(place, folder, config, sections)
 

@@ -46,6 +46,7 @@ PIPELINES = {
     "ErnieImagePipeline": "ernie_image",
     "Ideogram4Pipeline": "ideogram4",
     "LongCatImagePipeline": "longcat",
+    "Kandinsky5T2IPipeline": "kandinsky5",
     "WanPipeline": "wan",
     "LTXPipeline": "ltx",
 }

@@ -373,6 +373,33 @@ def longcat(folder: Path) -> None:
     pipe.save_pretrained(folder)
 
 
+def kandinsky5(folder: Path) -> None:
+    """The published one's tokenizer lies in a processor of Qwen2-VL's."""
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 2 * WIDTH, "patch_size": 4,
+    }  # fmt: skip
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    text = {**TEXT, "num_hidden_layers": 1, "rope_scaling": rope}
+    denoiser = diffusers.Kandinsky5Transformer3DModel(
+        in_visual_dim=4, in_text_dim=2 * WIDTH, in_text_dim2=WIDTH, time_dim=16, out_visual_dim=4, model_dim=32, ff_dim=48,
+        num_text_blocks=1, num_visual_blocks=2, axes_dims=(4, 6, 6),
+    )  # fmt: skip
+    for name, p in denoiser.named_parameters():  # its modulations begin with zeros
+        if "modulation" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    words = transformers.CLIPTextConfig(
+        vocab_size=len(WORDS), hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=77, projection_dim=WIDTH, eos_token_id=1, bos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    encoder = transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    )
+    diffusers.Kandinsky5T2IPipeline(
+        transformer=denoiser, vae=vae(4, stages=4), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        tokenizer=tokenizer(512), text_encoder=encoder, text_encoder_2=transformers.CLIPTextModel(words), tokenizer_2=tokenizer(77),
+    ).save_pretrained(folder)  # fmt: skip
+
+
 def pixart_sigma(folder: Path) -> None:
     """Unlike alpha at 1024 pixels it is not told a picture's size."""
     parts = diffusers.PixArtAlphaPipeline.from_pretrained(pixart(folder)).components
@@ -385,7 +412,7 @@ MAKES = {
     make.__name__: make
     for make in (
         qwen, kontext, qwen_edit, qwen_edit_plus, qwen_edit_1024, z_image, flux2, klein, chroma, sd1, sana, auraflow, lumina2, hidream,
-        pixart_sigma, wan, ltx, krea2, ernie_image, ideogram4, longcat,
+        pixart_sigma, wan, ltx, krea2, ernie_image, ideogram4, longcat, kandinsky5,
     )
 }  # fmt: skip
 

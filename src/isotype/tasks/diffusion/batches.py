@@ -192,15 +192,19 @@ def stack_rows(
     has_weights = any(row.weight != 1.0 for row in rows)
     masks = [torch.ones_like(row.latents[:1]) if row.mask is None else row.mask for row in rows]
     controls = [row.control for row in rows if row.control is not None]
+    padded_names = ("text",) if keeps_text_lengths else ()
+    texts = {
+        name: torch.stack([row.text[name] for row in rows])
+        for name in rows[0].text
+        if name not in padded_names
+    }
+    if keeps_text_lengths:
+        texts |= _pad_texts([row.text["text"] for row in rows])
     return Batch(
         torch.stack([row.latents for row in rows]).to(dtype),
         torch.stack([row.noise for row in rows]).to(dtype),
         torch.tensor([row.sigma for row in rows], dtype=torch.float64).to(dtype),
-        (
-            _pad_texts([row.text["text"] for row in rows])
-            if keeps_text_lengths
-            else {name: torch.stack([row.text[name] for row in rows]) for name in rows[0].text}
-        ),
+        texts,
         torch.stack(masks).to(dtype) if has_masks else None,
         torch.tensor([row.weight for row in rows], dtype=dtype) if has_weights else None,
         torch.stack([row.crop for row in rows]),

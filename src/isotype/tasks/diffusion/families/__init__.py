@@ -19,6 +19,7 @@ from .flow import (
     ZImage,
 )
 from .ideogram4 import Ideogram4
+from .kandinsky5 import Kandinsky5
 from .krea2 import Krea2
 from .longcat_image import LongCatImage
 from .noise import SDXL, PixArtAlpha, PixArtSigma, StableDiffusion
@@ -49,6 +50,7 @@ FAMILIES: dict[str, type[Family]] = {
         ErnieImage,
         Ideogram4,
         LongCatImage,
+        Kandinsky5,
         Wan,
         LTX,
     )

@@ -521,7 +521,6 @@ REFUSED: dict[str, str] = {
     ),
     "LongCatImageEditPipeline": "diffusers has no loader for its LoRAs; use LongCatImagePipeline",
     "QwenImage21Pipeline": "its denoiser and its VAE are not supported yet; use QwenImagePipeline",
-    "Kandinsky5T2IPipeline": "its denoiser has no mask for captions of different lengths",
     "FluxControlPipeline": "it needs a second picture (depth, edges) as input; use FluxPipeline",
     "StableDiffusionControlNetPipeline": "Isotype trains the denoiser, but no ControlNet",
     "StableDiffusionXLInpaintPipeline": (
