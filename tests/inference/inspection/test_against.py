@@ -155,7 +155,16 @@ def test_gguf_file_and_the_folder_that_it_was_made_from(files, tmp_path):
     assert against(tmp_path / "BF16.gguf", tmp_path / "BF16.gguf")["is_same"]
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "gptq", "nvfp4-modelopt", "int8-bnb"])
+FORMATS = [
+    "fp8-block",
+    *(
+        pytest.param(form, marks=pytest.mark.full)
+        for form in ("gptq", "nvfp4-modelopt", "int8-bnb")
+    ),
+]
+
+
+@pytest.mark.parametrize("form", FORMATS)
 def test_a_cast_without_scales_is_named(tmp_path, form):
     """unsloth-zoo 803: the stored numbers as weights. With their scales, they are the same."""
     model = tiny("llama", hidden_size=64, intermediate_size=96, vocab_size=320)
@@ -178,7 +187,7 @@ def test_a_cast_without_scales_is_named(tmp_path, form):
     assert difference["remark"] == "40 times the second"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.full)])
 def test_a_merge_that_dropped_the_experts_is_named(tmp_path, family):
     """unsloth-zoo 647, 779, 812: attention was merged, and the experts kept the base's weights. The
     files hold one weight for each expert, and the adapter changes their stack.
@@ -203,6 +212,7 @@ def test_a_merge_that_dropped_the_experts_is_named(tmp_path, family):
     assert answer["kept"] < 0.9
 
 
+@pytest.mark.full
 def test_an_adapter_with_dora(files, tmp_path):
     model = lora(AutoModelForCausalLM.from_pretrained(files.base), r=4, use_dora=True)
     for name, parameter in model.named_parameters():

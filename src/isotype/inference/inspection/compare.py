@@ -107,7 +107,7 @@ class CheckpointComparison:
 
     def _describe_result(self) -> str:
         if self.is_same:
-            return "the same"
+            return "the same, within the rounding" if self.rounded else "the same"
         if not self.has_change:
             return "not the same: the adapter is not in the weights"
         count = len(self.differences) + len(self.only_first) + len(self.only_second)
@@ -274,11 +274,11 @@ def _measure_difference(
             return None
         is_off = error > 0
     else:
-        limits = _rounding_of(kinds, second)
+        limits = _sum_rounding_limits(kinds, second)
         if is_computed:
             limits = limits + _FP32_ERROR * second.abs().amax()
         if rounded_base is not None:
-            limits = limits + _rounding_of(kinds, rounded_base)
+            limits = limits + _sum_rounding_limits(kinds, rounded_base)
         is_off = error > limits
     if not is_off.any():
         return None
@@ -292,7 +292,7 @@ def _measure_difference(
     )
 
 
-def _rounding_of(kinds: tuple[str, str], value: Tensor) -> Tensor:
+def _sum_rounding_limits(kinds: tuple[str, str], value: Tensor) -> Tensor:
     """Returns the largest error that two roundings of these values can make."""
     return rounding_limits(kinds[0], "fp32", value) + rounding_limits(kinds[1], "fp32", value)
 

@@ -75,7 +75,7 @@ def _not_finite(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         code="MF001",
         severity=Severity.ERROR,
-        message=f"{nan:,} values are NaN and {infinite:,} are infinite in {_names(names)}",
+        message=f"values that are not finite ({nan:,} NaN, {infinite:,} infinite) in {_names(names)}",
         place=facts.place(names[0]),
         cause="one such value makes every output of the model NaN",
         fix="use an older checkpoint; isotype doctor run --nan finds the step that made them",
@@ -97,18 +97,20 @@ def _all_zero(facts: Facts) -> Iterator[Finding]:
                 fix="save the adapter after training",
             )
         elif adapter.zero:
-            yield _zero_finding(facts, adapter.zero, "modules of the adapter change nothing")
+            yield _zero_finding(
+                facts, adapter.zero, "modules of the adapter with a matrix of zeros"
+            )
         return
     zero = [
         name
         for name, values in facts.ranges.items()
-        if values.is_all_zero and _is_matrix(tensors[name])
+        if values.is_all_zero and is_matrix(tensors[name])
     ]
     if zero:
-        yield _zero_finding(facts, zero, "matrices have only zeros")
+        yield _zero_finding(facts, zero, "matrices with only zeros")
 
 
-def _is_matrix(tensor: StoredTensor) -> bool:
+def is_matrix(tensor: StoredTensor) -> bool:
     """Returns False for vectors, and for the biases of stacked experts, which may be zero."""
     return len(tensor.shape) > 1 and not tensor.name.endswith("bias")
 
@@ -117,7 +119,7 @@ def _zero_finding(facts: Facts, names: Sequence[str], message: str) -> Finding:
     return Finding(
         code="MF002",
         severity=Severity.WARNING,
-        message=f"{len(names)} {message}: {_names(names)}",
+        message=f"{message}: {_names(names)}",
         place=facts.place(names[0]),
         cause="the writer created the tensors and did not fill them, or training never reached them",
         fix=_FETCH,
@@ -248,7 +250,10 @@ def _unlike_quantisation_config(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             code="MF008",
             severity=Severity.ERROR,
-            message=f"{len(names)} weights are quantised, and config.json has no quantization_config: {_names(names)}",
+            message=(
+                f"{pluralise(len(names), 'quantised weight')}, and no quantization_config in"
+                f" config.json: {_names(names)}"
+            ),
             place=facts.place(file=CONFIG_FILE),
             cause="programs read the stored numbers as weights, without their scales",
             fix="copy quantization_config from the model that it was made from, or dequantise it",
@@ -350,7 +355,10 @@ def _narrowed(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             code="MF012",
             severity=Severity.WARNING,
-            message=f"{pluralise(len(narrowed), 'tensor')} that the class keeps in fp32 are stored in fewer bits: {_names(narrowed)}",
+            message=(
+                f"{pluralise(len(narrowed), 'weight')} stored in fewer bits than the class keeps:"
+                f" {_names(narrowed)}"
+            ),
             place=facts.place(narrowed[0]),
             cause="a cast of the whole model rounded them; loading in fp32 does not bring bits back",
             fix="save with save_pretrained, or cast all tensors except these",

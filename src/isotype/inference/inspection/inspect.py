@@ -98,7 +98,9 @@ def _ask_transformers(inspection: Inspection) -> None:
     loading = ask_transformers(checkpoint)
     facts.loading = loading
     readers = inspection.readers
-    if loading.problem:
+    if loading.diffusers_class:
+        readers["diffusers"] = f"{loading.diffusers_class}; its weights were not compared"
+    elif loading.problem:
         readers["transformers"] = f"does not load it: {loading.problem}"
     else:
         readers["transformers"] = f"{loading.class_name} in {loading.dtype}"

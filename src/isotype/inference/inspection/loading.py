@@ -67,6 +67,7 @@ class Loading:
     """What transformers makes of a folder.
 
     problem      why it cannot be asked; "" if it was asked
+    diffusers_class  the class of a model of diffusers
     dtype        the dtype in which the weights are loaded
     missing      weights of the class that the files do not have; they get random values
     unexpected   tensors that the class does not use
@@ -78,6 +79,7 @@ class Loading:
     """
 
     problem: str = ""
+    diffusers_class: str = ""
     class_name: str = ""
     dtype: str = ""
     quantisation: Quantisation | None = None
@@ -106,7 +108,8 @@ def ask_transformers(checkpoint: Checkpoint) -> Loading:
     if quantisation is not None:
         loading.quantisation = quantisation_from_settings(quantisation)
     if "_class_name" in settings and "model_type" not in settings:
-        loading.problem = f"{settings['_class_name']} is a class of diffusers"
+        loading.problem = "a model of diffusers"
+        loading.diffusers_class = str(settings["_class_name"])
         loading.scales = find_scales(checkpoint.tensors.values(), loading.quantisation)
         return loading
     quiet_libraries()

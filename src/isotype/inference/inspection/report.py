@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...wording import align_columns, format_bytes, format_compact, format_percent, pluralise
-from .checkpoint import ADAPTER, GGUF, StoredTensor
-from .findings import Facts
+from .checkpoint import ADAPTER, GGUF, SAFETENSORS, StoredTensor
+from .findings import Facts, is_matrix
 from .inspect import Inspection
 from .tokens import TokenSettings
 from .values import ValueRange
@@ -80,7 +80,7 @@ def report_lines(inspection: Inspection, *, is_verbose: bool = False) -> list[st
     total = sum(tensor.size for tensor in tensors.values())
     files = pluralise(len(facts.checkpoint.files), "file")
     lines = [
-        _line(facts.checkpoint.kind, _describe_path(facts)),
+        _line(_label(facts), _describe_path(facts)),
         _line("tensors", f"{len(tensors):,}, {format_bytes(total)} in {files}"),
         "",
         *_table(groups, None if is_verbose else _MAX_ROWS),
@@ -96,6 +96,12 @@ def report_lines(inspection: Inspection, *, is_verbose: bool = False) -> list[st
 
 def _line(label: str, text: str) -> str:
     return f"{label:<{_LABEL_WIDTH}}{text}"
+
+
+def _label(facts: Facts) -> str:
+    if facts.adapter is not None:
+        return ADAPTER
+    return "file" if facts.checkpoint.kind == SAFETENSORS else facts.checkpoint.kind
 
 
 def _describe_path(facts: Facts) -> str:
@@ -132,8 +138,11 @@ def _describe_values(facts: Facts) -> str:
         parts.append(f"{total.nan:,} NaN, {total.infinite:,} infinite")
     else:
         parts.append("all finite")
-    zero = sum(values.is_all_zero for values in facts.ranges.values())
-    parts.append(f"{pluralise(zero, 'tensor')} all zero" if zero else "no tensor all zero")
+    tensors = facts.checkpoint.tensors
+    matrices = [name for name in facts.ranges if is_matrix(tensors[name])]
+    zero = sum(facts.ranges[name].is_all_zero for name in matrices)
+    zero_matrices = pluralise(zero, "matrix", "matrices") if zero else "no matrix"
+    parts.append(f"{zero_matrices} all zero")
     lost = []
     if total.overflow:
         lost.append(f"{total.overflow:,} become infinite")
