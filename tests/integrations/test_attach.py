@@ -183,7 +183,7 @@ CONTRADICTIONS = (
         True,
         NOTHING[2],
         "bf16-pure rounding=nearest",
-        "with fp32 gradients and stochastic rounding",
+        "trained with stochastic rounding",
     ),
     (*NOTHING, "bf16-lorra", "unknown preset"),
     (*NOTHING, 16, "expected a preset's name"),

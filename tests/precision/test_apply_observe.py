@@ -29,7 +29,7 @@ def test_a_step_uses_the_declared_dtypes(preset):
     observer.observe_tensors(seen, gradient=accumulator.gradient)
     assert seen.violations == []
     assert set(seen.dtypes["compute"]) == {precision.compute}
-    assert set(seen.dtypes["grads"]) == {"fp32"}
+    assert set(seen.dtypes["grads"]) == {precision.grads}
     assert set(seen.dtypes["trainable"]) == {precision.trainable}
     assert set(seen.dtypes["norms"]) == {"fp32"}
     assert not any(

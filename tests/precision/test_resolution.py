@@ -42,7 +42,7 @@ def test_an_override_records_its_line(h100):
     assert resolved.preset_reason == "preset bf16-pure; changed: rounding"
     assert resolve(
         {"preset": "bf16-pure", "rounding": "stochastic"}, device=h100, adapter="none"
-    ).preset_reason.endswith("fp32 gradients")
+    ).preset_reason.endswith("stochastic rounding")
 
 
 def test_generate_follows_compute_where_it_is_not_set(h100):

@@ -130,21 +130,32 @@ def test_the_trained_model_is_freed_before_its_result_is_loaded(configured, monk
 
 
 @pytest.mark.parametrize(
-    ("precision", "text", "dtype"),
+    ("precision", "text", "dtype", "grads"),
     [
         # the roles of bf16-lora
-        ({"preset": "bf16-mixed", "save": "model fp32"}, "bf16-mixed save=fp32", torch.float32),
-        ({"preset": "bf16-pure"}, "bf16-pure", torch.bfloat16),
+        (
+            {"preset": "bf16-mixed", "save": "model fp32"},
+            "bf16-mixed save=fp32",
+            torch.float32,
+            "fp32",
+        ),
+        ({"preset": "bf16-pure"}, "bf16-pure", torch.bfloat16, "bf16"),
+        (
+            {"preset": "bf16-pure", "grads": "fp32"},
+            "bf16-pure grads=fp32",
+            torch.bfloat16,
+            "fp32",
+        ),
     ],
 )
 def test_full_fine_tuning_saves_an_ordinary_model(
-    configured, tmp_path, capsys, precision, text, dtype
+    configured, tmp_path, capsys, precision, text, dtype, grads
 ):
     assert train(configured(adapter={"kind": "none"}, precision=precision)) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model", dtype="auto")
     assert model.dtype == dtype
     observed = read(tmp_path / "run", "precision")
-    assert (set(observed["observed"]["grads"]), observed["violations"]) == ({"fp32"}, [])
+    assert (set(observed["observed"]["grads"]), observed["violations"]) == ({grads}, [])
     records = ["precision.json", "model/precision.json", "checkpoints/step_6/state.json"]
     assert {json.loads((tmp_path / "run" / file).read_text())["precision"] for file in records} == {
         text

@@ -467,7 +467,8 @@ class PrecisionSection(Section):
     """Dtype of matrix products and activations."""
     grads: Dtype | None = None
     """Dtype in which gradients are accumulated. With `fp32` and `trainable: bf16`, they are
-    accumulated in fp32 buffers.
+    accumulated in fp32 buffers. `bf16-pure` has `bf16`: a single micro-batch loses nothing, and
+    the sum of many is less precise.
     """
     reduce: Dtype | None = None
     """Dtype in which gradients are summed across processes."""

@@ -1,10 +1,10 @@
 """Casts a trainer's weights to the dtypes of a precision, and moves autocast to the inner model.
 Both changes can be undone.
 
-`bf16-pure` trains bf16 weights. A trainer would sum their gradients in bf16, in `.grad`. Isotype
-instead uses a hook that adds each gradient to an fp32 buffer. Gradient clipping reads these
-buffers. Isotype's AdamW, which rounds stochastically, reads them too. The trainer gets this AdamW
-through its attribute `optimizer_cls_and_kwargs`.
+`bf16-pure` trains bf16 weights. A trainer sums their gradients in bf16, in `.grad`. With
+`grads: fp32`, Isotype instead uses a hook that adds each gradient to an fp32 buffer. Gradient
+clipping reads the gradients, in either place. Isotype's AdamW, which rounds stochastically, reads
+them too. The trainer gets this AdamW through its attribute `optimizer_cls_and_kwargs`.
 
 accelerate wraps the forward of one object in autocast, and `generate` does not call this wrapper.
 The attribute `native_amp` of the trainer's accelerator decides whether accelerate adds the wrapper.
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from transformers import TrainerCallback
 
 from ..dtypes import to_torch
@@ -29,6 +28,7 @@ from ..precision.accumulate import GradientAccumulator
 from ..precision.apply import inner_model, is_quantised
 from ..precision.precision import Precision
 from ..training.optimizer import MixedAdamW
+from ..training.step import gradient_norm
 from .attachment import MethodWrappers, unwrap_forward, user_override
 
 
@@ -213,12 +213,10 @@ def check_low_precision_training(trainer: Any, precision: Precision, preset: str
     optim = getattr(args.optim, "value", args.optim)
     reason = ""
     fix = "precision='bf16-mixed' (fp32 weights), or isotype train with bf16-pure"
-    if precision.grads != "fp32" or precision.rounding != "stochastic":
+    if precision.rounding != "stochastic":
         reason = (
-            f": trainable {precision.trainable}, grads {precision.grads}, rounding"
-            f" {precision.rounding}: "
-            + "in a trainer, low-precision weights are trained with fp32 gradients and stochastic"
-            " rounding"
+            f": trainable {precision.trainable}, rounding {precision.rounding}: in a trainer,"
+            " low-precision weights are trained with stochastic rounding"
         )
     elif args.world_size > 1:
         reason = f" on {args.world_size} processes: DDP sums gradients in the weights' own dtype"
@@ -271,7 +269,7 @@ class LowPrecisionWeights(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raises UsageError if the trainer does not use Isotype's optimizer. Another optimizer
-        would find no gradient, so it would train nothing.
+        would find no gradient in fp32 buffers, and would round updates to nearest.
         """
         # accelerate wraps the optimizer
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
@@ -279,7 +277,7 @@ class LowPrecisionWeights(TrainerCallback):
             creator = user_override(self.trainer, "create_optimizer") or type(self.trainer).__name__
             raise UsageError(
                 f"bf16-pure trains with Isotype's AdamW, and {creator} makes {type(optimizer).__name__}:"
-                " it would find no gradient",
+                " it would round most updates away",
                 fix="leave out create_optimizer, or precision='bf16-mixed' (fp32 weights)",
             )
 
@@ -290,9 +288,9 @@ class LowPrecisionWeights(TrainerCallback):
         self.accumulator.close()
 
     def _clip_grad_norm(self, original: Callable[..., Any], model: nn.Module) -> Tensor:
-        """Clips the gradients in the buffers by torch's formula."""
+        """Clips the gradients by torch's formula. Their norm is computed in fp32."""
         gradients = self.accumulator.gradients()
-        norm = get_total_norm(gradients)
+        norm = gradient_norm(gradients)
         if bool(norm.isfinite()):  # otherwise `Guards` stops the run and names the parameter
             torch._foreach_mul_(
                 gradients, (self.trainer.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -304,7 +302,7 @@ class LowPrecisionWeights(TrainerCallback):
     ) -> Any:
         if grad_norm is not None:
             return grad_norm
-        return get_total_norm(self.accumulator.gradients())
+        return gradient_norm(self.accumulator.gradients())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.accumulator.zero()

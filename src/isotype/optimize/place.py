@@ -86,7 +86,7 @@ def optimize(
     the op for a small test input. Only instances are changed, never classes.
 
     model      the model, or a PEFT model of it
-    precision  a Precision, the name of a preset, the short text form (`bf16-pure grads=bf16`), or a
+    precision  a Precision, the name of a preset, the short text form (`bf16-pure grads=fp32`), or a
                dtype. With a precision, the output of norms has the compute dtype; without one, it
                has the dtype of the input
     device_type  the type of the device on which the model will run; by default the type of the

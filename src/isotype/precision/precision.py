@@ -71,7 +71,8 @@ class Precision:
     norms         arithmetic inside norms; their output always has the dtype `compute`
     generate      matrix products while sampling
     save          saved files; one dtype, or `model bf16, adapter fp32`
-    rounding      how an update is rounded into `trainable`: nearest or stochastic
+    rounding      how an update is rounded into `trainable`, and into states in bf16: nearest or
+                  stochastic
     loss_scaling  none, or dynamic, which fp16 gradients need
 
     These roles are used in the training of a diffusion model. Otherwise they are empty:
@@ -174,7 +175,7 @@ class Precision:
         yield from ((role, value) for role, value in asdict(self).items() if value)
 
     def __str__(self) -> str:
-        """Returns the short text form, such as `bf16-pure grads=bf16`. It consists of the most
+        """Returns the short text form, such as `bf16-pure grads=fp32`. It consists of the most
         similar preset and the roles that differ from it. `parse` reads this text.
         """
         return self.text(min(PRESETS, key=lambda name: len(self._differences(name))))
@@ -265,7 +266,8 @@ PRESETS: dict[str, Precision] = {
     "bf16-lora": Precision(base="bf16", trainable="fp32", compute="bf16", generate="bf16", save="fp32", **_FP32_INSIDE),
     "nf4-lora": Precision(base="nf4", trainable="fp32", compute="bf16", generate="bf16", save="fp32", **_FP32_INSIDE),
     "bf16-pure": Precision(
-        base="bf16", trainable="bf16", compute="bf16", generate="bf16", save="bf16", rounding="stochastic", **_FP32_INSIDE
+        base="bf16", trainable="bf16", compute="bf16", generate="bf16", save="bf16", rounding="stochastic",
+        **(_FP32_INSIDE | {"grads": "bf16", "optimizer": "bf16"}),
     ),
     "fp16-mixed": Precision(
         base="fp16", trainable="fp32", compute="fp16", generate="fp16",
@@ -279,7 +281,8 @@ PRESET_DESCRIPTIONS = {
     "bf16-lora": "LoRA: bf16 base, fp32 adapters",
     "nf4-lora": "QLoRA: 4-bit base, fp32 adapters",
     "bf16-pure": (
-        "full fine-tuning in half the memory: bf16 weights with stochastic rounding, fp32 gradients"
+        "full fine-tuning in 8 bytes per weight instead of 16: weights, gradients and optimizer"
+        " states in bf16, with stochastic rounding"
     ),
     "fp16-mixed": (
         "for GPUs without bf16: fp16 products with loss scaling; activations above 65504 overflow"

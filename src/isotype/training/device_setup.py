@@ -26,11 +26,16 @@ from .task import Task
 
 @dataclass
 class DeviceSetup:
-    """The parts of a run that are prepared before a model is loaded."""
+    """The parts of a run that are prepared before a model is loaded.
+
+    process_bytes  on a CPU, the largest number of bytes that this process used before it loaded a
+                   model; 0 if it was not measured
+    """
 
     hardware: Hardware
     device: torch.device
     resolved: Resolved
+    process_bytes: int
 
 
 def prepare_data(
@@ -60,7 +65,7 @@ def prepare_data(
     world.record_progress(0, "reading the data")
     # the first process tokenises the rows, and the others read them from the cache
     world.run_on_first_then_others(task.load_data)
-    return DeviceSetup(hardware, device, resolved)
+    return DeviceSetup(hardware, device, resolved, process_bytes=0)
 
 
 def check_adapters(config: RunConfig) -> None:

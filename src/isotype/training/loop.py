@@ -93,7 +93,14 @@ class Loop:
             self.ema = Ema(self.model, config.train.ema, precision.ema)
         self.stream: Feed[Any] = task.feed()
         self.state = RunState(
-            self.model, self.stepper, self.ema, self.stream, world, self.device, self.resolved.text
+            self.model,
+            self.stepper,
+            self.ema,
+            self.stream,
+            world,
+            self.device,
+            self.resolved.text,
+            precision.to_dict(),
         )
         self.progress = self.state.progress
         self.result_writer = ResultWriter(
@@ -568,8 +575,13 @@ class Loop:
         self.precision_record.restore(self.progress.step)
         self.continuity.take_sample("the load")
         # a resume may change the precision; states of another precision are not compared
-        if checkpoint.state.get("precision") == self.resolved.text:
+        if self.state.has_same_precision(checkpoint):
             self.precision_record.add(compare_loaded_state(self.continuity, checkpoint))
+        elif checkpoint.state.get("precision") == self.resolved.text:
+            self.console.print_line(
+                "note      bf16-pure has bf16 gradients and optimizer states now: the fp32 states of"
+                " this checkpoint were rounded"
+            )
         self.saved_step = checkpoint.step
         if self.world.is_first:
             self.metrics.cut_after(checkpoint.step)

@@ -20,7 +20,7 @@ from .duration import TimeEstimate, estimate_time
 from .header import attention_line
 from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
 from .memory.choice import planned_checkpointing
-from .memory.device import memory_saving_advice
+from .memory.device import TRAINING_PROCESS_BYTES, memory_saving_advice
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, Checkpointing
 from .parallel import HYBRID, REPLICATE, SHARD, Parallel, choose_by_plan
@@ -251,7 +251,9 @@ def plan_run(
     precision = device_setup.resolved.precision
     model_outline = task.outline_model(precision, device_type=device_setup.device.type)
     architecture, notes = task.model_notes(model_outline, precision)
-    process_bytes = peak_memory(device_setup.device) if device_setup.device.type == "cpu" else 0
+    process_bytes = 0
+    if device_setup.device.type == "cpu":
+        process_bytes = peak_memory(device_setup.device) + TRAINING_PROCESS_BYTES
     checkpointing, memory = planned_checkpointing(
         task, device_setup, model_outline, available=hardware.memory, overhead=process_bytes
     )

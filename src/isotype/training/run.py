@@ -34,7 +34,7 @@ from .finish import finish, print_result
 from .fp16_range import choose_fp32_layers
 from .header import detail_rows, details_hint, header_rows
 from .loop import Loop
-from .memory.device import memory_saving_advice
+from .memory.device import memory_saving_advice, trim_freed_blocks
 from .preflight.check import PREFLIGHT_FILE, Outcome, preflight
 from .preflight.rehearsal import time_longest_batch
 from .run_state import last_good_checkpoint
@@ -290,6 +290,8 @@ class _TrainingRun:
             outcome = preflight(subject, self.skips, world=self.world)
         if subject.trial.peak_bytes:
             time_longest_batch(subject)
+        if prepared.device.type == "cpu":
+            trim_freed_blocks()
         return outcome, list(subject.observations), subject.trial
 
     def _record_resume(self, step: int | None, changes: list[RunChange]) -> None:

@@ -4,6 +4,7 @@ for bit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -48,6 +49,7 @@ class RunState:
     stream     yields the training rows, and has a position that is saved
     world      the processes of the run; they save and restore its state together
     precision  the name that the run's precision has in its checkpoints
+    precision_roles  maps each role of the run's precision to its dtype
     """
 
     model: nn.Module
@@ -57,6 +59,7 @@ class RunState:
     world: World
     device: torch.device
     precision: str
+    precision_roles: Mapping[str, Any]
     progress: Progress = field(default_factory=Progress)
 
     def take_checkpoint(self) -> Checkpoint:
@@ -79,6 +82,7 @@ class RunState:
             "optimizer_groups": group_counters(stepper.optimizer),
             "loss_scale": loss_scale,
             "precision": self.precision,
+            "precision_roles": self.precision_roles,
         }
         averages = {} if self.ema is None else self.ema.tensors()
         tensors = {**trainable_tensors(self.model), **optimizer, **averages, **random_tensors}
@@ -115,6 +119,16 @@ class RunState:
         """Returns True if the checkpoint has the states of this run's optimizer."""
         name = checkpoint.state.get("optimizer_is", UNNAMED_OPTIMIZER)
         return bool(name == self.stepper.train.optimizer)
+
+    def has_same_precision(self, checkpoint: Checkpoint) -> bool:
+        """Returns True if the run that wrote the checkpoint had the same dtypes."""
+        state = checkpoint.state
+        roles = state.get("precision_roles")
+        if roles is not None:
+            return bool(roles == self.precision_roles)
+        # a checkpoint without roles: its preset bf16-pure had gradients and states in fp32
+        name = str(state.get("precision"))
+        return name == self.precision and not name.startswith("bf16-pure")
 
     def restore_training(self, checkpoint: Checkpoint) -> int:
         """Restores everything that a checkpoint contains, except the weights and their averages.

@@ -36,7 +36,7 @@ from .memory.recomputation import Checkpointing, apply_checkpointing
 from .parallel import ONE_PROCESS, Parallel, choose_parallel
 from .schedule import RunSchedule
 from .setting_names import RUN_FILE_NAMES, SettingNames
-from .step import LossScale, Stepper, assemble_stepper
+from .step import LossScale, Stepper, assemble_stepper, peak_memory
 from .task import Batch, Task
 
 
@@ -66,6 +66,8 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
     device_setup = prepare_data(task, sources, world=world)
     parallel = choose_parallel(task, device_setup, world)
     encode_data(task, device_setup, world)
+    if device_setup.device.type == "cpu":
+        device_setup.process_bytes = peak_memory(device_setup.device)
     world.record_progress(0, "building the model")
     check_host_memory(task, device_setup, world)
     built = build_model(task, sources, device_setup, parallel, folder, world)
@@ -85,6 +87,7 @@ def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World =
         hardware=device_setup.hardware,
         device=device_setup.device,
         resolved=device_setup.resolved,
+        process_bytes=device_setup.process_bytes,
         model=built.model,
         manifest=built.manifest,
         stepper=stepper,

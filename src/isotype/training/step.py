@@ -10,8 +10,10 @@ import random
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -38,6 +40,7 @@ SAMPLED_ELEMENTS = 256
 INITIAL_SCALE = 2.0**16
 # steps without overflow before the scale doubles; torch.amp.GradScaler's default
 GROWTH_INTERVAL = 2000
+_NORM_CHUNK = 1 << 20  # number of elements of a gradient whose norm is computed at a time
 SMALLEST_SCALE = 1.0  # if gradients overflow at this scale, they do not fit fp16 themselves
 T = TypeVar("T")
 
@@ -390,7 +393,9 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     if all(g.dtype == torch.float32 for g in gradients):
         norms = torch._foreach_norm(list(gradients))
     else:
-        norms = tuple(torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients)
+        # on a CPU, `vector_norm` copies its argument to fp32
+        parts = [part for g in gradients for part in g.reshape(-1).split(_NORM_CHUNK)]
+        norms = tuple(torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
     return norm
 
@@ -439,6 +444,10 @@ def peak_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # on Linux, `getrusage` counts the memory of the process that started this one too
+    with suppress(OSError, ValueError, IndexError):
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -369,7 +369,8 @@ _PRESET_REASONS = {
     "nf4-lora": "nf4 base, fp32 adapters, bf16 products",
     "fp16-mixed": "fp32 trained weights, fp16 products, loss scaling",
     "bf16-lora": "bf16 base and products, fp32 adapters",
-    "bf16-pure": "weights in bf16; their updates are rounded stochastically, there to the nearest",
+    "bf16-pure": "weights, gradients and optimizer states in bf16; updates are rounded stochastically, there to"
+    " the nearest",
     "bf16-mixed": "fp32 weights, bf16 products",
     "fp32": "everything fp32",
 }

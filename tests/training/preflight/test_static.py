@@ -80,7 +80,8 @@ def planned(one):
 
 
 def besides(one):
-    return overhead_memory(one.prepared.model, one.prepared.device)
+    prepared = one.prepared
+    return overhead_memory(prepared.model, prepared.device, prepared.process_bytes)
 
 
 def with_memory(one, size):

@@ -44,7 +44,7 @@ def choose_checkpointing(
     device = device_setup.device
     precision = device_setup.resolved.precision
     available = available_memory(device_setup.hardware.memory, device)
-    overhead = overhead_memory(model, device)
+    overhead = overhead_memory(model, device, device_setup.process_bytes)
     upper_bound = task.max_step_bytes(model, precision) + overhead
     is_near_limit = upper_bound > available // 2
     if is_near_limit and available and device.type == "cpu":
