@@ -1,0 +1,81 @@
+"""Peaks of real processes: what a process counts as its own, what an update and a norm allocate, and
+the plan of each preset beside the peak of its run.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.api import AdamwHyperparameters, adamw_, gradient_norm, overhead_memory
+from torch import nn
+
+from isotype.ops.cpp import cpu_compiler
+
+MIB = 1 << 20
+STATUS = Path("/proc/self/status")
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.skipif(not STATUS.exists(), reason="reads Linux's /proc")
+
+
+def peak_of(function):
+    """The bytes by which a call raises the highest resident size of this process."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmHWM")
+    function()
+    return resident("VmHWM") - before
+
+
+def resident(field):
+    return int(STATUS.read_text().partition(field + ":")[2].split()[0]) * 1024
+
+
+def test_norm_of_bf16_gradients_makes_no_fp32_copy():
+    gradient = torch.zeros(32 * MIB, dtype=torch.bfloat16)
+    gradient[-1] = 3.0
+    gradient_norm([gradient[:10]])
+    norms = []
+    assert peak_of(lambda: norms.append(gradient_norm([gradient]))) < 32 * MIB
+    assert float(norms[0]) == 3.0
+
+
+@pytest.mark.skipif(cpu_compiler() is None, reason="needs a C++ compiler")
+def test_update_of_bf16_weights_allocates_nothing():
+    tensors = [torch.zeros(32 * MIB, dtype=torch.bfloat16) for _ in range(4)]
+    h = AdamwHyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.0, 1)
+    adamw_(*(t[:100] for t in tensors), h, seed=1)
+    assert peak_of(lambda: adamw_(*tensors, h, seed=1)) < 16 * MIB
+
+
+def test_weights_that_are_mapped_from_a_file_are_not_taken_for_memory_in_use():
+    """A mapped weight takes no memory until it is read. Subtracting it from the present size would
+    leave too little for libraries.
+    """
+    model = nn.Linear(1, 1)
+    model.weight = nn.Parameter(torch.empty(1 << 40, device="meta"))
+    device = torch.device("cpu")
+    assert overhead_memory(model, device) == 0
+    assert overhead_memory(model, device, 400 * MIB) > 400 * MIB
+
+
+@pytest.mark.full
+def test_memory_of_the_parent_process_is_not_counted():
+    block = torch.ones(512 * MIB)  # 2 GiB
+    code = "import torch; from isotype.training.step import peak_memory as p; print(p(torch.device('cpu')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < block.nbytes
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_plan_is_within_5_percent_of_the_peak(tmp_path, subtests):
+    """In the preflight, in the first step and in later steps, with freed memory returned."""
+    file = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.memory", "--json", str(file)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    for case, row in json.loads(file.read_text()).items():
+        if "planned" in row:
+            with subtests.test(case):
+                assert 0.95 < row["measured / planned"] < 1.05
