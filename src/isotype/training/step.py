@@ -392,12 +392,25 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
         return torch.zeros(())
     if all(g.dtype == torch.float32 for g in gradients):
         norms = torch._foreach_norm(list(gradients))
+    elif all(g.is_cpu for g in gradients):
+        norms = _norms_in_chunks(gradients)
     else:
-        # on a CPU, `vector_norm` copies its argument to fp32
-        parts = [part for g in gradients for part in g.reshape(-1).split(_NORM_CHUNK)]
-        norms = tuple(torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts)
+        norms = tuple(torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
     return norm
+
+
+def _norms_in_chunks(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns the norms of chunks of the gradients. On a CPU, `vector_norm` would copy a whole
+    gradient to fp32. The chunks are copied to the same buffer, because the C library keeps the
+    memory of many small copies.
+    """
+    buffer = torch.empty(_NORM_CHUNK, dtype=torch.float32, device=gradients[0].device)
+    norms = []
+    for gradient in gradients:
+        for part in gradient.reshape(-1).split(_NORM_CHUNK):
+            norms.append(torch.linalg.vector_norm(buffer[: part.numel()].copy_(part)))
+    return tuple(norms)
 
 
 def choose_sampled_elements(
