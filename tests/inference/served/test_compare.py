@@ -143,7 +143,12 @@ ROUNDED = replace(TRAINED, logprobs=(-0.5, -0.1, -0.4))
             ["logprobs", "kept"],
             "as the base does: it has no adapter; fix: adapter",
         ),
-        ({"completion": ROUNDED}, ["logprobs"], "rotary base, its scaling"),
+        ({"completion": ROUNDED}, ["logprobs"], "the weights are rounded, or the rotary base"),
+        (
+            {"completion": ROUNDED, "scores": {7: -1.9, 8: -1.8}},
+            ["logprobs", "kept"],
+            "longer prompts do not: the rotary base, its scaling",
+        ),
         ({"completion": ROUNDED, "single": -1.4}, ["logprobs"], "are rounded"),
         ({"scores": {7: -1.9, 8: -1.8}}, ["logprobs", "kept"], "less than --keep 0.9"),
     ],

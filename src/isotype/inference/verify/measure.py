@@ -48,7 +48,7 @@ from .written_model import WrittenModel, open_adapter_folder, open_folder
 DEFAULT_ROWS = 32
 MIN_KEPT = 0.9
 OLLAMA_FILE = "model.gguf"
-_SMALL_SHARE = 0.01  # of what was learnt; a smaller change of the loss is not split into groups
+_SMALL_SHARE = 0.02  # of what was learnt; a smaller change of the loss is not split into groups
 RUN_DTYPES = "from the run's dtypes to fp32"
 
 
