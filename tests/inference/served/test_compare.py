@@ -150,6 +150,11 @@ ROUNDED = replace(TRAINED, logprobs=(-0.5, -0.1, -0.4))
             "longer prompts do not: the rotary base, its scaling",
         ),
         ({"completion": ROUNDED, "single": -1.4}, ["logprobs"], "are rounded"),
+        (
+            {"completion": ROUNDED, "single": -1.4, "facts": replace(FACTS, weights="Q8_0")},
+            ["logprobs"],
+            "F16 or BF16 rounds less",
+        ),
         ({"scores": {7: -1.9, 8: -1.8}}, ["logprobs", "kept"], "less than --keep 0.9"),
     ],
 )

@@ -508,7 +508,8 @@ def _find_cause(
         )
         return _cause(message, "no --rope options, and the file that isotype export writes")
     kind = f" ({facts.weights})" if facts.weights else ""
-    fix = "isotype verify RUN --file FILE measures the file; Q8_0 or BF16 rounds less"
+    wider = "F16 or BF16" if facts.weights == "Q8_0" else "Q8_0 or BF16"
+    fix = f"isotype verify RUN --file FILE measures the file; {wider} rounds less"
     return _cause(f"the server's weights{kind} are rounded, or are not the run's", fix)
 
 
