@@ -40,7 +40,7 @@ def step(model, x, optimizer):
 LOG = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and BFloat16\n"
 REFUSED = [
     "train", "plan", "quickstart", "chat", "sample", "eval", "merge", "export", "verify", "inspect",
-    "report", "watch", "proof", "doctor trace", "doctor conform", "doctor kernels",
+    "report", "watch", "proof", "try", "doctor trace", "doctor conform", "doctor kernels",
 ]  # fmt: skip
 
 

@@ -1,13 +1,25 @@
 """`isotype proof` runs each part in its own process, stores what it found, and goes on later."""
 
 import json
+import subprocess
 
 import pytest
 
 from isotype.errors import UsageError
-from tests.api import PARTS, Part, Proof, Scale, card_line, describe_card, markdown_table, run_proof
+from tests.api import (
+    PARTS,
+    Part,
+    Proof,
+    Scale,
+    card_line,
+    describe_card,
+    markdown_table,
+    part_line,
+    run_proof,
+)
 from tests.api import proof_runner as runner
 from tests.commands import ask
+from tests.warm import interpreter
 
 TINY = Scale("cpu", is_tiny=True)
 FAST = {"kernels": PARTS["kernels"]}
@@ -32,7 +44,8 @@ def test_results_are_stored_and_not_repeated(tmp_path):
     assert lines[0].startswith("kernels       passed")
     stored = json.loads((tmp_path / "proof.json").read_text())
     assert stored["parts"]["kernels"]["rows"]
-    assert "69 of 69" in (tmp_path / "proof.md").read_text()
+    checks = len(stored["parts"]["kernels"]["rows"])
+    assert f"| {checks} of {checks} |" in (tmp_path / "proof.md").read_text()
     again, lines = prove(tmp_path)
     assert lines == []
     assert again.parts == proof.parts
@@ -128,3 +141,25 @@ def test_every_part_runs_on_a_cpu(tmp_path):
     statuses = {name: proof.status(name) for name in PARTS}
     assert statuses.pop("unsloth") in ("passed", "package missing")
     assert set(statuses.values()) == {"passed"}
+
+
+def test_steps_of_other_libraries_are_described():
+    row = {"name": "liger", "ms": 41.6, "peak_GiB": 12.34, "layers": 8, "losses": [1.0]}
+    part = {"status": "passed", "seconds": 30.0, "rows": [row], "error": ""}
+    assert "liger 42 ms, 12.3 GiB (8 layers)" in part_line("liger", part)
+
+
+@pytest.mark.full
+def test_liger_replaces_the_norms_of_the_measured_model():
+    pytest.importorskip("liger_kernel")
+    program = (
+        "from isotype.proof.adapters import TINY_SIZES, build_llama\n"
+        "from isotype.proof.speed import use_liger\n"
+        "model = build_llama(TINY_SIZES, 'cpu')\n"
+        "use_liger(model)\n"
+        "print(model.model.norm.forward.__module__, model.model.layers[0].mlp.forward.__module__)\n"
+    )
+    done = subprocess.run(
+        [interpreter(), "-c", program], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.count("liger_kernel") == 2, done.stdout

@@ -33,6 +33,7 @@ _COMMANDS = {
     "init": ("init.init", TRAIN),
     "import": ("init.import_config", TRAIN),
     "plan": ("train.plan", TRAIN),
+    "try": ("presets.try_presets", TRAIN),
     "train": ("train.train", TRAIN),
     "chat": ("chat.chat", RUNS),
     "sample": ("chat.sample", RUNS),
@@ -92,6 +93,7 @@ _EXTRA_OF |= {
 LINUX_ONLY = frozenset(
     (
         "train",
+        "try",
         "plan",
         "quickstart",
         "chat",

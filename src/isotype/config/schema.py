@@ -123,6 +123,10 @@ class DataSection(Section):
     """If `eval` is not set: the fraction of the training rows that is used for evaluation and not
     for training. 0 means no evaluation.
     """
+    eval_seed: Annotated[int, Field(ge=0)] | None = None
+    """Chooses the rows of `eval_split`. By default `train.seed`. With a fixed value, runs with
+    different seeds are evaluated on the same rows.
+    """
     format: Literal[
         "auto",
         "messages",

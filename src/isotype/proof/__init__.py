@@ -7,7 +7,7 @@ parts      the table of the parts, in the order in which they run
 kernels    every op, forward and backward, beside its fp64 reference
 adapters   the gradients of LoRA layers beside fp64 and PEFT
 learning   runs of six presets, and a run that is interrupted and resumed
-speed      the time and memory of training steps beside PEFT and Unsloth
+speed      the time and memory of training steps beside PEFT, Unsloth and Liger
 runner     runs each part in a process of its own and stores its result
 summary    the result as text, and as a row of the table in docs/cards.md
 """

@@ -68,6 +68,13 @@ PARTS = {
         "the same on a base in NF4", "speed:measure_8b_nf4", 80, 240, ("bitsandbytes",)
     ),
     "memory": Part("the planned memory beside the measured peak", "speed:measure_memory", 60, 200),
+    "liger": Part(
+        "the steps of layers of an 8B model with Liger's kernels beside PEFT's adapters",
+        "speed:measure_liger",
+        60,
+        240,
+        ("liger_kernel",),
+    ),
     "unsloth": Part(
         "the steps of layers of an 8B model beside Unsloth",
         "speed:measure_unsloth",

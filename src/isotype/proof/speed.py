@@ -1,5 +1,5 @@
-"""Measures training steps on the card. It compares their time and memory with those of PEFT and
-Unsloth, and their memory with the memory that `isotype plan` expects.
+"""Measures training steps on the card. It compares their time and memory with those of PEFT,
+Unsloth and Liger, and their memory with the memory that `isotype plan` expects.
 
 All libraries do the same work. They train LoRA of rank 16 on every linear layer of the decoder,
 with fp32 adapters, bf16 compute, AdamW, one row of tokens and no recomputation. PEFT runs under
@@ -87,6 +87,14 @@ def measure_unsloth(scale: Scale) -> Iterator[Row]:
     yield from _compare(scale, SIZES_8B_WITH_HEAD, "nf4-lora", ("unsloth",))
 
 
+def measure_liger(scale: Scale) -> Iterator[Row]:
+    """Liger replaces functions of transformers' modules, so it has a process of its own."""
+    if torch.device(scale.device).type == "cpu":
+        yield {"name": "liger", "skipped": "its kernels need a GPU"}
+        return
+    yield from _compare(scale, SIZES_8B_WITH_HEAD, "bf16-lora", ("liger",))
+
+
 def _compare(
     scale: Scale, sizes: dict[str, Any], preset: str, contenders: tuple[str, ...]
 ) -> Iterator[Row]:
@@ -124,6 +132,8 @@ def _measure(scale: Scale, sizes: dict[str, Any], preset: str, contender: str) -
         model = build_llama(sizes, scale.device)
         if preset == "nf4-lora":
             quantise_to_nf4(model)
+        if contender == "liger":
+            use_liger(model)
         model = add_adapters(model)
         if contender == "isotype":
             step = _isotype_step(model, ids, preset, scale.device)
@@ -209,6 +219,13 @@ def _autocast_step(model: Any, ids: torch.Tensor) -> Step:
         return float(loss.detach())
 
     return step
+
+
+def use_liger(model: Any) -> None:
+    """Lets a Llama model run Liger's kernels, in this process only."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(model=model)
 
 
 def _unsloth_step(sizes: dict[str, Any], ids: torch.Tensor) -> Step:

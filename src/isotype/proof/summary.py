@@ -82,6 +82,7 @@ def part_line(name: str, part: dict[str, Any]) -> str:
         details.append(f"{passed} of {len(checks)} checks")
     if comparison := compare_steps(part["rows"]):
         details.append(comparison)
+    details += describe_other_libraries(part["rows"])
     if ratio := _memory_ratio(part["rows"]):
         details.append(f"measured {ratio:.2f} of the plan")
     details += [f"{row['name']}: {row['skipped']}" for row in part["rows"] if "skipped" in row]
@@ -113,6 +114,15 @@ def compare_steps(rows: list[dict[str, Any]]) -> str:
         f" {ours['peak_GiB'] / theirs['peak_GiB']:.2f} of its memory ({ours['layers']} layers,"
         f" {ours['tokens']} tokens, {ours['ms']:.0f} ms)"
     )
+
+
+def describe_other_libraries(rows: list[dict[str, Any]]) -> list[str]:
+    """Describes the steps of Unsloth and Liger, which are measured without Isotype's step."""
+    return [
+        f"{row['name']} {row['ms']:.0f} ms, {row['peak_GiB']:.1f} GiB ({row['layers']} layers)"
+        for row in rows
+        if "ms" in row and row["name"] not in ("isotype", "peft")
+    ]
 
 
 def _memory_ratio(rows: list[dict[str, Any]]) -> float | None:

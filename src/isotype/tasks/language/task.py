@@ -137,10 +137,13 @@ class LanguageTask:
         config = self.config
         self.tokenizer = load_tokenizer(config.model)
         pictures = build_picture_reader(config.model, config.data, self.tokenizer)
+        held_out_seed = config.data.eval_seed
+        if held_out_seed is None:
+            held_out_seed = config.train.seed
         self.data = data = load_data(
             config.data,
             self.tokenizer,
-            seed=config.train.seed,
+            seed=held_out_seed,
             objective_format=self.objective.format,
             pictures=pictures,
         )
