@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tests.api import load_gate_target, run_gate
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.errors import UsageError
 from isotype.pages import page
+from isotype.testing import ampcheck
 
 FILE = str(Path(__file__).with_name("gated.py"))
 KERNELS = str(Path(__file__).with_name("gated_kernels.py"))
@@ -105,3 +107,18 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         load_gate_target(f"{file}:f", "f")
     with pytest.raises(UsageError, match=r"expected FILE.py:FUNCTION"):
         load_gate_target("f", "g")
+
+
+def test_a_limit_of_the_interpreter_is_not_a_fault_of_the_function() -> None:
+    def reference(x):
+        return x * 2
+
+    def needs_atomics(x):
+        if x.dtype == torch.bfloat16:
+            # Triton's interpreter wraps the NotImplementedError of `refuse_bf16`
+            raise RuntimeError("an atomic operation of bf16 has no CPU version: widen to fp32")
+        return x * 2
+
+    report = ampcheck(needs_atomics, (torch.ones(3, 4),), reference=reference, raises=False)
+    assert report.codes() == [], report.render()
+    assert any("no kernel" in reason for _, reason in report.refused)

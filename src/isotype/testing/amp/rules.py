@@ -47,7 +47,7 @@ from .samples import Sample, Setting, Subject, parameter_names
 _NO_KERNEL = re.compile(
     r"not implemented for|not supported on|no kernel|could not create a primitive|Could not run '|"
     r"not yet implemented|doesn't support|does not support|No available kernel|not currently"
-    r" implemented",
+    r" implemented|has no CPU version",  # the last one is of Triton's interpreter
     re.IGNORECASE,
 )
 # autocast ignores out= and in-place products. Only a keyword argument is matched, since an
