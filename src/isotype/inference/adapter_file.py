@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..environment.hub_kernels import disable_hub_kernels
 from ..errors import UsageError
 from ..model.adapter_settings import (
     ADAPTER_CONFIG_FILE,
@@ -105,6 +106,7 @@ def _build_pairs(
     """Returns the pairs with their scales. Raises UsageError for a rank that contradicts the
     settings.
     """
+    disable_hub_kernels()  # PEFT imports bitsandbytes
     from peft.utils.other import get_pattern_key
 
     modules = (name.removeprefix(PEFT_PREFIX).removesuffix(_A_SUFFIX) for name in tensors)
