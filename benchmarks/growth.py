@@ -1,7 +1,7 @@
 """How a training step grows with length, rank, vocabulary, layers and rows, beside transformers with
 PEFT: CPU time, the floor, and memory, for LoRA and for full fine-tuning.
 
-    python -m benchmarks.growth                     # all rows, about 4 CPU minutes
+    python -m benchmarks.growth                     # all rows; most of the time is that of 8,192 tokens
     python -m benchmarks.growth length rank         # these rows only
     python -m benchmarks.growth --write             # also writes benchmarks/results/growth.md
 
