@@ -18,6 +18,10 @@ from isotype.config.load import load
 from isotype.tasks.choose import choose_task
 from isotype.training.device_setup import prepare_data
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.tasks.diffusion.conftest import Studio
+
 
 def draw_pictures(folder: Path, count: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,8 +39,6 @@ def peak_mib() -> int:
 
 
 def main() -> int:
-    from tests.tasks.diffusion.conftest import Studio
-
     place, count = Path(sys.argv[1]), int(sys.argv[2])
     place.mkdir(parents=True, exist_ok=True)
     pictures = draw_pictures(place / f"pictures_{count}", count)
@@ -63,5 +65,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     raise SystemExit(main())
