@@ -21,6 +21,7 @@ from isotype.data.stdlib import stdlib_pairs
 
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0")
 SERVED = "Q4_0, trained for it"
+COLUMNS = (*TYPES, SERVED)
 ADAPTERS = {
     "light": {"steps": 30, "learning_rate": 1e-4},
     "strong": {"steps": 16, "learning_rate": 2e-3},
@@ -104,17 +105,23 @@ def write_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     ]
     for name, measured in results.items():
         settings = ADAPTERS[name]
-        losses = measured["F16"]["loss"]
+        losses = next(iter(measured.values()))["loss"]
         adapter = f"{name}: {settings['steps']} steps, learning rate {settings['learning_rate']:g}"
         cells = [adapter, f"{losses['base']:.4f}", f"{losses['trained']:.4f}"]
         for kind in TYPES:
+            if kind not in measured:
+                cells.append("not measured")
+                continue
             kept = measured[kind]["kept"]
             agreement = measured[kind]["agreement"]
             shown = "unknown" if kept is None else f"{kept:.1%}"
             cells.append(f"{shown} ({agreement:.1%})")
-        gain = losses["base"] - losses["trained"]
-        kept = (losses["base"] - measured[SERVED]["loss"]["served"]) / gain
-        cells.append(f"{kept:.1%}")
+        if SERVED in measured:
+            gain = losses["base"] - losses["trained"]
+            kept = (losses["base"] - measured[SERVED]["loss"]["served"]) / gain
+            cells.append(f"{kept:.1%}")
+        else:
+            cells.append("not measured")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -124,6 +131,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--types", nargs="*", choices=COLUMNS, default=COLUMNS)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -132,7 +140,11 @@ def main() -> None:
     for name, settings in ADAPTERS.items():
         run = options.out / name
         train(run, base, int(settings["steps"]), settings["learning_rate"])
-        results[name] = {kind: measure(run, kind, options.rows) for kind in TYPES}
+        results[name] = {
+            kind: measure(run, kind, options.rows) for kind in TYPES if kind in options.types
+        }
+        if SERVED not in options.types:
+            continue
         served = options.out / f"{name}-served"
         train(served, base, int(settings["steps"]), settings["learning_rate"], serve_as="q4_0")
         results[name][SERVED] = measure(served, "Q4_0", options.rows)
