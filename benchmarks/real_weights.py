@@ -43,6 +43,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "real_weights.json"
 PAGE = ROOT / "docs" / "results.md"
