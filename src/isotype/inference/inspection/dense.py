@@ -108,8 +108,9 @@ def _open_like(checkpoint: Checkpoint, other: DenseWeights) -> DenseWeights:
     """
     if not other.is_loaded or checkpoint.kind != MODEL:
         return _open_other(checkpoint, None)
+    shapes = {name: tensor.shape for name, tensor in other.tensors.items()}
     with silence_library_warnings():
-        written = open_folder(checkpoint.path, other.tensors, text_only=False)
+        written = open_folder(checkpoint.path, shapes, text_only=False)
     weights = DenseWeights(str(checkpoint.path), dict(written.tensors), aliases=other.aliases)
     for name in written.unexpected:
         weights.skipped[name] = "the class has no such weight"
