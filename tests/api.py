@@ -83,7 +83,7 @@ INNER = {
     "isotype.inference.loaded": "load_run",
     "isotype.inference.ollama": "find_turns",
     "isotype.inference.served.compare": "compare_server",
-    "isotype.inference.served.compute": "compute_expectations",
+    "isotype.inference.served.compute": "_build_prompt compute_expectations",
     "isotype.inference.served.connect": "connect",
     "isotype.inference.served.expectation": "Expectations ExpectedAnswer ScoredRow SingleToken",
     "isotype.inference.served.http": "Connection parse_address",

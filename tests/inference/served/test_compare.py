@@ -16,9 +16,13 @@ from tests.api import (
     ScoredRow,
     ServerFacts,
     SingleToken,
+    _build_prompt,
     compare_server,
 )
+from tests.gguf_files import splitting
+from tokenizers.processors import TemplateProcessing
 
+from isotype.data.rows import SamplePrompt
 from isotype.errors import UsageError
 
 BOS, END = 1, 2
@@ -212,3 +216,20 @@ def test_tokens_that_a_server_cannot_score_are_left_out() -> None:
     result = compare(FakeServer(scores={7: -0.4}))
     assert result.is_same
     assert result.trained_loss == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("adds_first", [True, False])
+def test_a_plain_prompt_has_no_first_token_that_the_server_adds(adds_first: bool) -> None:
+    """A row without messages is sent as text. The tokens of training stay as they were."""
+    tokenizer = splitting()
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    if adds_first:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|begin|> $A", special_tokens=[("<|begin|>", tokenizer.bos_token_id)]
+        )
+    ids = tuple(tokenizer("Two plus two?")["input_ids"])
+    assert (ids[0] == tokenizer.bos_token_id) == adds_first
+    prompt = _build_prompt(tokenizer, None, SamplePrompt("Two plus two?", ids))
+    assert prompt.text == "Two plus two?"
+    assert prompt.ids == ids
+    assert tuple(tokenizer(prompt.text)["input_ids"]) == ids

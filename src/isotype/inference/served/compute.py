@@ -197,7 +197,11 @@ def _strip_end_tokens(ids: Sequence[int], end_ids: frozenset[int]) -> list[int]:
 
 def _build_prompt(tokenizer: Any, template: ChatTemplate | None, prompt: SamplePrompt) -> Prompt:
     if template is None or not prompt.messages:
-        text = tokenizer.decode(prompt.input_ids, clean_up_tokenization_spaces=False)
+        # a server adds the first token to a text, as the tokenizer did in training
+        first_ids = tokenizer("")["input_ids"][:1]
+        is_added = first_ids == [tokenizer.bos_token_id] == list(prompt.input_ids[:1])
+        text_ids = prompt.input_ids[1:] if is_added else prompt.input_ids
+        text = tokenizer.decode(text_ids, clean_up_tokenization_spaces=False)
         return Prompt(text, prompt.input_ids)
     return _render_prompt(tokenizer, template, prompt.messages, tools=prompt.tools)
 
