@@ -5,7 +5,7 @@ explain  runs on logs
 
 The parts `kernels`, `conform` and `trace` import or run the user's code. So the doctor does not
 start these parts itself. For Triton kernels, autograd functions and training scripts, it only
-prints the command.
+prints the command that checks them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _TOP_LEVEL_STATEMENT = re.compile(r"^(?:if __name__|for |with |while |\w[\w.]*\(
 
 @dataclass
 class Examination:
-    """The result of one part of the doctor. If the part did not run, `subject` contains the reason,
-    or the command that the user can run.
+    """The result of one part of the doctor. If the part did not run, `subject` says why, or
+    contains the command that the user can run.
 
     subject  a description of what was examined
     table    a table that is printed above the findings

@@ -3,10 +3,10 @@ and the step, other code may have run, such as a scheduler, a callback or an eva
 
 After an update, the module copies some elements of some trained weights, of their optimizer states,
 of averages and of buffers. Before the next step, it compares the bytes of these elements with the
-copies. After each update, it chooses other tensors. Tensors that were written after the last update
-are sampled first. PyTorch's version counter shows which tensors these are. No step waits for the
-device. The result of the comparison is a number on the device. The step reads this number together
-with its loss.
+copies. After each update, it chooses other tensors. It first chooses tensors that were written
+after the last update. PyTorch's version counter shows which tensors these are. The comparison does
+not make the CPU wait for the GPU. Its result is a number on the GPU, and the step reads this number
+together with its loss.
 
 This module also finds fp32 tensors whose values were rounded to bf16 or fp16. In such a tensor, the
 last bits of every sampled value are zero. After an update, only the elements that the update
@@ -337,7 +337,7 @@ def report_differences(
 ) -> None:
     """Adds differences to an observation. Values that were rounded or cast to a narrower dtype are
     violations. If `strict` is set, any difference of weights or states is a violation too. Other
-    differences are listed among the observation's unobserved computations.
+    differences are only listed in `unobserved` of the observation.
 
     start, end  descriptions of the two moments
     """

@@ -392,9 +392,9 @@ class ContractChecker:
             )
 
     def _check_fp64(self, call: Call, dtype: str, lineage: Lineage) -> None:
-        """Reports arithmetic in fp64, and casts of several numbers that involve fp64. A cast of a
-        single number is harmless and not reported. Isotype's own code is not reported either,
-        because it sums the results of an evaluation in fp64.
+        """Reports arithmetic in fp64, and casts to or from fp64. A cast of a single number is
+        harmless and not reported. Isotype's own code is not reported either, because it sums the
+        results of an evaluation in fp64.
         """
         if dtype != "fp64" and not any(
             t.dtype in (torch.float64, torch.complex128) for t in call.outputs
@@ -506,8 +506,8 @@ class ContractChecker:
         return case in MIRRORED_PRODUCTS
 
     def _has_no_forward(self) -> bool:
-        """Whether this matrix product of backward must have the dtype `compute`. It must if all
-        matrix products of the forward had the dtype `compute`.
+        """Whether this matrix product of backward must have the dtype `compute`. This is so if all
+        matrix products of the forward had this dtype.
         """
         node = type(torch._C._current_autograd_node()).__name__
         return not self._wide_forward and _PRODUCT_NODE.match(node) is not None
@@ -534,8 +534,7 @@ class ContractChecker:
     ) -> None:
         """Reports a matrix product that does not have its declared dtype.
 
-        overrides  fields of the report with other values than by default, for the branch of an
-                   adapter
+        overrides  values that replace fields of the report, for a matrix product of an adapter
         """
         symbol = f"{call.op.foreign_name or call.op.base_name} in {call.location}"
         fields = {
@@ -864,7 +863,7 @@ class ContractChecker:
 
     def _check_round_trip(self, call: Call, lineage: Lineage) -> Lineage:
         """Reports values that the user's code casts to a narrower dtype and then back in the same
-        function. Returns the lineage of the result.
+        function. Returns the lineage of the result, which says from what it was computed.
         """
         lineage = replace(lineage, rounding=None)
         target, source = _cast_operands(call)
@@ -906,8 +905,9 @@ class ContractChecker:
             _report_rounding(call, rounding, self.role, "an activation is")
 
     def report_rounded_gradients(self) -> None:
-        """Reports rounded values that are the values of a gradient now. Call it just before the
-        update. If values were rounded only for a log, the gradient has other values.
+        """Reports gradients whose values were rounded. Call this method just before the update. It
+        compares each gradient with the tensors that were rounded in this step. So a copy that was
+        rounded only for a log is not reported.
         """
         gradients = [
             parameter.grad

@@ -592,9 +592,9 @@ def _is_assigned_in_forward(module: nn.Module, buffer_name: str) -> bool:
 
 
 def _is_table(buffer: Tensor) -> bool:
-    """Whether a buffer is a table of numbers and not a mask. A table has many different values. If
-    it has only a few, they are not all whole, infinite or very large numbers, as the values of a
-    mask are.
+    """Whether a buffer is a table of numbers and not a mask. A buffer with many different values is
+    a table. A buffer with few values is a mask if all its values are whole, infinite or very large
+    numbers, and a table otherwise.
     """
     values = dense_values(buffer.detach())
     if values is None or values.numel() < 2:

@@ -3,7 +3,7 @@ reader. `Tape` is the dispatch mode for operators, and `FunctionTape` the mode f
 file also keeps the stack of running modules.
 
 The dtype checks of a training step (`contract`), `isotype doctor trace` and `isotype doctor
-conform` are readers. The reader gets each call of an operator and makes the call itself. So a
+conform` use such readers. The reader gets each call of an operator and makes the call itself. So a
 reader can run code before the call, after the call and after an error, or compute something else
 instead.
 """

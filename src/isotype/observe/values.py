@@ -74,9 +74,9 @@ def storage_tensor(tensor: Tensor) -> Tensor | None:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether the tensor's class may compute in another dtype than the tensor's own dtype. The
-    tensor classes of quantisation libraries do so. Tensor classes of PyTorch (sharded and nested
-    tensors) and of Isotype compute in their own dtype.
+    """Whether the tensor's class may compute in another dtype than `tensor.dtype`. The tensor
+    classes of quantisation libraries do so. The tensor classes of PyTorch (sharded and nested
+    tensors) and of Isotype do not.
     """
     kind = type(tensor)
     if kind is Tensor or kind is torch.nn.Parameter:
@@ -195,8 +195,8 @@ class Lineages:
         )
 
     def set_weights(self, model: nn.Module) -> None:
-        """Records that the model's weights, their gradients and the scales of quantised weights
-        have the lineage WEIGHT. The scales may themselves be quantised.
+        """Marks the model's weights, their gradients and the scales of quantised weights as tensors
+        that come from weights (WEIGHT). The scales may themselves be quantised.
         """
         tensors = [*gathered_weights(model)]
         for parameter in model.parameters():

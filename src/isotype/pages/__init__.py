@@ -1,5 +1,5 @@
-"""Finds the page that explains the code of a fault. A page explains why the fault matters, gives an
-example, and says what to do. `isotype doctor explain CODE` prints the page.
+"""Finds the documentation page for the code of a fault. The page explains why the fault matters,
+gives an example, and says what to do. `isotype doctor explain CODE` prints it.
 
 A page is the file `CODE.md` in this folder, or the result of `page(code)` of the module that loads
 the rule. This module imports no torch.
@@ -27,7 +27,7 @@ PAGE_MODULES = {
 
 
 def codes() -> list[str]:
-    """Returns all codes that have a page."""
+    """Returns the codes of all faults that `isotype doctor explain CODE` can describe."""
     names = [
         f.name.removesuffix(".md")
         for f in resources.files(__name__).iterdir()

@@ -27,9 +27,9 @@ _FINDING_FIELDS = ("cause", "fix", "declared", "observed")
 
 
 def load_finding_formatter(path: Path) -> Callable[..., Finding]:
-    """Reads a sheet with a section per code, and returns a function that creates findings from it.
-    This function, `format_finding(code, place, details, **variables)`, uses the first entry of the
-    code whose condition is true.
+    """Reads a text file that has one section for each code, and returns a function that creates
+    findings from these texts. This function, `format_finding(code, place, details, **variables)`,
+    uses the first entry of the code whose condition is true.
 
     Raises  SheetError
     """

@@ -119,8 +119,9 @@ def check_section(
 
 
 def _check_assignment(check: _SectionCheck, line: Field, row: Mapping[str, str]) -> None:
-    """Checks the fact of a `set` line. `{name}` in such a line is a variable of the row or a
-    fact."""
+    """Checks the name after the colon of a `set` line. If the line contains `{name}`, its value is
+    inserted first.
+    """
     check.check_text(line.text, line.line)
     fact = line.text
     for variable, value in row.items():

@@ -15,10 +15,10 @@ entries that can be reported, with their conditions.
       FIELD if TEST: text    a text of the entry: the first text whose condition is true
     + NAME -2 if TEST        includes the entries of another section and changes their scores by -2
 
-In texts `{name}` is replaced by a fact or a variable. `{one|another|some text}` is replaced by the
-value of the first name that has a value. If no name has a value, it is replaced by the last part as
-literal text. `\\n` is a line break. A condition (TEST) consists of terms joined by `and` and `or`,
-where `and` binds tighter. A term may begin with `not`:
+In texts `{name}` is replaced by the value of this fact or variable. `{one|another|some text}` is
+replaced by the value of the first name that has a value. If no name has a value, it is replaced by
+the last part as literal text. `\\n` is a line break. A condition (TEST) consists of terms joined by
+`and` and `or`, where `and` binds tighter. A term may begin with `not`:
 
     name                             true if the fact has a value that is not empty
     name = value, another value      true if the fact equals one of these values
@@ -45,7 +45,7 @@ from ..dtypes import itemsize
 
 
 class SheetError(ValueError):
-    """An error for a wrong line of a sheet. The message names the sheet and the line."""
+    """An error for a wrong line in a text file of rules. The message names the file and the line."""
 
     def __init__(self, sheet: str, line: int, message: str) -> None:
         super().__init__(f"{sheet}, line {line}: {message}")
@@ -85,8 +85,8 @@ def _parse_term(text: str) -> Term:
 
 @cache
 def names_in_text(text: str) -> tuple[str, ...]:
-    """Returns the names in the braces of a text. The last of several alternatives is literal text
-    and is left out.
+    """Returns the names in the braces of a text. If braces contain several alternatives, such as
+    `{one|another|some text}`, the last alternative is no name and is left out.
     """
     names: list[str] = []
     for _, placeholder, _, _ in Formatter().parse(text):
@@ -109,8 +109,8 @@ class Function(NamedTuple):
 
 
 class Facts:
-    """Looks up the values of the names that a sheet uses. Each kind of sheet has its own subclass,
-    which defines these tables. The tables are also used to check a sheet.
+    """Looks up the values of the names in a text file of rules. Each kind of file has its own
+    subclass, which defines the following tables. The tables also say which names a file may use.
 
     variables       the variables of the section
     fact_functions  for each name the function that returns its value
@@ -167,7 +167,7 @@ class Facts:
 
     @classmethod
     def _find_owner_variables(cls, name: str, variables: Collection[str]) -> set[str] | None:
-        """Like `find_variables`, for a name with attributes, such as `device.kind` or
+        """Does the same as `find_variables` for a name with attributes, such as `device.kind` or
         `call.tensors[0]`.
         """
         owner, *attributes = re.split(r"[.\[]", name)
@@ -180,14 +180,14 @@ class Facts:
         return cls.find_variables(owner, variables)
 
     def evaluate_other_name(self, name: str) -> Any:
-        """Returns the value of a name that the tables of this class do not contain."""
+        """Called for a name that the tables of this class do not contain. Subclasses that know
+        further names return their values here.
+        """
         return None
 
     @classmethod
     def find_variables_in_other_name(cls, name: str, variables: Collection[str]) -> set[str] | None:
-        """Returns the result of `find_variables` for a name that the tables of this class do not
-        contain.
-        """
+        """Called by `find_variables` for a name that the tables of this class do not contain."""
         return None
 
     # ---- texts and tests
@@ -306,8 +306,9 @@ _INCLUDE = re.compile(r"\+ (?P<name>.+?)(?: (?P<offset>-?\d+))?(?: if (?P<test>.
 
 @dataclass(slots=True)
 class Section:
-    """A section of a sheet, with the code and the page above it. `header` is the text after `=`.
-    The first of the `entries` contains the section's variables.
+    """One section of a text file of rules. `code` and `page` are the code and the explanation that
+    stand above the section in the file. `header` is the text after `=`. The first of the `entries`
+    contains the section's variables.
     """
 
     sheet: str
@@ -323,7 +324,7 @@ class Section:
 
     @property
     def parameters(self) -> list[str]:
-        """The variables that the program passes to the section."""
+        """The names of the variables whose values the program sets before it uses the section."""
         return [
             name
             for line in self.entries[0].fields
@@ -343,7 +344,7 @@ class Section:
 
     def matching_entries(self, facts: Facts) -> Iterator[tuple[str, Entry]]:
         """Yields (rank, entry) for each entry that applies to these facts, in the order of the
-        sheet. First it defines the variables of the section.
+        file.
         """
         self.define_variables(facts)
         for entry in self.entries[1:]:
@@ -353,9 +354,10 @@ class Section:
 
 
 def read_sections(path: Path, *, rank_pattern: str, field_pattern: str) -> Iterator[Section]:
-    """Reads the sections of one sheet, in order. `rank_pattern` and `field_pattern` are regular expressions.
+    """Yields the sections of one text file of rules, in their order. `rank_pattern` and
+    `field_pattern` are regular expressions.
 
-    Raises  SheetError for a line that is not valid in a sheet
+    Raises  SheetError for a line that has none of the allowed forms
     """
     patterns = _LinePatterns(
         re.compile(

@@ -67,9 +67,9 @@ def _describe_change(change: tuple[str, str | None]) -> str:
 
 
 def _drop_roles(settings: Settings) -> Iterator[tuple[str, Change]]:
-    """Yields changes that may solve a contradiction between roles. The first change is to remove
-    all roles that the user wrote beside the preset. The second change also sets `precision.preset:
-    auto`.
+    """Yields changes of the settings that may solve a contradiction between fields of the
+    precision. The first change is to remove all fields that the user wrote beside the preset. The
+    second change also sets `precision.preset: auto`.
     """
     change: Change = {
         key: None for key in settings if key.startswith("precision.") and key != "precision.preset"
@@ -105,8 +105,8 @@ class _Trial:
         return None
 
     def complete(self, remedy: Change) -> Change | None:
-        """Adds changes of further settings to a change until the problem is solved, and returns all
-        these changes. Returns None if no such changes solve the problem.
+        """If a change does not solve the problem alone, adds changes of further settings until it
+        does. Returns all these changes, or None if they do not solve the problem.
         """
         change = dict(remedy)
         for _ in range(_MAX_ADDITIONS + 1):
@@ -120,9 +120,9 @@ class _Trial:
         return None
 
     def _additions(self, failure: Finding, change: Change) -> Iterator[Change]:
-        """Yields further changes that may solve the remaining problem. Such a change removes a role
-        that the user wrote beside a preset, or is a change that the report of the remaining problem
-        suggests.
+        """Yields further changes that may solve the remaining problem. Some of them remove a field
+        that the user wrote beside a preset. The others are suggestions in the report of the
+        problem.
         """
         if "precision.preset" in change:
             for key, _ in failure.details:

@@ -86,8 +86,9 @@ def modules_kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[nn.Module]
 
 
 class _GradientJoin:
-    """Forward pre-hook of a block. It replaces each input that needs a gradient by a view. Backward
-    then sums all gradients that the block computes for this input at the view.
+    """A forward pre-hook of a block, which replaces each input that needs a gradient by a view. The
+    gradients that the block computes for this input are then summed at the view, before they are
+    added to other gradients of the input.
     """
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

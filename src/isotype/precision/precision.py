@@ -90,8 +90,8 @@ class Precision:
 
     This role is used with `adapter.serve_as`. Otherwise it is empty:
 
-    served        the format to which matrices are rounded before they are multiplied; it is the
-                  format of the file that is served
+    served        the format of the file that a server will load; in training, matrices are rounded
+                  to this format before they are multiplied
 
     Raises  UsageError PR000 for a value that a role cannot have.
     """
@@ -160,7 +160,7 @@ class Precision:
         return PRESETS[name].but(**overrides)
 
     def but(self, **overrides: str) -> Precision:
-        """Returns a copy with some roles replaced."""
+        """Returns a copy in which the given roles have new values."""
         unknown = set(overrides) - {f.name for f in fields(self)}
         if unknown:
             raise UsageError(
@@ -175,13 +175,16 @@ class Precision:
         yield from ((role, value) for role, value in asdict(self).items() if value)
 
     def __str__(self) -> str:
-        """Returns the short text form, such as `bf16-pure grads=fp32`. It consists of the most
-        similar preset and the roles that differ from it. `parse` reads this text.
+        """Returns the short text form, such as `bf16-pure grads=fp32`. The text contains the name
+        of the most similar preset, and then each role whose value differs from this preset. `parse`
+        reads this text.
         """
         return self.text(min(PRESETS, key=lambda name: len(self._differences(name))))
 
     def text(self, preset: str) -> str:
-        """Returns the short text form with this preset and the roles that differ from it."""
+        """Returns the precision as a short text: the name of the preset, and then each role whose
+        value differs from the preset.
+        """
         pairs = (
             f"{role}={value.replace(', ', '/').replace(' ', ':')}"
             for role, value in self._differences(preset).items()

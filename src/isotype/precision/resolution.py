@@ -51,8 +51,8 @@ class Resolved:
 
     @property
     def text(self) -> str:
-        """Returns the short text form with the chosen preset. If the user changed roles, the
-        precision may be more similar to another preset.
+        """Returns the precision as a short text. The text begins with the preset that the user
+        chose, even if another preset would be more similar to the final values.
         """
         return self.precision.text(self.preset)
 
@@ -233,8 +233,8 @@ class _RunSettings:
 
 
 def _resolve_run(run: _RunSettings) -> tuple[Resolved, list[Finding]]:
-    """Determines the value of each role and the reason for this value. Returns them together with
-    the problems that the rules report.
+    """Determines the value of each field of the precision, and the reason for this value. Returns
+    them together with the problems that the rules report.
     """
     preset, preset_reason = _resolve_preset(run)
     precision = _resolve_roles(run, preset)

@@ -15,8 +15,8 @@ _PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth
 
 
 def describe_card(device: str) -> dict[str, Any]:
-    """Returns the facts about the card and the versions that a reader needs to compare results.
-    Raises UsageError if there is no such device.
+    """Returns a description of the GPU and the versions of the software, so that a reader can
+    compare results. Raises UsageError if there is no such device.
     """
     hardware = detect(device)
     versions = installed_versions()

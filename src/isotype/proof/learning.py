@@ -1,10 +1,10 @@
 """Runs `isotype.train` to check that every preset learns a short text, and that an interrupted run
 can be resumed.
 
-The model is a small Llama with random weights. Its text is the Zen of Python, whose bytes are its
-tokens. A preset passes if two conditions are true. The preset must lower the loss by at least
-`MIN_SHARE` times the amount by which the same run in fp32 lowers it. No observed dtype may differ
-from the declared dtype.
+The model is a small Llama with random weights. It is trained on the Zen of Python, and each byte of
+this text is one token. A preset passes if two conditions are true. The preset must lower the loss
+by at least `MIN_SHARE` times the amount by which the same run in fp32 lowers it. No observed dtype
+may differ from the declared dtype.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ class Scale:
     """Says on which device the parts run, and at which sizes.
 
     device   a device of torch: `cuda` or `cpu`
-    is_tiny  sizes of a test; the measured times then mean nothing
+    is_tiny  whether the sizes are so small that they only test the code; the measured times are
+             then of no use
     """
 
     device: str

@@ -48,7 +48,7 @@ def run_proof(
     previous: Path | None = None,
     print_line: Callable[[str], None] = print,
 ) -> Proof:
-    """Runs the parts that fit into the time, in their order, and returns all results.
+    """Runs one part of the proof after the other until the time is used up. Returns all results.
 
     folder    gets proof.json and proof.md
     card      the result of `describe_card` for the device of `scale`

@@ -173,7 +173,7 @@ def _memory_cell(proof: Proof) -> str:
 
 
 def result_lines(proof: Proof, folder: str) -> list[str]:
-    """The last lines of the command."""
+    """Returns the lines that the command prints at the end."""
     passed_count = sum(1 for name in PARTS if proof.status(name) == PASSED)
     lines = [f"result    {passed_count} of {len(PARTS)} parts passed"]
     if proof.failed:

@@ -1,5 +1,5 @@
-"""Checks that other projects can use in their tests. There are `ampcheck`, `compile_matrix`, and a
-pytest plugin.
+"""Contains checks for the tests of other projects: `ampcheck`, `compile_matrix`, and a pytest
+plugin.
 
 Each of these is imported only when it is first used.
 """

@@ -1,5 +1,5 @@
-"""`isotype doctor gate` asks several questions about a function with a reference, and answers with
-one verdict.
+"""`isotype doctor gate` compares a function with its reference in several respects. It answers the
+following questions, and combines the answers into one verdict.
 
 fp64       is it the same function as the reference, where rounding plays no part
 precision  is its error no larger than four times that of the reference in the same dtypes
@@ -9,8 +9,8 @@ kernels    do the Triton kernels that it launches compile for these dtypes
 compile    does it run under torch.compile, where Python floats reach Triton kernels as fp64
 offsets    do the offsets of its kernels fit in int32 at the largest shape
 
-If a question was not asked, the verdict is not `pass`. The question about offsets is only asked if
-a largest shape is given.
+The verdict is only `pass` if every question was asked. The one exception is the question about
+offsets, which needs the largest shape as an argument.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Question:
     is_required: bool = True
 
     def judge(self) -> None:
-        """Sets the verdict to `fail` if there is a finding above a note."""
+        """Sets the verdict to `fail` if there is a finding of severity warning or error."""
         if any(finding.severity > Severity.NOTE for finding in self.findings):
             self.verdict = FAIL
 
@@ -87,7 +87,7 @@ class GateResult:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 pass, 1 fail, 2 a question was not asked."""
+        """Returns the exit status: 0 for pass, 1 for fail, and 2 if a question was not asked."""
         return {PASS: 0, FAIL: 1, NOT_ASKED: 2}[self.verdict]
 
     def render(self) -> str:
@@ -179,7 +179,7 @@ def run_gate(
     largest: Sequence[int] = (),
     architectures: Sequence[str] = ("sm_90",),
 ) -> GateResult:
-    """Asks all questions about a function.
+    """Answers all questions about a function.
 
     largest  the arguments with which the function for the inputs creates the largest shape
     Raises   UsageError if the inputs cannot be created
@@ -233,7 +233,7 @@ def _ask_conform(target: GateTarget, arguments: Any) -> tuple[list[Question], Re
 
 
 def _describe_worst(measurements: Sequence[Measurement]) -> str:
-    """Returns a text about the result whose error is the largest multiple of the plain error."""
+    """Describes the result whose error is largest in relation to the error of the reference."""
     comparable = [m for m in measurements if m.plain_error > 0]
     if not measurements:
         return ""

@@ -45,8 +45,8 @@ class CheckResult:
 def check(paths: Iterable[str], *, device: str | None = None) -> CheckResult:
     """Checks all configurations under `paths`.
 
-    device       the device on which they will run, such as `h100`; None means that rules about
-                 hardware use only the files
+    device       the device on which they will run, such as `h100`; None if only the files tell the
+                 hardware
     Raises       UsageError
     """
     if device is not None:

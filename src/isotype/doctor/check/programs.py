@@ -90,7 +90,8 @@ def documents_from_python(text: str, display_path: str) -> list[Document]:
 
 
 class _ProgramReader:
-    """Reads the calls in one program, and collects the settings in them as documents.
+    """Reads the calls in one program. The settings in these calls are stored in one `Document` per
+    tool.
 
     code  the program's own statements about precision: autocast regions, a GradScaler, and the
           calls of train and evaluate

@@ -112,9 +112,8 @@ def _set_swift_roles(record: Record) -> None:
 
 
 def _resolve_hf_mixed_precision(facts: Facts) -> MixedPrecision:
-    """Finds the setting that decides the mixed precision. The trainer's flag has the highest
-    priority. Then come the launcher's mode, the default of TRL's configs, and last DeepSpeed's
-    section.
+    """Finds the setting that decides the mixed precision. In order of priority, this is the
+    trainer's flag, the launcher's mode, the default of TRL's configs, or DeepSpeed's section.
     """
     section = _enabled_deepspeed_section(facts)
     flag = mixed_flag(facts)

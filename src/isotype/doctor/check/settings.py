@@ -1,6 +1,6 @@
-"""Defines the objects that the checks read. A `Setting` is one setting with its file and line, a
-`Document` contains the settings of one file, `Facts` contains everything that is known about one
-run, and a `Record` contains the precision with which the run will train.
+"""Defines the classes for the settings that the rules check. A `Setting` is one setting with its
+file and line, a `Document` contains the settings of one file, `Facts` contains everything that is
+known about one run, and a `Record` contains the precision with which the run will train.
 
 A role is a part of training that has its own dtype, such as the loaded weights or the computation.
 The record contains the dtype of each role and the setting that decided this dtype. `roles.py` makes
@@ -111,7 +111,7 @@ class Document:
     """The settings of one file for one tool. `tool` is the namespace of its keys (`hf`,
     `deepspeed`, ...).
 
-    attributes  facts about the file beside its settings:
+    attributes  further information about the file:
                 `reader`    how it was read: python, command line, config.env or safetensors
                 `launcher`  True for the options of a launcher such as torchrun
                 `unknown`   the keys whose values cannot be read, because the program computes them
@@ -174,8 +174,8 @@ class Facts:
         return any(d.tool in tools for d in self.documents)
 
     def get(self, *names: str) -> Setting | None:
-        """Looks up settings by their names, each written `tool.key`, in this order. Returns the first
-        setting whose value is not null, or None.
+        """Returns the first of these settings whose value is not null, or None. Each name has the
+        form `tool.key`.
         """
         for name in names:
             tool, _, key = name.partition(".")
@@ -260,7 +260,8 @@ ROLES = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The value that applies to one role, and the reason for this value.
+    """The value that applies to one role (such as `compute` or `optimizer`), and the reason for
+    this value.
 
     value    a dtype or a short description
     reason   a short phrase

@@ -2,13 +2,13 @@
 from the traceback what the program was doing, and ranks the possible causes. The last error is
 reported first.
 
-Each family of errors has a text file, which is called a sheet (`families/*.txt`). Each entry of a
-sheet has a condition. `pages.sheets` parses these files. A sheet is divided into sections. The
-header of a section lists the operators that raise the error, separated by `;`. The first entry of a
-section contains the `message`. Each other entry describes a possible cause, with the fields
-`cause`, `fix` and `evidence`. The rank of the entry is the score of the cause. The line `+ outside
-autocast -2 if TEST` inserts the causes called `outside autocast` from `shared.txt` if TEST holds,
-and lowers their scores by 2.
+Each family of errors has a text file (`families/*.txt`), which `pages.sheets` parses. A file is
+divided into sections, and a section into entries. Each entry has a condition. The header of a
+section lists the operators that raise the error, separated by `;`. The first entry of a section
+contains the `message`. Each other entry describes a possible cause, with the fields `cause`, `fix`
+and `evidence`. The rank of the entry is the score of the cause. The line `+ outside autocast -2 if
+TEST` inserts the causes called `outside autocast` from `shared.txt` if TEST holds, and lowers their
+scores by 2.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ _SHARED_CAUSES = load_shared_causes(_SHEET_FOLDER / _SHARED_SHEET)
 
 
 def load_families(path: Path, shared: Collection[str]) -> dict[str, Section]:
-    """For each operator, returns the section of this sheet that explains the operator's errors.
+    """Reads a file of rules. Returns a dict from each operator to the section that explains the
+    operator's errors.
 
     shared  the names of the sections in `shared.txt`
     Raises  SheetError

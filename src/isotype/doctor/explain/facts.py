@@ -1,5 +1,5 @@
 """Defines the names that conditions in the text files of `explain` (`families/*.txt`) can use. The
-names give facts from the text and the traceback of an error.
+names stand for values that were read from the text and the traceback of an error.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ def _describe_line(facts: ErrorFacts) -> str | None:
 
 
 class ErrorFacts(sheets.Facts):
-    """Looks up facts about an error by their names. A name can be a variable that the section
-    defines, the role of a dtype in the message (such as `left`), a part that was extracted from the
-    text, a flag of the situation, or one of the following.
+    """Looks up values that describe an error. Conditions in the files of rules refer to these
+    values by names. A name can be a variable that the section defines, the role of a dtype in the
+    message (such as `left`), a part that was extracted from the text, a flag of the situation, or
+    one of the following.
 
     operator, text, half, torch_half, autocast  attributes of `RecognisedError`
     autocast is on            whether autocast was on
@@ -77,8 +78,8 @@ class ErrorFacts(sheets.Facts):
     user, inner               the innermost frame of the user's code, and of all code
     frame, place, line        the frame that `frames ~ regex` found, and descriptions of it
 
-    In `NAME as dtype`, the ending `as dtype` converts the text of the fact to a dtype. There are
-    other endings too.
+    In `NAME as dtype`, the ending `as dtype` converts a text to a dtype. There are other endings
+    too.
     """
 
     fact_functions = {

@@ -1,9 +1,10 @@
 """Reads a log of any length as a stream of incidents. An incident is an exception with its frames,
 or a passage of text without a traceback.
 
-Memory does not grow with the length of the log. The module keeps at most one passage of text, and
-at most one unfinished traceback for each process, because the lines of several ranks can be mixed.
-Tracebacks in the formats of rich and pytest are first converted to the format of CPython.
+Memory does not grow with the length of the log. At any time, the module holds at most one passage
+of text, and one unfinished traceback per process. Several tracebacks can be unfinished, because the
+log can mix the lines of several processes. Tracebacks in the formats of rich and pytest are first
+converted to the format of CPython.
 """
 
 from __future__ import annotations

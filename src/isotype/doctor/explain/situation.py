@@ -426,8 +426,8 @@ class RecognisedError:
 
     @property
     def torch_half(self) -> str:
-        """Returns the 16-bit float dtype to which a suggested fix casts, in the form in which it is
-        written in code. The dtype is fp16 if the text names a GPU that does not support bf16.
+        """Returns the 16-bit float dtype for the code of a suggested fix, such as `torch.bfloat16`.
+        The dtype is fp16 if the text names a GPU that does not support bf16.
         """
         half = "fp16" if "card without bf16" in self.situation else self.half
         return f"torch.{torch_dtype_name(half)}"

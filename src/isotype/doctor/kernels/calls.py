@@ -153,8 +153,8 @@ def _is_traced_by_compile() -> bool:
 
 class _SkippedLaunch:
     """The return value of a launch that was recorded but not run. Some programs read from the
-    return value how many registers the compiled kernel uses. They get small numbers from this
-    object.
+    return value how many registers the compiled kernel uses. For these programs the object contains
+    small numbers.
     """
 
     n_regs = 32

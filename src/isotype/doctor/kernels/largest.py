@@ -1,8 +1,9 @@
 """Checks the offsets of a function's kernels at the largest shape that its callers use, without
 memory for tensors of this shape.
 
-The function is called on a simulated GPU with tensors that have no memory. Its launches are
-recorded, with their grids and integer arguments, and the offsets in each kernel are evaluated.
+The function is called on a simulated GPU with tensors that have no memory. The module records the
+grid and the integer arguments of each kernel launch. From these numbers it computes the offsets in
+the kernel.
 """
 
 from __future__ import annotations

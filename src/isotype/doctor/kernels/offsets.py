@@ -1,4 +1,5 @@
-"""Finds offsets that do not fit in int32 at a stated launch, without memory for the tensors (KN022).
+"""Finds offsets that do not fit in int32 in one launch of a kernel (KN022). The tensors of this
+launch need no memory.
 
 Triton computes `pid * stride` in int32 if both are int32. If the product is larger than 2^31-1, it
 wraps, and the kernel reads or writes other memory. The module evaluates the integer operations of a
@@ -10,8 +11,8 @@ An overflow is only reported if the result is the offset of a pointer, and if th
 has more than 2^31-1 elements. In a smaller tensor no element needs such an offset, so that the
 overflow is in lanes that a mask switches off.
 
-Values that are loaded from memory are unknown, and so is what is computed from them. The repairs of
-this fault in 2026 (five libraries) concerned program ids, strides and numbers of rows.
+Values that are loaded from memory are unknown, and so is what is computed from them. This loses
+little: the faults that five libraries repaired came from program ids, strides and numbers of rows.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Overflow:
 
 @dataclass(frozen=True)
 class Interval:
-    """The range of an integer. An overflow of the operations that computed it is kept."""
+    """The range of an integer. If an operation that computed it overflowed, `overflow` describes
+    this.
+    """
 
     low: int
     high: int
@@ -199,7 +202,7 @@ class _Evaluation:
         self.operations = 0
 
     def call(self, function: Function, arguments: Sequence[Value]) -> list[Value]:
-        """Evaluates a function. Returns the values that it returns."""
+        """Evaluates a function of the kernel and returns its results."""
         values: dict[str, Value] = dict(zip(function.parameters, arguments))
         try:
             return self._run_blocks(function.blocks, values)
@@ -209,8 +212,7 @@ class _Evaluation:
     def _run_blocks(self, blocks: list[Block], values: dict[str, Value]) -> list[Value]:
         """Evaluates the blocks of a region in order. Returns the values that the region yields.
 
-        Blocks other than the first are reached by a branch forwards, because TTIR has its own
-        operations for loops.
+        No branch leads back to an earlier block, because TTIR has its own operations for loops.
         """
         yielded: list[list[Value]] = []
         passed: dict[str, list[list[Value]]] = {}
@@ -290,7 +292,7 @@ class _Evaluation:
         return []
 
     def _add_to_pointer(self, operands: Sequence[Value]) -> Value:
-        """Returns the pointer, and stores an offset that overflowed."""
+        """Returns the pointer. If the offset overflowed, the method stores it for the report."""
         pointer, offset = operands
         if not isinstance(pointer, Pointer):
             return None
@@ -355,8 +357,9 @@ class _Evaluation:
         initial: list[Value],
         trips: int | None,
     ) -> list[Value]:
-        """Evaluates a loop. A variable that grows by a fixed number in each round gets the range
-        of all rounds. If the number of rounds is not known, the variable is unknown.
+        """Evaluates a loop. Returns the range of each variable over all rounds, if the variable
+        grows by a fixed number in each round. If the number of rounds is not known, the variable is
+        unknown.
         """
         reports = self.reports
         self.reports = False
@@ -413,7 +416,9 @@ def _join(first: Value, second: Value) -> Value:
 
 
 def _join_all(lists: list[list[Value]]) -> list[Value]:
-    """Returns, for each position, the range of the values of all lists."""
+    """Returns a list of ranges. The range at each position contains the values that all lists have
+    at this position.
+    """
     if not lists:
         return []
     joined = lists[0]
@@ -423,7 +428,7 @@ def _join_all(lists: list[list[Value]]) -> list[Value]:
 
 
 def _extend(before: Value, result: Value, rounds: int | None) -> Value:
-    """Returns the range of a loop's variable after up to `rounds` rounds."""
+    """Returns the range of a loop's variable if the loop runs at most `rounds` times."""
     if before == result:
         return before
     if not isinstance(before, Interval) or not isinstance(result, Interval) or rounds is None:
@@ -435,8 +440,8 @@ def _extend(before: Value, result: Value, rounds: int | None) -> Value:
 
 
 def _mark_overflow(value: Value, result: Value) -> Value:
-    """Returns the range of a loop's variable. If int32 cannot hold it, the overflow of the operation
-    that computes the variable is kept.
+    """Returns the range of a loop's variable. If int32 cannot hold all values of the range, the
+    result is marked with the operation that overflows.
     """
     if not isinstance(value, Interval) or not isinstance(result, Interval):
         return value

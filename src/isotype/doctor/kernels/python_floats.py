@@ -1,9 +1,10 @@
 """Finds arithmetic in fp64 that a kernel does only under torch.compile (KN021).
 
 Triton passes a Python float such as `eps=1e-6` to a kernel as fp32. If the same launch is compiled
-with torch.compile, Inductor passes it as fp64 (torch 2.11 to 2.13). A block that meets this scalar
-becomes fp64 too. fp64 has half the speed of fp32 on an A100 or H100, and 1/64 on consumer GPUs. If
-the block is carried round a loop, or is an operand of `tl.dot`, the kernel does not compile at all.
+with torch.compile, Inductor passes it as fp64 (torch 2.11 to 2.13). If a block is combined with
+this scalar, the result is fp64 too. fp64 has half the speed of fp32 on an A100 or H100, and 1/64 on
+consumer GPUs. If the result is assigned to a variable of a loop, or is an operand of `tl.dot`, the
+kernel does not compile at all.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ LABEL = "with fp64 scalars"
 
 
 def add_fp64_combinations(combinations: Sequence[Combination]) -> list[Combination]:
-    """Returns the combinations. After each combination with fp32 scalars comes the one for which
-    Inductor compiles the same launch.
+    """For each combination with fp32 scalars, adds the combination for which Inductor compiles the
+    same launch. Returns all combinations.
     """
     result = []
     for combination in combinations:

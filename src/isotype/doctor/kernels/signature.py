@@ -261,8 +261,8 @@ def is_float_pointer(type_name: Any) -> bool:
 
 
 def remove_duplicates(combinations: Sequence[Combination]) -> list[Combination]:
-    """Removes equal combinations. Of several equal combinations it keeps the one with the highest
-    `reach`, and puts it at the position of the first one.
+    """Removes equal combinations. If several combinations are equal, the function keeps the one
+    with the highest `reach`. The order of the list does not change.
     """
     unique: dict[str, Combination] = {}
     for combination in combinations:

@@ -181,8 +181,8 @@ def _check_name(
 def _check_offsets(
     module: ModuleType, name: str, largest: Sequence[int], targets: Sequence[str], report: Report
 ) -> None:
-    """Checks the offsets at the largest shape. `name` is a function that returns (function, inputs)
-    and takes the sizes.
+    """Checks the offsets at the largest shape. `name` is the name of a function that takes the
+    sizes and returns (function, inputs).
     """
     build = getattr(module, name)
     pair = None if is_kernel(build) else build()
@@ -194,7 +194,9 @@ def _check_offsets(
 def _check_kernel(
     module: ModuleType, kernel: Any, matrix: Any, targets: Sequence[str], report: Report
 ) -> None:
-    """Checks a kernel with MATRIX and CONSTEXPRS of its module, or with inferred signatures."""
+    """Checks a kernel with the signatures in `MATRIX` and `CONSTEXPRS` of its module. If there are
+    none, the signatures are inferred.
+    """
     signatures = (
         matrix if isinstance(matrix, Mapping) and matrix else getattr(module, "MATRIX", None)
     )

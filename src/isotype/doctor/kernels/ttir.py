@@ -96,7 +96,7 @@ def parse_module(text: str) -> Module:
 
 
 class _Lines:
-    """The lines of a module. A function that reads a nested region takes its lines from the same
+    """The lines of a module that were not read yet. All functions of the parser read from the same
     object.
     """
 

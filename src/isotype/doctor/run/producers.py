@@ -66,7 +66,7 @@ def find_producer(
 
 
 def find_assigned_call(node: ast.AST, frame: CallFrame) -> ast.Call | None:
-    """The call whose result was last assigned to a name before the running line."""
+    """Returns the call whose result was last assigned to a name before the running line."""
     scope = frame.scope
     if scope is None or not isinstance(node, ast.Name):
         return None
@@ -144,9 +144,9 @@ class _Search:
     def follow_widest(
         self, nodes: Sequence[ast.AST], node: ast.AST, index: int, line: int
     ) -> Producer:
-        """Continues the search at the first operand that has the dtype that is searched for, or
-        else at the first operand whose value cannot be read. If there is no such operand, the
-        operation itself gave its result the dtype.
+        """Continues the search at the first operand that has the wanted dtype. If no operand has
+        it, the search continues at the first operand whose value cannot be read. If there is no
+        such operand either, the operation itself gave its result the dtype.
         """
         for operand in nodes:
             value = read_value(operand, self.frames[index])

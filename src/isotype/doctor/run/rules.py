@@ -78,8 +78,8 @@ def _make_operand_finding(
 ) -> Finding:
     """Returns a finding about one operand of the expression that failed. Its text contains the
     user's expression for the operand, the operand's dtype, and the line at which the user's code
-    passes the operand to another function. The arguments `values` replace these parts of the text,
-    or add further parts.
+    passes the operand to another function. `values` can replace these parts of the text, or add
+    others.
     """
     producer = evidence.producer_of(operand)
     facts = {
@@ -138,7 +138,7 @@ def _describe(operand: Operand) -> str:
 def _passed(evidence: Evidence, operand: Operand, producer: Producer) -> str:
     """Returns the user's expression for an operand. The expression is put in brackets if this is
     needed to call a method on it. If it is not known which expression in the user's code produced
-    the operand, the result is the only argument of the user's call.
+    the operand, and the user's call has a single argument, the result is this argument.
     """
     text = producer.passed
     call = evidence.user_frame.expression
@@ -567,7 +567,7 @@ def find_write(evidence: Evidence) -> Finding | None:
 
 def _cast_text(operand: Operand, destination: Operand) -> str:
     """Returns code that casts an operand to the dtype of the destination. If the operand is an item
-    of a list, the code casts the whole list.
+    of a list, the code casts all tensors of the list.
     """
     if operand.list_name:
         return f"`[tensor.to({destination.dtype}) for tensor in {operand.list_name}]`"

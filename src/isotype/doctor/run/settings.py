@@ -25,7 +25,7 @@ _DEEPSPEED_NAMES = ("bfloat16_enabled", "float16_enabled", "fp16_enabled")
 class Setting:
     """One precision setting, such as `TrainingArguments.bf16`.
 
-    location  the line of the frame whose variable holds it
+    location  the file and line of the function call in which the setting was found
     """
 
     name: str

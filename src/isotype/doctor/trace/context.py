@@ -46,8 +46,8 @@ make_finding = load_finding_formatter(Path(__file__).with_name("findings.txt"))
 
 
 def site_detail(label: str, site: Site | None) -> tuple[tuple[str, str], ...]:
-    """Returns a line of code and its location in the form in which a finding stores its details.
-    Returns an empty tuple if `site` is None.
+    """Returns a line of code and its location as a detail that is printed with a finding. Returns
+    an empty tuple if `site` is None.
     """
     if site is not None:
         return ((label, f"{site}: {site.text}"),)
@@ -137,9 +137,9 @@ class ModuleNames:
 
 
 def is_due(count: int, full_count: int) -> bool:
-    """True if an expensive check should run now. `count` tells how often the check has been
-    possible so far. The check runs the first `full_count` times, and later only if `count` is a
-    power of two.
+    """True if an expensive check should run now. `count` is the number of times that the check
+    could have run so far. The check runs the first `full_count` times, and later only if `count` is
+    a power of two.
     """
     return count <= full_count or not count & (count - 1)
 
@@ -304,7 +304,9 @@ class Watcher:
         self.reports: dict[Any, Finding] = {}
 
     def activate(self) -> AbstractContextManager[Any]:
-        """A context manager that is active during the trace."""
+        """Returns a context manager. The tracer enters it at the start of the trace and leaves it
+        at the end.
+        """
         return nullcontext()
 
     def on_forward_start(self) -> None:

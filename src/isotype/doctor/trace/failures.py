@@ -327,8 +327,8 @@ class Failures:
 
     def explain_exception(self, error: BaseException) -> Finding | None:
         """Returns the explanation of an exception that ended the program, or of its cause. If an op
-        failed, the explanation already exists. If a check in Python code failed, the explanation is
-        built now.
+        failed, the explanation was already created when the op failed. If a check in Python code
+        failed, this method creates the explanation.
         """
         chain: list[BaseException] = []
         exception: BaseException | None = error

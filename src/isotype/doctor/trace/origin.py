@@ -86,13 +86,11 @@ class Origin:
             origin = origin.upstream
 
     def deciding_origin(self) -> Origin:
-        """Returns the origin that decided the dtype. The search goes back along the chain of
-        origins. The search skips promotions, ops that kept the dtype, and casts that autocast
-        inserted.
+        """Returns the origin that decided the dtype. The search goes back step by step. It skips
+        promotions, ops that kept the dtype, and casts that autocast inserted.
 
-        A cast to the dtype of another tensor, such as `.to(x.dtype)`, did not decide the dtype
-        itself. In this case the method returns the earliest origin in the chain that gave a tensor
-        this dtype.
+        If the search ends at a cast to the dtype of another tensor, such as `.to(x.dtype)`, the
+        method returns the earliest origin in the chain that gave a tensor this dtype.
         """
         decision = self._nearest_decision()
         while decision.kind == "cast" and decision.follows_tensor and decision.upstream is not None:

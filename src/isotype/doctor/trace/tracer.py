@@ -93,7 +93,9 @@ class WatchSchedule:
 
     @property
     def is_sampled(self) -> bool:
-        """True if the running forward is one of the few later forwards that are watched."""
+        """True if the running forward is watched as a sample. The first forwards are all watched,
+        and a few of the later ones.
+        """
         return self._forward_number > FIRST_WATCHED and _is_sampled(self._forward_number)
 
     @property

@@ -40,9 +40,9 @@ _MAX_LIST_ITEMS = 2  # the number of tensors of a list that are compared
 
 @dataclass(slots=True)
 class UpdatedTensor:
-    """One tensor that one op updates. Some of the updates are measured. Each measurement adds the
-    dot product of the real change and the expected change to `agreement`, and the squared norm of
-    the expected change to `expected_norm`.
+    """One tensor that one op updates. For some of the updates, the real change is measured. Each
+    measurement adds the dot product of the real change and the expected change to `agreement`, and
+    the squared norm of the expected change to `expected_norm`.
     """
 
     storage: StorageWeakRef
@@ -98,8 +98,8 @@ class Updates(Watcher):
         return dict.fromkeys(UPDATE_OPS, (self.before_update, self.after_update))
 
     def before_update(self, op: Operator, args: tuple, kwargs: dict) -> list[_Sample] | None:
-        """Computes in fp32 how the op should change the tensors that it writes to. This is done
-        only for the tensors whose change will be compared with this result.
+        """Computes in fp32 how the op should change the tensors that it writes to. Tensors that are
+        not checked in this step are skipped.
         """
         is_list = not isinstance(args[0], torch.Tensor)
         targets = args[0] if is_list else args[:1]
@@ -377,9 +377,9 @@ def _lost_updates_finding(
 
 
 def _loss_facts(lost_updates: list[UpdatedTensor]) -> dict[str, Any]:
-    """Returns the facts for the text of a finding. They are the dtype, its rounding unit, how much
-    of the fp32 change really happened (in percent), and how many of the elements did not change (in
-    percent).
+    """Returns the values that the text of a finding contains: the dtype, its rounding unit, how
+    much of the fp32 change really happened (in percent), and how many of the elements did not
+    change (in percent).
     """
     low_name = format_dtype(lost_updates[0].dtype)
     share = (

@@ -1,5 +1,5 @@
-"""One run of the checked function under one setting (unchanged, in fp64, or as plain PyTorch) and
-its outcome.
+"""Runs the checked function once under one setting, and records what happens. The function may run
+unchanged, in fp64, or as plain PyTorch.
 
 The autograd engine silently casts gradients. So the module records the gradients that a
 hand-written backward receives and those that it returns, before the engine casts them. Rules return
@@ -156,8 +156,8 @@ def fp64_arithmetic() -> Iterator[None]:
 
 
 class _PlainContext:
-    """A `ctx` for a forward that runs as ordinary code. Autograd differentiates this code, so the
-    data that forward stores for backward is not used.
+    """Takes the place of `ctx` if the forward of an autograd Function runs as ordinary code.
+    Autograd differentiates this code, so the data that forward stores for backward is not used.
     """
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:

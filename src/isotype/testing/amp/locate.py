@@ -259,8 +259,8 @@ def _copy_floats(tree: Any) -> tuple[Tensor, ...]:
 
 
 def _user_location() -> Place | None:
-    """Returns the innermost running line of the user's code. Only code that `attempt` has called is
-    searched. Returns None if there is no such line.
+    """Returns the innermost running line of the user's code. Only code that `attempt` has called
+    counts. Returns None if there is no such line.
 
     The frames themselves are not stored. A stored frame would keep its tensors alive, and autograd
     would then copy gradients that it can otherwise use without a copy.

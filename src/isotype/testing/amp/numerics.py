@@ -83,7 +83,8 @@ class Measurement:
 class Difference:
     """The difference of a result from the reference in fp64.
 
-    factor  the number by which the reference's result is multiplied; None if it is none
+    factor  the number by which the reference's result must be multiplied to get the result; None if
+            there is no such number
     """
 
     error: float
@@ -264,8 +265,8 @@ class Numerics:
         return _distance(actual, expected) <= REORDERING_STEPS * step * size
 
     def _yardstick(self, setting: Setting) -> tuple[dict[str, Tensor], str]:
-        """Runs the plain code whose error determines the allowed error. Returns its results, and a
-        name for this code that is used in messages.
+        """Runs ordinary PyTorch code, from whose error the allowed error is computed. Returns the
+        results of this code, and a name for it in messages.
         """
         if self.reference is not None and self.inside_fp32:
             outcome = attempt(
@@ -348,8 +349,8 @@ FP32_ORDER_ERROR = 64 * torch.finfo(torch.float32).eps
 
 
 def precision_faults(outcome: Outcome, setting: Setting, numerics: Numerics) -> list[Fault]:
-    """Returns a fault AC006 if results of a run have errors above the allowed error. The fault is
-    about the result whose error is furthest above it.
+    """Returns a fault AC006 if results of a run have errors above the allowed error. It returns one
+    fault, for the result whose error exceeds the allowed error most.
     """
     _, excesses = numerics.measure(outcome, setting)
     if not excesses:
@@ -443,7 +444,7 @@ def _grows_linearly(
 
 
 def _largest_excess(excesses: list[Excess]) -> Excess:
-    """Returns the result whose error is the largest multiple of the allowed error."""
+    """Returns the result whose error is largest in relation to the allowed error."""
     return max(excesses, key=lambda e: e.error / max(e.allowed, 1e-30))
 
 
@@ -585,8 +586,8 @@ def _are_correlated(slopes: Tensor, repeated_slopes: Tensor) -> bool:
 def _column_slopes(
     numerics: Numerics, setting: Setting, *, seed: int
 ) -> dict[str, tuple[Tensor, float, torch.dtype]]:
-    """Returns, for each low-precision output, the slopes of its columns, the noise of these slopes,
-    and the dtype of the output.
+    """For each low-precision output, returns three values: how strongly the error in each column
+    depends on the exact value (the slope), the noise of these slopes, and the dtype of the output.
     """
     varied_sample = _vary_rows(numerics.sample, seed)
     if varied_sample is None or numerics.find_captured_rows():

@@ -77,8 +77,8 @@ def accepted_failure_reason(
     does_reference_run: bool | None,
     has_contract: bool,
 ) -> str | None:
-    """Returns the reason why it is accepted that the function raises this exception under this
-    setting. Returns None if the exception is a fault.
+    """The function raised an exception under this setting. If this is acceptable, returns the
+    reason why. Returns None if the exception is a fault.
 
     does_reference_run  whether the reference runs under this setting; None without a reference
     has_contract        whether a contract declares that this combination runs
@@ -376,9 +376,9 @@ def contract_faults(
 def declared_output(
     spec: TensorSpec, setting: Setting, contract: OpContract, letters: dict[str, str]
 ) -> TensorSpec:
-    """Returns what the contract requires of an output under this setting. A contract can use a
-    letter for a dtype that is not fixed. Under autocast, depending on the contract, such a letter
-    may mean the autocast dtype or fp32.
+    """Returns the dtype and shape that the contract requires of an output under this setting. A
+    contract can use a letter for a dtype that is not fixed. Under autocast, depending on the
+    contract, such a letter may mean the autocast dtype or fp32.
     """
     if setting.autocast is not None:
         if contract.autocast == "follows" and spec.is_free:

@@ -53,8 +53,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Sample:
-    """The arguments of one call as a flat list. `leaves` are all values in these arguments, in
-    order. `slots` describe the floating-point tensors among `leaves`.
+    """The arguments of one call. `leaves` contains all values in these arguments as a flat
+    sequence. `slots` describes the floating-point tensors in `leaves`.
     """
 
     leaves: tuple[Any, ...]
@@ -338,7 +338,7 @@ def parameter_names(function: Callable[..., Any], *, skip: int = 0) -> list[str]
 
 def lengthen(sample: Sample, rows: int) -> Sample | None:
     """Returns a longer sample with at least `rows` rows. The rows are drawn at random from the rows
-    of the sample, with repetition. Returns None if the sample cannot be lengthened.
+    of the sample, with repetition. Returns None if no longer sample can be made.
 
     The random indices select entries of the first dimension. The indices are applied to every
     tensor whose first dimension has the same size as that of the first tensor, except weights. So

@@ -3,16 +3,17 @@ are the faults that it found. The docstring of the function is the documentation
 code. A finding lists the settings that are involved, with their locations, and tells which of them
 takes effect.
 
-Most rules are not written in Python but in text files, which are called sheets (`*.txt` in the
-folder of this module). Each entry of a sheet has a condition and several fields. `pages.sheets`
-parses these files. Rules that examine every key of a file are Python functions (`keys.py`).
+Most rules are not written in Python but in text files (`*.txt` in the folder of this module). Each
+entry of a file has a condition and several fields. `pages.sheets` parses these files. Rules that
+examine every key of a file are Python functions (`keys.py`).
 
-Each sheet is divided into sections. The header of a section may define variables in several rows,
-such as `half=bf16 other=fp16; half=fp16 other=bf16`. All entries of the section are then evaluated
-once with the variables of each row. The title of an entry becomes the message of the finding, and
-the rank of the entry (`error`, `warning` or `note`) becomes its severity. The fields are `settings`
-(the settings to list; `one|another` means the first of the two that exists), `cause`, `fix`,
-`today` (the effect of the current settings) and `holds` (the versions for which the rule is known).
+Each of these files is divided into sections. The header of a section may define variables in
+several rows, such as `half=bf16 other=fp16; half=fp16 other=bf16`. All entries of the section are
+then evaluated once with the variables of each row. The title of an entry becomes the message of the
+finding, and the rank of the entry (`error`, `warning` or `note`) becomes its severity. The fields
+are `settings` (the settings to list; `one|another` means the first of the two that exists),
+`cause`, `fix`, `today` (the effect of the current settings) and `holds` (the versions for which the
+rule is known).
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ make_error = partial(make_finding, Severity.ERROR)
 
 
 def _parse_rows(section: Section) -> list[dict[str, str]]:
-    """Returns the rows of variables from the header of a section, or one empty row if the header
-    defines no variables.
+    """Returns the variables that the header of a section defines. Each dict is one set of values.
+    If the header defines no variables, the list contains one empty dict.
     """
     return [dict(pair.split("=") for pair in row.split()) for row in section.header.split(";")]
 
@@ -102,8 +103,8 @@ def _find_section(section: Section, record: Record) -> Iterator[Finding]:
 
 
 def load_sheet(path: Path) -> dict[str, list[Section]]:
-    """Returns the sections of a sheet, grouped by the code of the rule. Raises SheetError if the
-    sheet contains a mistake.
+    """Reads a text file of rules. Returns a dict from the code of each rule to the sections of the
+    file that belong to it. Raises SheetError if the file contains a mistake.
     """
     by_code: dict[str, list[Section]] = {}
     for section in read_sections(
@@ -116,7 +117,7 @@ def load_sheet(path: Path) -> dict[str, list[Section]]:
 
 
 def register_sheet(path: Path) -> None:
-    """Adds the rules of one sheet to `RULES`."""
+    """Reads the rules of one file and adds them to `RULES`."""
     for code, sections in load_sheet(path).items():
 
         def find(record: Record, sections: list[Section] = sections) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
-"""Defines the names that conditions in the rule files (`*.txt`) of `check` can use. The names give
-facts about the precision of a run, and the settings of the tools that it uses.
+"""Defines the names that conditions in the rule files (`*.txt`) of `check` can use. The names stand
+for properties of the run's precision, and for the settings of the tools that the run uses.
 """
 
 from __future__ import annotations
@@ -155,15 +155,15 @@ _RECORD_FACTS: dict[str, Callable[[Record], Any]] = {
 
 
 def _read_value(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a function that applies `read` to the value of a setting. If its argument is not a
-    setting, it applies `read` to the argument itself.
+    """Returns a function that applies `read` to the value of a setting. It can also be called with
+    a value that is not a `Setting`.
     """
     return lambda value: read(value.value if isinstance(value, Setting) else value)
 
 
 def _read_key(read: Callable[[str], str | None]) -> Callable[[Any], str | None]:
-    """Returns a function that applies `read` to the key of a setting. If its argument is not a
-    setting, it returns None.
+    """Returns a function that applies `read` to the key of a setting. For any other argument, this
+    function returns None.
     """
     return lambda value: read(value.key) if isinstance(value, Setting) else None
 
@@ -227,8 +227,9 @@ def _role_value(role: str) -> Callable[[RuleFacts], Any]:
 
 
 class RuleFacts(sheets.Facts):
-    """Looks up facts about a run by their names. A name can be a variable that the section defines,
-    a role of the run, a key of `_RECORD_FACTS`, or one of the following.
+    """Looks up values that describe a run. Conditions in the files of rules refer to these values
+    by names. A name can be a variable that the section defines, a role of the run, a key of
+    `_RECORD_FACTS`, or one of the following.
 
     TOOL.KEY, TOOL.KEY     the first of these settings that is set; after `on` or `off` the first
                            that is switched on or off, after `given` the first that is written at
@@ -238,7 +239,7 @@ class RuleFacts(sheets.Facts):
     has TOOL               whether the run has a file of the tool
     unknown TOOL.KEY       whether a program computes the value of the setting
 
-    Words after a name convert the fact. For example, `NAME as dtype` converts the value of a
+    Words after a name convert its value. For example, `NAME as dtype` converts the value of a
     setting to a dtype. `NAME as key`, `NAME as name` and `NAME as half` convert its key.
     """
 

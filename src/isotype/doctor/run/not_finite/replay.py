@@ -143,7 +143,7 @@ class Event:
 
     def root(self) -> Event:
         """Goes back from this event to the event that produced one of its inputs, and so on.
-        Returns the event at which this chain starts.
+        Returns the first event of this chain.
         """
         for item in self.inputs:
             link = item.origin

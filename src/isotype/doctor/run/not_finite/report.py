@@ -295,8 +295,8 @@ def _explain_overflow(event: Event, step: Step) -> Finding:
 
 
 def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
-    """Determines why a result contains NaN or inf in fp32 too. Returns a short name of the reason,
-    and the values for the text about this reason.
+    """Determines why an operator returns NaN or inf even if it computes in fp32. Returns a short
+    name of the reason, and the values for the text about this reason.
     """
     name = event.op.base_name
     if name in _SOFTMAXES and event.makes_nan:

@@ -21,14 +21,14 @@ _WIDENING = ("_softmax", "_log_softmax")
 
 
 class Shadows:
-    """The shadows of the tensors of one run."""
+    """Stores the fp32 copies ("shadows") of the tensors of one run."""
 
     def __init__(self) -> None:
         self._shadows = WeakTensorKeyDictionary()
 
     def get(self, tensor: Tensor) -> Tensor:
-        """Returns the shadow of a tensor. If a narrow tensor has no shadow yet, returns its values
-        in fp32.
+        """Returns the fp32 copy ("shadow") of a low-precision tensor. If the tensor has no such
+        copy yet, its values are converted to fp32.
         """
         shadow: Tensor | None = self._shadows.get(tensor)
         if shadow is not None:
@@ -90,7 +90,9 @@ class Shadows:
                 self._store(item, shadow)
 
     def _store_result(self, result: Any) -> None:
-        """Stores the results that the run itself computed, converted to fp32, as their shadows."""
+        """Converts the results of the run itself to fp32 and stores them as the shadows of these
+        tensors.
+        """
         for tensor in _collect_tensors(result):
             if tensor.dtype in NARROW_FLOATS:
                 self._shadows[tensor] = tensor.float()
