@@ -8,7 +8,8 @@ factor for each output feature. The norm of each row is computed as n² = |W|² 
 start of training m / n is near 1, and there the distance between two bf16 numbers is as large as
 the changes that training makes to m / n.
 
-Dimensions: T tokens, K in features, O out features, R rank.
+T is the number of tokens, K the number of input features, O the number of output features, and R
+the rank.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ These tensors are saved for backward: x once (or the tensors from which x is rec
 each dropout. The gradient of x is the sum of the gradients through all layers. Each matrix product
 adds its result to this sum. The gated MLP (`mlp`) uses the functions of this module too.
 
-Dimensions: T tokens, K in features, O out features of a projection, R ranks of all projections
-together.
+T is the number of tokens, K the number of input features, O the number of output features of a
+projection, and R the sum of the ranks of all projections.
 """
 
 from __future__ import annotations

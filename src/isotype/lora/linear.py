@@ -6,7 +6,8 @@ These tensors are saved for backward: x (or the tensors from which x is recomput
 dropout. The matrix products for the gradients of A and B are summed in fp32. The sums are
 multiplied by the scale before they are rounded.
 
-Dimensions: T tokens, K in features, O out features, R rank.
+T is the number of tokens, K the number of input features, O the number of output features, and R
+the rank.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ then exist at once, instead of six. If nothing reads the output of the recompute
 recompute skips the matrix product of h with the base weight of `down`. Backward needs only the
 matrix product of h with the LoRA matrix A of `down`.
 
-Dimensions: T tokens, K in features, I inner features, R ranks. h is activation(gate) * up.
+T is the number of tokens, K the number of input features, I the number of inner features, and R the
+rank. h is activation(gate) * up.
 """
 
 from __future__ import annotations

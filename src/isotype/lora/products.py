@@ -7,7 +7,7 @@ adapter is summed and returned in fp32, although the operands are bf16 or fp16. 
 has no matrix product that does this. Without the kernels, the gradient is computed by two matrix
 products for bf16, and in blocks of rows for fp16. So no activation is converted to fp32 as a whole.
 
-Dimensions: T tokens, M and N features, R ranks.
+T is the number of tokens, M and N are numbers of features, and R is the rank.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ dequantised weights of one decoder layer stay in memory. On a GPU, dequantisatio
 launch, which reaches 85% of the memory bandwidth and takes 1% of a training step of Llama-3.1-8B.
 On a GPU, the copy would take 318 MB, so it is not kept and backward dequantises the weight again.
 
-Dimensions: T tokens, K in features, O out features.
+T is the number of tokens, K the number of input features, and O the number of output features.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A LoRA layer that is trained for a served format. It computes x Q(W + s B A)ᵀ + bias, where Q
-rounds a weight to the format, exactly as `isotype export` does.
+"""Computes a LoRA layer with the rounded weight that the exported file will contain. The layer
+computes x Q(W + s B A)ᵀ + bias. Q rounds a weight to the format of the file, exactly as `isotype
+export` does.
 
-Q is a step function, whose gradient is zero almost everywhere. The gradient passes it unchanged
-(the straight-through estimator of Bengio et al. 2013). So the gradients of A and B are those of a
-LoRA layer, and need no product with the size of W:
+Q is a step function, whose gradient is zero almost everywhere. Backward treats Q as the identity
+function (the straight-through estimator of Bengio et al. 2013). So A and B have the same gradient
+formulas as in a LoRA layer. Computing them needs no matrix of the size of W:
 
 dx = dy Q(W + s B A)      dA = s (dy B)ᵀ x      dB = s dyᵀ (x Aᵀ)
 
@@ -11,7 +12,8 @@ The rounded weight is computed once after each update, and kept in its packed fo
 change again. It takes 4.5 bits per value in Q4_0. Forward, backward and the recompute of gradient
 checkpointing dequantise it, like the weight of a packed base.
 
-Dimensions: T tokens, K in features, O out features, R rank.
+T is the number of tokens, K the number of input features, O the number of output features, and R
+the rank.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ Pack = Callable[[Tensor], tuple[Tensor, PackedState]]  # fp32[O K] -> packed wei
 
 
 class _Updates:
-    """Counts the steps of all optimizers. The version of a tensor does not show them all: torch's
-    fused AdamW writes into a weight without a new version.
+    """Counts the steps of all optimizers. The version counter of a tensor does not count all of
+    them, because torch's fused AdamW changes a weight without increasing its version counter.
     """
 
     count = 0
@@ -52,11 +54,13 @@ class _Updates:
 
 
 class ServedWeight(DroppedOnCopy):
-    """Rounds the weight of one LoRA layer to a served format.
+    """Rounds the weight of one LoRA layer to the format in which the model will be exported and
+    served.
 
     pack       the quantiser of the format
-    is_active  whether the layer multiplies by the rounded weight. Until `adapter.serve_from` of the
-               steps it multiplies by W + s B A
+    is_active  whether the layer multiplies by the rounded weight. `adapter.serve_from` is the
+               fraction of the steps after which it does so. Before that, the layer multiplies by W
+               + s B A
     """
 
     def __init__(self, pack: Pack) -> None:

@@ -1,5 +1,6 @@
-"""Defines `OpContract`, the dtype rule that a differentiable function declares. The module does not
-import torch, so that the doctor's commands can read contracts quickly.
+"""Defines `OpContract`. A differentiable function uses it to declare the dtypes of its inputs,
+outputs and gradients. The module does not import torch, so that the doctor's commands can read
+contracts quickly.
 """
 
 from __future__ import annotations

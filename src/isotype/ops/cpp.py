@@ -2,9 +2,9 @@
 first needed. If the build fails, plain PyTorch runs instead, and the manifest (the list of what
 `optimize` replaced) says so.
 
-In plain PyTorch, each operation of a row-wise formula reads and writes whole fp32 tensors. A fused
-kernel reads and writes each bf16 tensor once. The built libraries are stored on disk and shared by
-processes.
+A formula such as a norm consists of several operations. In plain PyTorch, each operation reads and
+writes whole fp32 tensors. A fused kernel reads and writes each bf16 tensor only once. The built
+libraries are stored on disk and shared by processes.
 """
 
 from __future__ import annotations
@@ -269,14 +269,16 @@ _kernels: dict[str, CppKernels] = {}
 
 
 def fallback_reasons() -> dict[str, str]:
-    """Maps each op that runs in plain PyTorch on this CPU to the reason. Each reason is printed as
-    a line of the manifest.
+    """Returns a mapping from each op that runs in plain PyTorch on this CPU to the reason. The
+    manifest (the list of what `optimize` replaced) shows each reason.
     """
     return dict(_fallback_reasons)
 
 
 def wrong_kernels() -> dict[str, str]:
-    """Maps each op whose kernels disagree with its reference on this CPU to the disagreement."""
+    """Returns the ops whose kernels give wrong results on this CPU. Each op is mapped to a text
+    that describes its error.
+    """
     return dict(_wrong_kernels)
 
 
@@ -394,7 +396,8 @@ class CppKernels:
 def missing_kernels_reason(*ops: str) -> str:
     """Returns the reason why one of these ops has no C++ kernels on this machine, or "" if all have
     them. Libraries that do not exist yet are built in parallel, which takes 2 to 5 s. Kernels that
-    exist and are wrong do not count: only their op runs in plain PyTorch.
+    exist but give wrong results are not such a reason, because then only the op of these kernels
+    runs in plain PyTorch.
     """
     waiting = [
         _kernels[op].source
@@ -413,8 +416,8 @@ def missing_kernels_reason(*ops: str) -> str:
 
 
 def view_as_rows(*tensors: Tensor) -> list[Tensor]:
-    """Returns views [rows, columns] of tensors that have the same shape. The values of a row are
-    adjacent in memory. If all tensors are contiguous, each view is a single long row.
+    """Returns views [rows, columns] of tensors that have the same shape. In each view, the values
+    of a row are adjacent in memory. If all tensors are contiguous, each view is a single long row.
     """
     are_contiguous = True
     for t in tensors:

@@ -283,7 +283,7 @@ def _update(seed: int | None, weight: Tensor, gradient: Tensor) -> tuple[Tensor,
 
 
 def _update_reference(weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """AdamW in fp64, with results that are rounded once."""
+    """Computes a step of AdamW in fp64, and rounds each result once."""
     mean, square = _make_moments(gradient)
     h = _ADAMW
     g = gradient.double()

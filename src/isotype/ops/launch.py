@@ -51,8 +51,9 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def warps(elements: int) -> int:
-    """Returns the number of warps for a tile of this many elements. For up to 16,384 elements, each
-    thread gets at most 16 elements. In bf16, these are two loads of 16 bytes.
+    """Returns the number of warps for a tile of this many elements. In a tile of up to 16,384
+    elements, each thread computes at most 16 elements. It can load 16 elements in bf16 with two
+    loads of 16 bytes.
     """
     if elements <= 2048:
         return 4

@@ -1,10 +1,10 @@
 """Marks tensors that backward can recompute, so that they are not saved.
 
-In an MLP, gelu(x) is four times as wide as the residual stream. The layer that reads gelu(x) needs
-it in backward for its adapter's gradient. Since x is saved in any case, the layer saves x instead,
-and backward computes gelu(x) again. The op that returns a tensor stores on this tensor how it is
-recomputed (`mark_recomputable`). This is called its recipe. A view or a copy of the tensor has no
-recipe, so a layer that gets a view or a copy saves it.
+An example is gelu(x) in an MLP, which is four times as wide as the residual stream. The next layer
+needs gelu(x) in backward, for the gradient of its adapter. It does not save gelu(x), because x is
+saved in any case and backward can compute gelu(x) again from x. The op that returns a tensor stores
+on this tensor how it is recomputed (`mark_recomputable`). This is called its recipe. A view or a
+copy of the tensor has no recipe, so a layer that gets a view or a copy saves it.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def mark_recomputable(output: Tensor, compute: Callable[..., Tensor], *tensors: 
 
 
 def find_recipe(x: Tensor) -> Recipe | None:
-    """Returns how `x` can be recomputed, or None if no recipe is stored or `x` was written to
-    afterwards.
+    """Returns the `Recipe` that says how `x` can be recomputed. Returns None if `x` has no recipe,
+    or if `x` was changed in place after the recipe was stored.
     """
     if torch.compiler.is_compiling():
         # the partitioner of a compiled graph decides what is recomputed
@@ -95,8 +95,8 @@ def find_recipe(x: Tensor) -> Recipe | None:
 def propagate_recomputable(
     output: Tensor, compute: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
-    """Calls `mark_recomputable` if one of the tensors can be recomputed. Otherwise it returns
-    `output` without a mark, because saving `output` itself then takes the least memory.
+    """Calls `mark_recomputable` if one of `tensors` can be recomputed. Otherwise it returns
+    `output` unchanged, because saving `output` itself then takes the least memory.
     """
     if any(find_recipe(t) is not None for t in tensors):
         return mark_recomputable(output, compute, *tensors)

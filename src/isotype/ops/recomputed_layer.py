@@ -1,8 +1,8 @@
-"""Implements gradient checkpointing that skips a part of a layer's recompute. It skips results that
-backward does not read, and results that were kept from the forward.
+"""Implements gradient checkpointing that recomputes only a part of a layer. It does not recompute
+results that backward does not read, and results that were kept from the forward.
 
 A layer under gradient checkpointing runs twice: once for its output, and again inside backward for
-the tensors that its gradients need. This module tells an op which of the two runs is in progress.
+the tensors that its gradients need. An op can ask this module which of the two runs is in progress.
 Nothing is skipped if a hook reads a result of the layer, since the hook would read values that were
 not computed. Nothing is skipped in a compiled graph either, since both runs use the same graph.
 """
@@ -25,7 +25,7 @@ def _identity(x: Any) -> Any:
 
 class RecomputedLayer:
     """One call of a layer under gradient checkpointing. The first call of `run` is the forward.
-    Every later call is a recompute.
+    Each further call of `run` recomputes the layer in backward.
 
     keep_attention     whether the recompute reuses the attention results of the forward; with 32
                        heads of size 128 in bf16, the output takes 8 KiB per token and the logsumexp
@@ -140,9 +140,9 @@ _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 def _output_product_node(output: Any) -> Any:
-    """If the layer's output is a sum and one term is the result of a matrix product, returns the
-    autograd node of this matrix product. A sum saves no tensor for backward, so a recompute does
-    not need the term.
+    """Returns the autograd node of the matrix product whose result is a term of the layer's output,
+    if the output is a sum. A sum saves no tensor for backward, so the recompute can skip this
+    matrix product.
 
     Gemma applies a norm to the MLP's output before the sum. The norm saves its input, so the
     recompute needs the matrix product, and this function returns None.
@@ -188,8 +188,9 @@ def placeholder_tensor(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype)
     """Returns a tensor of this shape for values that are never read. All its elements share the
     memory of one element. Checkpointing compares only its metadata.
 
-    The element is created once for each device and dtype. Filling this element takes a kernel
-    launch. Without this cache, a training step with 32 layers would make 416 such launches.
+    The element is created once for each device and dtype and is then cached, because creating it
+    takes a kernel launch. Without the cache, a training step with 32 layers would make 416 such
+    launches.
     """
     if like.is_meta or type(like) not in (Tensor, torch.nn.Parameter):
         # a tensor without data, or a subclass of a mode that tracks tensors

@@ -1,6 +1,6 @@
 """Defines the op `linear_log_probs` and its autograd function. It computes values of a head's
-logits for each token, such as the log-probability of the target, with gradients. Dimensions: T
-tokens, H hidden size, V vocabulary size.
+logits for each token, such as the log-probability of the target, with gradients. T is the number of
+tokens, H the hidden size, and V the vocabulary size.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Forward(NamedTuple):
 
 
 def loses_fp32_sums(hidden_TH: Tensor) -> bool:
-    """Whether a matrix product with these rows rounds its fp32 sums. If so, C++ kernels may
-    recompute some logits in fp32.
+    """Whether a matrix product with these rows rounds its fp32 sums to a narrower dtype. If it
+    does, the C++ kernels can compute the logit of the target and the largest logits again in fp32.
     """
     return hidden_TH.dtype == torch.bfloat16 and planned_device_type(hidden_TH.device) == "cpu"
 
@@ -321,8 +321,8 @@ def _backward(
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """The autograd function of `linear_log_probs`, for a given compute dtype. Outputs without an
-    upstream gradient cost nothing in backward.
+    """The autograd function of `linear_log_probs`, for a given compute dtype. Backward does no work
+    for outputs that have no upstream gradient.
     """
 
     @staticmethod

@@ -1,10 +1,11 @@
 """Checks the kernels of an op against the op's reference before a run uses them on this device.
 
-A compiler, a driver or a processor can make a kernel wrong on one machine although it is right on
-others. A kernel is therefore checked the first time that it is needed on a device. Forward and
-backward run at small sizes and are compared with fp64, in the same way as in `isotype proof`. If
-the kernel disagrees, the op runs in plain PyTorch. The result is stored in the user's cache, under
-a hash of the device, the versions and the sources. A later process only reads it.
+A kernel can give wrong results on one machine although it gives right results on others, because of
+a compiler, a driver or a processor. Each kernel is therefore checked before its first use on a
+device. Forward and backward run at small sizes and are compared with fp64, in the same way as in
+`isotype proof`. If the kernel disagrees, the op runs in plain PyTorch. The result is stored in the
+user's cache, under a hash of the device, the versions and the sources. A later process only reads
+it.
 
 The check of all C++ kernels takes 0.2 s of CPU time, once per machine.
 """
@@ -100,9 +101,10 @@ def check_kernels(op: str, device: torch.device, dtypes: Sequence[torch.dtype]) 
 
 
 def run_in_clean_thread(function: Callable[[], str]) -> str:
-    """Runs the function in a thread of its own and returns its result. Autocast, inference mode,
-    dispatch modes and hooks on saved tensors (gradient checkpointing) apply to one thread only, so
-    they do not change the check, and the check does not change them.
+    """Runs the function in a new thread and returns its result. Settings of the caller's thread
+    (autocast, inference mode, dispatch modes, and hooks on saved tensors, which gradient
+    checkpointing uses) do not apply in the new thread, so they do not change the result of the
+    check.
     """
     if is_check_thread():
         return function()

@@ -71,8 +71,8 @@ _VIEWS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Describes how the logits are computed. Dimensions: T leading dimensions, H hidden, V
-    vocabulary.
+    """Describes how the logits are computed. T represents the leading dimensions, H is the hidden
+    size, and V the vocabulary size.
     """
 
     hidden: Tensor  # X[*n H], with its autograd graph

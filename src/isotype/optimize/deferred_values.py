@@ -1,9 +1,10 @@
 """Computes values of each row of deferred logits without storing all logits. These values are a
 selected logit, the logsumexp, the mean, or the most likely class.
 
-Preference losses use these values. For example, TRL's ORPO and CPO gather a logit, subtract a
-logsumexp and log a mean. Dimensions: T rows, H hidden, V vocabulary. `x` is always a
-`DeferredLogits`. Each function returns None if it needs the real logits.
+Preference losses use these values. For example, TRL's ORPO and CPO losses gather a logit, subtract
+the logsumexp, and write the mean of the logits to the log. T is the number of rows, H the hidden
+size, and V the vocabulary size. `x` is always a `DeferredLogits`. Each function returns None if it
+needs the real logits.
 """
 
 from __future__ import annotations

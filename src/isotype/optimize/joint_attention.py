@@ -6,7 +6,7 @@ The new forward calls the same child modules and the ops `rope` and `attention`.
 saves the projections. From these it recomputes query and key after normalisation, concatenation and
 rotation.
 
-Dimensions: B pictures, S tokens, N heads, D head size.
+B is the number of pictures, S the number of tokens, N the number of heads, and D the head size.
 """
 
 from __future__ import annotations

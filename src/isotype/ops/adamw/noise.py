@@ -32,7 +32,8 @@ def noise_keys(seed: int) -> tuple[int, int, int]:
 def _mix(x_int32: Tensor) -> Tensor:
     """Applies a permutation of 32-bit numbers in which each output bit depends on all input bits.
 
-    Source: the constants are those of lowbias32, C. Wellons 2018, "Prospecting for hash functions".
+    Source: the constants are from the hash function lowbias32 (C. Wellons 2018, "Prospecting for
+    hash functions").
     """
     x_int32 = (x_int32 ^ (x_int32 >> 16 & 0xFFFF)) * 0x7FEB352D
     x_int32 = (x_int32 ^ (x_int32 >> 15 & 0x1FFFF)) * _signed(0x846CA68B)

@@ -1,5 +1,5 @@
 """Chooses the back end of an attention from its device, dtypes, sizes and options, and calls the
-GPU back ends. The choice does not read the values of tensors.
+GPU back ends. It does not look at the values of the tensors.
 
 `cpp`    the C++ kernels of this op, for bf16 on a CPU
 `cudnn`  cuDNN's kernel, for plain causal attention on Hopper and Blackwell; it builds a plan for
@@ -250,7 +250,7 @@ def _from_flash_layout(y: Tensor, like_BNSD: Tensor) -> Tensor:
 
 
 def _sequence_bounds(query: Tensor, documents: Documents | None) -> tuple[Any, ...]:
-    """Returns the arguments of FlashAttention that describe the documents. There are four
+    """Returns the arguments that tell FlashAttention where each document starts. There are four
     arguments: the start positions of the documents in the queries, the start positions in the keys,
     and the length of the longest document in the queries and in the keys.
     """

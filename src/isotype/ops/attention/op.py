@@ -1,5 +1,6 @@
-"""Defines the public op `attention` and its autograd function. Dimensions: B batch size, N query
-heads, M key heads, S queries, T keys, D head size.
+"""Defines the public op `attention` and its autograd function. B is the batch size, N the number of
+query heads, M the number of key heads, S the number of queries, T the number of keys, and D the
+head size.
 """
 
 from __future__ import annotations
@@ -427,7 +428,7 @@ def attention(
     (Dao 2023) and process several queries in one vector register. On a GPU it runs cuDNN's or
     FlashAttention's kernels. In all other cases it calls PyTorch's scaled_dot_product_attention.
     Raises  DtypeError DT001 when the dtypes differ without autocast; ShapeError SH001; UsageError
-            for a window or softcap below its range
+            if `window` or `softcap` is too small
     """
     _check_inputs(query, key, value)
     if window is not None and window < 1:

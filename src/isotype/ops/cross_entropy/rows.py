@@ -52,8 +52,8 @@ class RecomputedLogits(NamedTuple):
 
 
 class LogitsSource:
-    """Holds the operands of a matrix product that computed bf16 logits on a CPU. From the operands,
-    the C++ kernels recompute the logit of the target and the largest logits in fp32.
+    """Holds the two matrices that were multiplied to compute bf16 logits on a CPU. The C++ kernels
+    multiply rows of them again to get the logit of the target and the largest logits in fp32.
 
     A bf16 matrix product rounds its fp32 sums to bf16. The error of a logit of 20 is then up to
     0.06. We measured the error of a token's loss for peaked distributions (mean log-probability
@@ -241,8 +241,8 @@ class CppRowKernels:
 
 def choose_row_kernels(x: Tensor) -> Any:
     """Returns the module or class whose functions compute on rows of `x`. They run Triton kernels
-    on a GPU, C++ kernels on a CPU, and blocks of plain PyTorch in all other cases. Each of these
-    modules and classes has the same functions as `CppRowKernels`.
+    on a GPU, C++ kernels on a CPU, and blocks of plain PyTorch in all other cases. Each of them has
+    functions with the same names and arguments as `CppRowKernels`.
     """
     if uses_triton("cross_entropy", x):
         from . import triton

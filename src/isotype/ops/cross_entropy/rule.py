@@ -91,7 +91,9 @@ class LossRule:
 
     @property
     def cpp_arguments(self) -> tuple[int, float, float, float, float]:
-        """Returns the values of the rule in the order of the C++ kernels' parameters."""
+        """Returns the settings of the loss as arguments for the C++ kernels, in the order that the
+        kernels expect.
+        """
         return self.ignore_index, self.label_smoothing, self.logit_scale, self.softcap, self.z_loss
 
 
@@ -247,8 +249,9 @@ def _add_at_targets_(g: Tensor, values: Tensor, column: Tensor) -> None:
 
 
 def _backpropagate_rule_(g: Tensor, logits: Tensor, rule: LossRule) -> None:
-    """`g` is the gradient with respect to the logits after scale and softcap. Replaces `g` by the
-    gradient with respect to the logits before scale and softcap.
+    """Converts the gradient `g` in place. Before the call, `g` is the gradient with respect to the
+    logits to which scale and softcap were applied. After the call, it is the gradient with respect
+    to the logits before scale and softcap.
     """
     if rule.softcap:
         # d tanh(u) = 1 - tanh(u)^2. tanh is recomputed from the logits, since softcaps are rare and

@@ -4,10 +4,10 @@ reads one row in blocks. In backward, each program computes one block of a row.
 V is the vocabulary size. Row offsets are computed in int64.
 
 Every value is converted to fp32 once, when it is loaded. Every result is rounded to its dtype once,
-when it is stored. No value changes its dtype inside a branch or a loop. In other libraries, kernels
-for large vocabularies failed because of such changes. Scalars are cast to fp32, since a compiler
-may pass a Python float as fp64. Flags are constexpr (constants at compile time), so that an unused
-feature costs nothing.
+when it is stored. No variable changes its dtype inside an if or a loop. Kernels of other libraries
+failed for large vocabularies because the dtype of a variable changed there. Scalars are cast to
+fp32, since a compiler may pass a Python float as fp64. Flags are constexpr (constants at compile
+time), so that an unused feature costs nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def apply_rule(x_fp32, scale, softcap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.cons
 @triton.jit
 def load_block(start, v, stop, FULL: tl.constexpr):
     """Loads a block of logits as fp32, with zeros at the positions past `stop`. A block that ends
-    before `stop` (FULL) is loaded without a mask, because 8 bf16 values then take one load
-    instruction. With a mask, they take 8 load instructions.
+    before `stop` (FULL) is loaded without a mask. One instruction then loads 8 bf16 values. With a
+    mask, each value needs its own load instruction.
     """
     if FULL:
         x_fp32 = tl.load(start + v).to(tl.float32)
@@ -242,8 +242,8 @@ def cross_entropy_forward(
     out_TV: Tensor | None = None,
     dloss: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (loss, logsumexp), each fp32[T]. If `out_TV` is not None, it receives the gradient of
-    the logits for an upstream gradient of `dloss` in every row.
+    """Returns (loss, logsumexp), each fp32[T]. If `out_TV` is not None, the kernel also writes the
+    gradient of the logits to it. For this gradient, the upstream gradient of every row is `dloss`.
     """
     logits_TV, targets_T = _make_rows_contiguous(logits_TV), targets_T.contiguous()
     tokens, classes = logits_TV.shape

@@ -1,7 +1,8 @@
 """Computes the activation between the two layers of an expert. The activation is a gated
 activation, or any function that is applied to rows.
 
-Dimensions: T rows, G features of the first layer's output, I inner features.
+T is the number of rows, G the number of output features of the first layer, and I the number of
+inner features.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 On a CPU the rows are divided into parts, each with the rows of a few experts. One matrix product
 multiplies all rows of one expert. On other devices, a single part holds all rows, and one call
-computes the matrix products of all experts. The host never waits for the number of rows of each
-expert.
+computes the matrix products of all experts. The CPU never waits for the GPU to count the rows of
+each expert.
 
-Dimensions: S rows of a part, sorted by expert; N and M features; R rank; E experts of a part.
+S is the number of rows of a part, which are sorted by expert. N and M are numbers of features, R is
+the rank, and E is the number of experts of a part.
 """
 
 from __future__ import annotations
@@ -230,9 +231,9 @@ class SortedRows:
     def cast_adapter(
         self, a: Tensor | None, b: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Casts A and B to the dtype of the matrix products. In grouped matrix products, the rank
-        multiplied by the bytes per value must be a multiple of 16. So A and B are padded with
-        zeros.
+        """Casts A and B to the dtype of the matrix products. PyTorch's grouped matrix product
+        requires that the rank multiplied by the bytes per value is a multiple of 16. So A and B are
+        padded with zeros.
         """
         if a is None or b is None:
             return None, None
@@ -299,8 +300,9 @@ class RowPart:
     def multiply_packed(
         self, x_SN: Tensor, read: Callable[[slice], Tensor], out_SM: Tensor
     ) -> Tensor:
-        """Computes the same as `multiply` with packed matrices. `read` dequantises the matrices [E'
-        N M] of a few experts at a time. Experts without rows are skipped.
+        """Computes the same as `multiply`, but for packed (quantised) matrices. The function `read`
+        dequantises the matrices of a few experts at a time and returns them as [E' N M]. Experts
+        without rows are skipped.
         """
         for i, rows in self.expert_rows:
             expert = self.experts.start + i
@@ -376,7 +378,7 @@ class RowPart:
 
 
 def _uses_rank_kernel(x: Tensor, ranks: int) -> bool:
-    """Whether the kernels for adapters support matrix products with this rank."""
+    """True if the kernels for adapters support this LoRA rank."""
     return 0 < ranks <= _MAX_RANK and _uses_bf16_kernel(x)
 
 

@@ -2,9 +2,9 @@
 The weights may be frozen or trained. The two layers of the experts may have LoRA adapters.
 
 The rows are sorted by expert at the start. The rows of each expert are then multiplied by its
-matrix. On a GPU, one grouped matrix product does this for all experts. On a CPU, there is one
-matrix product per expert. The op computes only a few experts at a time. So the activations between
-the two layers exist only for the rows of these experts.
+matrix. On a GPU, one grouped matrix multiplication handles all experts. On a CPU, there is one
+matrix product per expert. The op computes only a few experts at a time, so that fewer activations
+are in memory at once.
 
 The gradient of a routing weight is the inner product of the expert's result and the incoming
 gradient. It is computed as <h, dh>, plus <d, bias> if there is a bias. Here h is the input of the
@@ -14,8 +14,9 @@ outputs of the experts need not be saved, and nothing is divided by the routing 
 These tensors are saved for backward: x, the order of the rows, the output of the first layer, x Aᵀ
 and h Aᵀ (rows x rank), and A and B in the dtype of the matrix products.
 
-Dimensions: T tokens, C experts per token, E experts, S = T C rows sorted by expert, H features, G
-features of the first layer's output, I inner features, R rank.
+T is the number of tokens, C the number of experts per token, and E the number of experts. S = T C
+is the number of rows, which are sorted by expert. H is the number of features, G the number of
+output features of the first layer, I the number of inner features, and R the rank.
 """
 
 from __future__ import annotations
@@ -143,8 +144,9 @@ def _product(
     out: Tensor | None = None,
 ) -> Tensor:
     """Multiplies each row of x by the matrix of its expert, or by the transposed matrix. Only this
-    function reads the stacks of weights. Weights of another dtype are cast to the dtype of x, only
-    for the experts of this part. Packed weights are dequantised for a few experts at a time.
+    function reads the stacks of weights. Weights of another dtype are cast to the dtype of x. Only
+    the weights that this part needs are cast. Packed (quantised) weights are dequantised for a few
+    experts at a time, to save memory.
     """
     state = options.states[layer_index]
     if state is None:
@@ -353,7 +355,9 @@ def _forward_layer(
     layer_index: int,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (x W + bias + scale (x Aᵀ) Bᵀ, x Aᵀ). Each row uses the tensors of its expert."""
+    """Returns (x W + bias + scale (x Aᵀ) Bᵀ, x Aᵀ). Each row of x is multiplied by the matrices of
+    the expert that it is sent to.
+    """
     weight, bias, a, b = layer
     y = _product(part, x, weight, options, layer_index, out=out)
     xa = None
@@ -427,8 +431,8 @@ class _Gradients:
         dxa: Tensor | None,
         scale: float,
     ) -> None:
-        """Writes the gradients of the experts in `part`. x is only needed for the gradients of the
-        weight and of A. dy is multiplied by w.
+        """Computes the gradients for the experts in `part`. x may be None if neither the gradient
+        of the weight nor the gradient of A is needed. dy is multiplied by w before it is used.
         """
         experts = part.experts
         if self.bias is not None:

@@ -2,7 +2,8 @@
 do. They compute the activation between the two layers of an expert, the sum over the experts of a
 token, and the gradients of adapters in fp32.
 
-Dimensions: S rows sorted by expert, I inner features, N columns. A gradient is [M N].
+S is the number of rows, which are sorted by expert. I is the number of inner features, and N the
+number of columns. A gradient has the shape [M N].
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ BLOCK = 1024
 
 @triton.jit
 def load_pair(g, row_start, first, inner, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads (gate, up) of BLOCK inner features, starting at `first`. gate and up are the two halves
-    of a row. For "clamped" they are the even and the odd columns.
+    """Loads (gate, up) of BLOCK inner features, starting at `first`. gate is the first half of a
+    row and up the second half. For "clamped", gate has the even columns and up the odd columns.
     """
     if KIND == "clamped":
         pair_index = tl.arange(0, 2 * BLOCK)
@@ -89,8 +90,8 @@ def backward_kernel(
     WANT_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each Triton program computes one row. It computes the gradient of g, which includes the
-    routing weight; h; and <h, dh>, which does not include the routing weight.
+    """Each Triton program computes one row. It computes h, the gradient of g, and the inner product
+    <h, dh>. The gradient of g is multiplied by the routing weight. The inner product is not.
     """
     row = tl.program_id(0).to(tl.int64)
     weight_fp32 = tl.load(weights + row).to(tl.float32)

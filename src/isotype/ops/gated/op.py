@@ -1,8 +1,8 @@
 """The ops `silu_mul`, `gelu_mul` and `gelu` compute an activation, alone or multiplied by `up`.
 They share one implementation.
 
-`gated_product` and `gated_gradients` have no autograd graph. Larger autograd functions call them,
-and handle autograd and autocast themselves.
+Autograd does not record calls of `gated_product` and `gated_gradients`. They are called inside
+larger autograd functions, which handle autograd and autocast themselves.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def _fake_backward(
 def _cpp_backward(
     x: Tensor, up: Tensor | None, dy: Tensor, activation: str, returns_product: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x and up, and the result of the forward. A tensor that is not needed
-    is empty.
+    """Returns the gradients of x and up, and the result of the forward. If one of these tensors is
+    not needed, an empty tensor is returned in its place.
     """
     dx, dup, y = _fake_backward(x, up, dy, activation, returns_product)
     if up is None:
@@ -209,8 +209,8 @@ def gated_backward(
 
 
 def _value_and_slope(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Returns the activation and its derivative. The activation and its derivative use the same
-    exp, erf or tanh. This function takes most of the time on a CPU.
+    """Returns the activation and its derivative. Both need the same exp, erf or tanh, which is
+    computed only once because it takes most of the time on a CPU.
     """
     if activation == "silu":
         s = torch.sigmoid(g)

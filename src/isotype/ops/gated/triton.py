@@ -2,8 +2,8 @@
 loaded value to fp32, computes in fp32, and rounds each result once. Each Triton program computes a
 block of a row. A contiguous tensor is treated as one row.
 
-gate and up may be the two halves of the output of one projection. Their rows are then not adjacent
-in memory.
+gate and up may be the two halves of the output of one projection. Then the rows of gate are not
+adjacent in memory, and neither are the rows of up.
 """
 
 from __future__ import annotations

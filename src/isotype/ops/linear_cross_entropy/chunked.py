@@ -1,11 +1,11 @@
 """Computes the gradients of a head and its inputs without storing all logits (tokens x vocabulary).
-There are two ways to compute these gradients. Dimensions: T tokens, N tokens that are not ignored,
-H hidden size, V vocabulary size.
+There are two ways to compute these gradients. T is the number of tokens, N the number of tokens
+that are not ignored, H the hidden size, and V the vocabulary size.
 
-`Chunks`, `HeadGradient`   Forward computes the gradients in chunks of rows. The logits are
-                           overwritten by their gradient, and the head's gradient is accumulated in
-                           fp32. This takes three matrix products for a trainable head and two for a
-                           frozen one. All rows must have the same upstream gradient.
+`Chunks`, `HeadGradient`   Forward computes the gradients in chunks of rows. For each chunk, it
+                           overwrites the logits with their gradient and adds to the head's gradient
+                           in fp32. This takes three matrix products for a trainable head and two
+                           for a frozen one. All rows must have the same upstream gradient.
 `gradients_by_vocabulary`  Backward computes the gradients in blocks of the vocabulary, from the
                            logsumexp that forward saved. This takes one more matrix product, but
                            needs no fp32 accumulator of V x H. Rows may have different upstream
@@ -54,8 +54,8 @@ def logits_budget(device: torch.device, with_head_gradient: bool) -> int:
 def fitting_block_size(
     count: int, other_count: int, itemsize: int, device: torch.device, with_head_gradient: bool
 ) -> int:
-    """Divides `count` rows into equal blocks and returns the size of a block. The size is chosen so
-    that the logits of one block of rows for `other_count` classes fit into the memory for logits
+    """Divides `count` rows into equal blocks and returns the number of rows in a block. The logits
+    of one block have `other_count` columns and must fit into the memory for logits
     (`logits_budget`). The function can also divide the classes into blocks. Then `other_count` is
     the number of rows.
 
@@ -90,10 +90,11 @@ def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Te
     to the dtype `operand`. The results of the matrix products with the softmax are then multiplied
     by post_scale, unless it is None. pre_scale * post_scale equals `upstream`.
 
-    If the softmax is multiplied by the upstream gradient before it is rounded, computing in chunks
-    adds no rounding. In fp16 this is not possible, since an upstream gradient of 1/128k is
-    subnormal. For fp16, the softmax is therefore multiplied by 1024 before it is rounded, and the
-    fp32 results of its matrix products are multiplied by `upstream` / 1024.
+    In bf16, the softmax is multiplied by the upstream gradient before it is rounded. Computing in
+    chunks then adds no rounding error. In fp16 this is not possible, because an upstream gradient
+    such as 1/128k is too small to be a normal fp16 number. In fp16, the softmax is therefore
+    multiplied by 1024 before it is rounded, and the fp32 results of its matrix products are
+    multiplied by `upstream` / 1024.
     """
     if operand != torch.float16:
         return upstream, None
@@ -102,9 +103,9 @@ def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Te
 
 def allocate_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocates memory for logits or their gradient. On a GPU, each row starts at a multiple of 64
-    values, since cuBLAS's fast kernels need an alignment of 16 bytes. For example, a vocabulary of
-    32,000 tokens has 32,001 tokens after one token is added. Without padding, only one of eight
-    rows would then start at a multiple of 16 bytes.
+    values, since cuBLAS's fast kernels need an alignment of 16 bytes. For example, a user may add
+    one token to a vocabulary of 32,000 tokens. With 32,001 logits per row and no padding, only one
+    of eight rows would start at a multiple of 16 bytes.
     """
     row_stride = classes
     if planned_device_type(device) == "cuda":
@@ -293,7 +294,7 @@ def empty_gradients(
 
 
 class Forward(NamedTuple):
-    """The results of forward. A tensor that is not needed is empty."""
+    """The results of forward. If a result is not needed, its tensor is empty."""
 
     loss_T: Tensor
     lse_T: Tensor
@@ -321,8 +322,8 @@ def empty_outputs(
     chunk: int,
 ) -> Forward:
     """Allocates outputs of the right shapes and dtypes. The outputs are filled with zeros, since
-    forward does not write to ignored rows. Only the head's gradient is left uninitialised, since
-    the first chunk overwrites it.
+    forward does not write to ignored rows. The head's gradient is not filled, since the first chunk
+    overwrites all of it.
     """
     tokens = hidden_TH.shape[0]
     classes = weight_VH.shape[:1]
@@ -477,9 +478,9 @@ class Chunks:
 
 def rows_to_compute(targets_T: Tensor, rule: LossRule) -> Tensor | slice:
     """Returns the rows that are not ignored, as int[N] or as a slice of all rows. On a GPU it
-    returns all rows, since the host would have to wait until the GPU has counted the rows. The
-    ignored rows are then computed too, and their results are masked. If a caller has the labels on
-    the host, it can select the rows before it calls the op.
+    returns all rows, since the CPU would have to wait until the GPU has counted the rows. The
+    ignored rows are then computed too, and their results are set to zero. A caller that has the
+    labels in CPU memory can drop the ignored rows before it calls the op.
     """
     if not can_count_rows(targets_T):
         return slice(None)
@@ -574,7 +575,9 @@ def gradients_by_vocabulary(
 
 
 def scale_to_dtype(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns (x * factor) in `dtype`. It makes no copy in a wider dtype if `x` is large."""
+    """Multiplies `x` by `factor` and returns the result in `dtype`. For a large `x`, this needs no
+    copy of `x` in a wider dtype.
+    """
     if torch.compiler.is_compiling() or x.numel() < 2**22 or x.dtype == dtype == factor.dtype:
         return (x * factor).to(dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -1,5 +1,5 @@
 """Defines the op `linear_cross_entropy`, which computes the head and the loss together, and its
-autograd function. Dimensions: T tokens, H hidden size, V vocabulary size.
+autograd function. T is the number of tokens, H the hidden size, and V the vocabulary size.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def _forward(
     want_dbias: bool,
     exact: bool,
 ) -> tuple[Tensor, ...]:
-    """Computes the loss of each row. Also computes the gradients that are needed. The upstream
-    gradient of each row is `upstream`. Ignored rows are not computed.
+    """Computes the loss of each row and the gradients that are needed. All rows have the same
+    upstream gradient, `upstream`. Ignored rows are not computed.
 
-    exact  whether the C++ kernels recompute the largest bf16 logits in fp32
+    exact  whether the C++ kernels compute the largest bf16 logits again in fp32
     """
     rule = LossRule.from_arguments(ignore_index, factors)
     out = empty_outputs(hidden_TH, weight_VH, want_dhidden, want_dweight, want_dbias, chunk)
@@ -195,17 +195,17 @@ def _backward(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Computes the sum of the row losses. If is_mean is set, divides this sum by `items`. If items
-    is None, it computes the loss of each row.
+    """Computes the sum of the losses of all rows. If `is_mean` is set, the sum is divided by
+    `items`. If `items` is None, the function returns the loss of each row instead of the sum.
 
-    The gradient of a hidden row is linear in the row's upstream gradient, and the head's gradient
-    is linear in a scalar upstream gradient. So forward computes both gradients for an upstream
-    gradient of 1, while the logits exist. Backward multiplies them by the upstream gradient.
-    Gradients are therefore correct with loss scaling and with repeated backward calls. The
-    gradients are divided by `items` before they are rounded. This is also done for a sum, since
-    callers usually divide a sum by the number of items. If backward then multiplies them by 1 or by
-    a power of two, no value is rounded a second time. With a trainable head and a loss per row, the
-    gradients are computed in backward.
+    The gradients of the hidden states and of the head are proportional to the upstream gradient of
+    the loss. So forward, which has the logits, computes both gradients for an upstream gradient of
+    1. Backward multiplies them by the real upstream gradient. The gradients are therefore also
+    correct with loss scaling, and if backward is called more than once. The gradients are divided
+    by `items` before they are rounded. This is also done for a sum, since callers usually divide a
+    sum by the number of items. If backward then multiplies them by 1 or by a power of two, no value
+    is rounded a second time. With a trainable head and a loss per row, the gradients are computed
+    in backward.
     """
 
     @staticmethod
@@ -310,9 +310,10 @@ def linear_cross_entropy(
              hidden and weight; the loss in fp32, as in `cross_entropy`
     grads    hidden: X   weight: W   bias: B   accumulated over chunks in fp32
     With reduction="mean", num_items is the divisor. With reduction="sum", num_items is the number
-    by which the caller will divide the sum. If num_items is given, gradients are rounded only once.
-    chunk is the number of rows whose logits exist at once. Its default is computed from V and a
-    fixed number of bytes, and does not depend on the free memory.
+    by which the caller will divide the sum. If num_items is given, the gradients are divided by it
+    before they are rounded, so that they are rounded only once. chunk is the number of rows whose
+    logits exist at once. Its default is computed from V and a fixed number of bytes, and does not
+    depend on the free memory.
     Raises   IsotypeError SH002 for a target out of range; DtypeError DT001, ShapeError SH001;
              UsageError
     """

@@ -1,9 +1,9 @@
 """The op `linear_divergence` computes divergences between the distributions of two heads, with
-gradients. Dimensions: T tokens, H and G hidden sizes, V vocabulary size.
+gradients. T is the number of tokens, H and G are the hidden sizes, and V is the vocabulary size.
 
 The logits of both heads are computed for one chunk of rows at a time. If the student's head is
-frozen, forward computes the gradient of its hidden states from these logits. Otherwise backward
-computes the logits again.
+frozen, forward computes the gradient of its hidden states from these logits. If the student's head
+is trained, backward computes the logits again.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def divergence(s: Tensor, t: Tensor, beta: float) -> Tensor:
 
 
 def _choose_kernel(z: Tensor, teacher: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Returns the function that computes the divergences of these logits."""
+    """Returns the function that computes the divergences: the C++ kernel, the Triton kernel, or
+    plain PyTorch.
+    """
     if uses_triton("linear_divergence", z):
         from . import triton
 
@@ -192,8 +194,8 @@ def empty_outputs(
 def empty_gradients(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates the gradients of hidden, weight and bias. The last two values of `rest` are two
-    flags, whether the gradient of hidden and the gradient of weight are needed.
+    """Allocates the gradients of hidden, weight and bias. The last two values of `rest` are
+    booleans. They say whether the gradient of `hidden` and the gradient of `weight` are needed.
     """
     want_dhidden, want_dweight = rest[-2:]
     stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)

@@ -1,9 +1,10 @@
 """Computes the divergence between the student's and the teacher's logits of each row. The
-divergence is computed by C++ kernels, or in blocks by plain PyTorch on any device. N rows, V
-vocabulary size.
+divergence is computed by C++ kernels, or in blocks by plain PyTorch on any device. N is the number
+of rows, and V the vocabulary size.
 
-z contains the student's logits after scale and softcap, divided by the temperature. p contains the
-student's probabilities, q the teacher's probabilities, and m their mixture:
+z is the student's logits, to which scale and softcap were applied and which were divided by the
+temperature. p contains the student's probabilities, q the teacher's probabilities, and m their
+mixture:
     beta 0   D = sum q ln(q / p)       dD / dz = p - q
     beta 1   D = sum p ln(p / q)       dD / dz = p (ln(p / q) - D)
     between  D = beta sum q ln(q / m) + (1 - beta) K, K = sum p ln(p / m)

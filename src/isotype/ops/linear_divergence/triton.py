@@ -45,8 +45,9 @@ def log_prob(
 
 @triton.jit
 def log_mixture_ratio(log_ratio_fp32, beta):
-    """Returns ln(p / m) = -ln(1 - beta + beta e^up) from up = ln(q / p). This avoids the
-    cancellation of two large logarithms. If the ratio is above e^80, one of p and q is 0 in fp32.
+    """Returns ln(p / m) = -ln(1 - beta + beta e^up) from up = ln(q / p). The formula avoids
+    subtracting two large logarithms, which would lose precision. `up` is limited to the range -80
+    to 80, because outside this range p or q is practically 0.
     """
     clamped_ratio_fp32 = tl.minimum(tl.maximum(log_ratio_fp32, -80.0), 80.0)
     return -tl.log(1.0 + beta * (tl.exp(clamped_ratio_fp32) - 1.0))

@@ -1,7 +1,7 @@
 """Defines the ops `modulated_layer_norm` and `gated_residual`, which diffusion transformers use.
 All tokens of a picture have the same scale, shift or gate.
 
-Dimensions: B pictures, T tokens, H hidden size.
+B is the number of pictures, T the number of tokens, and H the hidden size.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _MIN_ROWS = 16
 
 
 def _flatten_rows(x_BTH: Tensor) -> Tensor:
-    """Returns x as [B*T H], with the values of each row adjacent in memory."""
+    """Reshapes x to [B*T H]. In the result, the values of each row are adjacent in memory."""
     x_RH = x_BTH.reshape(-1, x_BTH.shape[-1])
     return x_RH if x_RH.stride(-1) == 1 else x_RH.contiguous()
 
@@ -258,7 +258,9 @@ def modulated_layer_norm_reference(
 
 
 def _normalise(x: Tensor, dtype: torch.dtype, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (the rows with a mean of 0 and a variance of 1, 1 / standard deviation of each row)."""
+    """Scales each row to a mean of 0 and a variance of 1. Returns the scaled rows, and 1 / standard
+    deviation of each row.
+    """
     normed, _, factor = torch.native_layer_norm(x.to(dtype), (x.shape[-1],), None, None, eps)
     return normed, factor
 

@@ -1,8 +1,9 @@
 """Triton kernels of the modulated LayerNorm and the gated residual. Each Triton program computes a
-tile of whole rows of one picture. Dimensions: B pictures, T tokens, H hidden size.
+tile of whole rows of one picture. B is the number of pictures, T the number of tokens, and H the
+hidden size.
 
-For the gradients of scale, shift and gate, each Triton program sums over several tiles in fp32. A
-second sum adds the results of all programs. No kernel uses atomic additions, so the order of
+For the gradients of scale, shift and gate, each Triton program sums over several tiles in fp32. The
+sums of all programs are then added together. No kernel uses atomic additions, so the order of
 additions depends only on the shapes and the device.
 """
 

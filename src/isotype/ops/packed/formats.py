@@ -1,15 +1,18 @@
-"""Decodes published formats of packed (quantised) weights. There is one function per format, in
-plain PyTorch, which implements the definition of the format.
+"""Decodes published formats of packed (quantised) weights. For each format, there is a function in
+plain PyTorch that follows the definition of the format.
 
 A function gets the tensors of one weight and the range of rows that it decodes. The tensors have
 the same names as in the checkpoint file. The function computes in the dtype `wide` (fp32, or fp64
 on request) and returns a new tensor, which the caller rounds once.
- tensors  the weight's tensors; scales and zero points as in the file rows     the rows to decode;
-    the first must be a multiple of `Layout.align` ->       wide[rows K]
 
-Dimensions: O out features, K in features, G groups of K. A word of 32 bits holds 8 numbers of 4
-bits, or 4 numbers of 8 bits, with the first number in the lowest bits. A byte holds two numbers of
-4 bits, with the first in the low half.
+tensors  the weight's tensors; scales and zero points as in the file
+rows     the rows to decode; the first must be a multiple of `Layout.align`
+->       wide[rows K]
+
+O is the number of output features, K the number of input features, and G the number of groups into
+which the K input features are divided. A word of 32 bits holds 8 numbers of 4 bits, or 4 numbers of
+8 bits, with the first number in the lowest bits. A byte holds two numbers of 4 bits, with the first
+in the low half.
 
 Source: compressed-tensors 0.20 (`compressors/`), AutoGPTQ and GPTQModel (`qlinear`), AutoAWQ
 (`WQLinear_GEMM`), bitsandbytes 0.50 (`int8_vectorwise_dequant`), NVIDIA ModelOpt (`NVFP4QTensor`),
@@ -62,9 +65,8 @@ class Layout:
 
     @property
     def align(self) -> int:
-        """Returns a number of rows. The number of rows that are decoded at once must be a multiple
-        of it. The decoded rows then contain only whole blocks and whole words of packed values, in
-        every format.
+        """Returns the number by which the number of decoded rows must be divisible. The rows then
+        contain only whole blocks and whole words of packed values, in every format.
         """
         return math.lcm(self.block[0], 8)
 
@@ -123,7 +125,9 @@ def packed_rows(tensors: Tensors, rows: slice, wide: torch.dtype, layout: Layout
 
 
 def unpack_zeros(tensors: Tensors, rows: slice, layout: Layout) -> Tensor:
-    """Returns the zero points of `packed_rows` as [rows G], after the offset is subtracted."""
+    """Returns the zero points for `packed_rows` as [rows G]. The offset with which the file stores
+    them is already subtracted.
+    """
     if tensors["weight_zero_point"].dtype == torch.int16:
         return tensors["weight_zero_point"][rows]
     zero: Tensor = unpack_words(tensors["weight_zero_point"], layout.bits, 0)[rows] - 2 ** (

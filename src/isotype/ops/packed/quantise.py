@@ -1,10 +1,11 @@
-"""Rounds a weight to a format that is served. The bytes are exactly those that `isotype export`
-writes, so that a model can be trained with the weights of its file.
+"""Rounds a weight to a format in which models are exported and served. The bytes are exactly those
+that `isotype export` writes. So a model can be trained with the same weights that its exported file
+will contain.
 
-The quantisers of GGUF types repeat the arithmetic of the package gguf, operation by operation. The
-tests compare the bytes.
+The quantisers of GGUF types do the same arithmetic operations in the same order as the Python
+package gguf. The tests check that both write the same bytes.
 
-B blocks of 32 numbers.
+B is the number of blocks. Each block has 32 numbers.
 
 Source: gguf 0.19 (`quants.py`), which follows llama.cpp's `ggml-quants.c`.
 """
@@ -151,8 +152,9 @@ def _pack_fp8(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, PackedS
 def _pack_integers(
     weight: Tensor, bits: int, size: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, PackedState]:
-    """Packs integers from -2^(bits - 1) to 2^(bits - 1) - 1. The scale is the largest magnitude
-    divided by the middle of both ends."""
+    """Quantises the weight to integers from -2^(bits - 1) to 2^(bits - 1) - 1 and packs them. The
+    scale of a group is its largest magnitude divided by 2^(bits - 1) - 1/2.
+    """
     shape = (weight.shape[0], weight.shape[1])
     half = 2 ** (bits - 1)
     groups = weight.unflatten(1, (-1, size))

@@ -62,7 +62,9 @@ TensorHeaders = Mapping[str, TensorHeader]
 
 
 def is_packed(headers: TensorHeaders) -> bool:
-    """Whether these tensors belong to a packed weight. Some tensors of the weight may be missing."""
+    """Whether these tensors belong to a packed weight. This may be true even if some tensors of the
+    weight are missing.
+    """
     weight = headers.get("weight")
     return bool(PACKED_TENSOR_NAMES & headers.keys()) or (
         weight is not None and weight.dtype in (*FP8, torch.int8, torch.uint8, torch.int32)
@@ -72,7 +74,7 @@ def is_packed(headers: TensorHeaders) -> bool:
 def recognise_layout(
     layer: str, headers: TensorHeaders, packing: Packing, shape: tuple[int, int]
 ) -> Layout:
-    """Returns the layout of one layer's packed weight.
+    """Returns the layout of one layer's packed weight: its format, block size and shape.
 
     layer   the name of the layer, for messages
     shape   [O K] of the weight in the model

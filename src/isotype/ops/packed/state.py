@@ -39,7 +39,7 @@ _FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int
 
 
 class BlockScaled(NamedTuple):
-    """A weight whose values are (number - zero) * scale.
+    """A quantised weight. Its real values are (number - zero) * scale.
 
     packed       uint8[rows bytes]
     scale, zero  fp32[blocks groups]; the first block is the one that contains the first row
@@ -52,8 +52,8 @@ class BlockScaled(NamedTuple):
 
 
 def to_block_scaled(tensors: Tensors, rows: slice, layout: Layout) -> BlockScaled | None:
-    """Returns these rows of a weight as `BlockScaled`, or None for other formats. The arguments are
-    the same as for the functions in `formats`.
+    """Returns these rows of a weight as `BlockScaled`, or None if the format has no such form. The
+    arguments are the same as for the functions in `formats`.
     """
     height = layout.block[0]
     blocks = slice(rows.start // height, -(-rows.stop // height))
@@ -240,8 +240,8 @@ class StackState(PackedState):
     """The state of the stacked matrices of a mixture of experts. Only a few matrices are
     dequantised at a time.
 
-    layout      the layout of one piece [O K] of an expert. A piece is the whole matrix of the
-                expert. If gate and up are stacked, each of them is a piece
+    layout      the layout of one piece [O K] of an expert. A piece is usually the whole matrix of
+                the expert. If gate and up are stacked in one matrix, each of them is a piece
     tensors     [E pieces ...]
     experts     E
     pieces      the number of pieces of one expert

@@ -1,7 +1,8 @@
-"""Triton kernels that dequantise a packed weight in one launch. `cpu.cpp` does the same on a CPU.
+"""Triton kernels that dequantise a packed weight in one launch. On a CPU, the C++ kernels in
+`cpu.cpp` do this.
 
 For n elements, a kernel reads n or n / 2 packed bytes and their scales, and writes 2 n bytes in
-bf16. The scales that one Triton program reads are close together in memory, in a few cache lines.
+bf16. One Triton program reads only scales that are close together in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defines the ops `rms_norm` and `add_rms_norm`. Dimensions: T rows, H hidden size."""
+"""Defines the ops `rms_norm` and `add_rms_norm`. T is the number of rows, and H the hidden size."""
 
 from __future__ import annotations
 
@@ -428,11 +428,11 @@ def add_rms_norm(
     unit_offset: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(x + residual), x + residual). Forward and backward each take one pass. The
-    sum has the promoted dtype of x and residual.
+    """Returns (rms_norm(x + residual), x + residual). Forward and backward each read the tensors
+    once. The sum x + residual has the promoted dtype of x and residual.
 
-    x, residual  X[*n H]; if residual is None, the result is (rms_norm(x), x), for a layer that uses
-                 x both as the input of the norm and as the residual
+    x, residual  X[*n H]; if `residual` is None, the function returns (rms_norm(x), x); a layer
+                 needs this if x is both the input of its norm and its residual
     ->           (normed X[*n H] or out_dtype, sum X[*n H]), each differentiable
     inside       as in `rms_norm`, whose input is the sum after it is rounded to X
     grads        x: X   residual: X   weight: W; the two gradients of the sum are added in fp32 and

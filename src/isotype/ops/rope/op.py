@@ -1,6 +1,7 @@
-"""The op `rope` computes the rotary position embedding. Dimensions: B batch size, N query heads, M
-key heads, S positions, D head size, R rotated pairs; `*t` is the batch size, 1, or no dimension. A
-capital letter before brackets, as in `Q[B N S D]`, names a dtype.
+"""The op `rope` computes the rotary position embedding. B is the batch size, N the number of query
+heads, M the number of key heads, S the number of positions, D the head size, and R the number of
+rotated pairs. `*t` is the batch size, 1, or no dimension. A capital letter before brackets, as in
+`Q[B N S D]`, names a dtype.
 """
 
 from __future__ import annotations

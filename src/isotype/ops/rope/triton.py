@@ -1,7 +1,8 @@
 """Rotates q and k in one kernel launch. Each Triton program rotates a tile of heads of q or k at
 one position of one sequence. These heads use the same row of the tables.
 
-Dimensions: B batch size, N query heads, M key heads, S positions, D head size.
+B is the batch size, N the number of query heads, M the number of key heads, S the number of
+positions, and D the head size.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def rotate_tile(
     BLOCK: tl.constexpr,
     UNROTATED: tl.constexpr,
 ):
-    """Rotates HEADS heads at one position. The heads are read from x, and the results are written
-    to out. cos and sin have the shape [1, BLOCK].
+    """Rotates HEADS heads at one position. Reads the heads from x and writes the results to out.
+    The tensors cos and sin have the shape [1, BLOCK].
     """
     head = tile.to(tl.int64) * HEADS + tl.arange(0, HEADS)
     in_heads = (head < heads)[:, None]
