@@ -322,8 +322,8 @@ def _detect_gpu(torch: Any, index: int) -> Hardware:
 
 
 def _find_published(name: str, memory: int) -> Hardware | None:
-    """Returns the device of the table whose name is part of `name`. If several devices match, it is
-    the one whose memory is nearest to `memory`.
+    """Returns the device of the table whose name is part of `name`. If several devices match,
+    returns the device whose memory size is nearest to `memory`.
     """
     compact_name = re.sub(r"[-_ ]", "", name.lower())
     variant = r"(?=$|sxm|pcie|oam|nvl|hbm|\d+gb)"

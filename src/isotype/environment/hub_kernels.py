@@ -2,9 +2,9 @@
 
 If the package kernels is installed, importing bitsandbytes 0.50 downloads
 `kernels-community/quantization-bitsandbytes` from the hub on a CPU with AVX512-BF16, and
-`kernels-community/bitsandbytes-mps` on macOS 26. A run of local files must not connect to any
-server. The download is therefore switched off, unless the user sets `USE_HUB_KERNELS`, the variable
-that transformers reads.
+`kernels-community/bitsandbytes-mps` on macOS 26. A run that uses only local files must not connect
+to any server. The download is therefore switched off, unless the user sets `USE_HUB_KERNELS`, the
+variable that transformers reads.
 """
 
 from __future__ import annotations

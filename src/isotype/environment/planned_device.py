@@ -4,7 +4,7 @@ represent tensors of that device.
 PyTorch's fake tensors of a CUDA device need CUDA. Without CUDA, autograd looks for the CUDA device
 guard, and the Python interpreter crashes. Meta tensors need no device, but torch.autocast does not
 apply to them. Inside `plan_device` this module therefore stores the autocast dtype. Isotype's ops
-read the stored dtype, and the operands of other matrix products are cast to this dtype.
+read this dtype. For all other matrix multiplications, the operands are cast to it.
 """
 
 from __future__ import annotations

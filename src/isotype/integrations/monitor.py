@@ -112,9 +112,9 @@ def read_reduce_dtypes(model: nn.Module) -> tuple[list[torch.dtype], str]:
 
 class StepMonitor:
     """Counts the calls of fused code in the first step of a training. Observes dtypes in the first
-    step, in the steps that `isotype train` would observe, and in the step after a change of the
-    model. In all other steps, it only compares the hooks, the dtypes and some stored values of the
-    tensors (`observe.continuity`).
+    step and in the same later steps as `isotype train`. Also observes them in the step after the
+    model changed. In all other steps, it only compares the hooks, the dtypes and some stored values
+    of the tensors (`observe.continuity`).
     """
 
     def __init__(self, attachment: Attachment, write: Callable[[dict[str, Any]], None]) -> None:
@@ -205,8 +205,8 @@ class StepMonitor:
             self._add_observation(observation)
 
     def _drop_reported(self, differences: list[Difference], topic: str = "") -> list[Difference]:
-        """Removes the differences of a kind that was already reported. A callback that changes
-        something after each step is then reported only once.
+        """Removes the differences of a kind that was already reported. So if a callback changes
+        something after each step, the user sees only one report.
         """
         unreported = [
             difference
@@ -437,8 +437,8 @@ class StepMonitor:
         }
 
     def _unobserved_reasons(self) -> dict[str, str]:
-        """Some roles (kinds of tensors) and some additional models have no counted dtypes. Returns
-        a mapping from the name of each such role or model to the reason.
+        """For some kinds of tensors and some additional models, no dtypes were counted. Returns a
+        mapping from the name of each of them to the reason.
         """
         reasons = dict(_TRAINER_ROLES)
         if not self.record:

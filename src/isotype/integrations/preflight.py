@@ -5,9 +5,9 @@ The checks were written for `isotype train`. The classes of this module give the
 the trainer. `TrainerTask` gives access to the trainer's rows, `TrainerStepper` to its step, and
 `TrainerRun` to its model and precision. `ARGUMENT_NAMES` contains the trainer's names for the
 settings that the checks mention. A check that needs a run file is skipped, and the reason is
-recorded. If this trainer does not allow a test run of a step, the test run is skipped in the same
-way. The preflight restores the random state, the weights and the logs, so a training with the
-preflight is bit-identical to a training without it.
+recorded. The test run of a step is also skipped, with the reason, if the trainer does not allow it.
+The preflight restores the random state, the weights and the logs, so a training with the preflight
+is bit-identical to a training without it.
 """
 
 from __future__ import annotations
@@ -546,8 +546,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def find_learnt_picture_tokens(subject: PreflightSubject) -> Iterator[Finding]:
-    """Reports labels on the tokens of pictures (PF023). A trainer makes such labels if it trains on
-    every token.
+    """Reports labels on the tokens of pictures (PF023). A trainer that trains on every token
+    creates labels for these tokens too.
     """
     trainer: Any = subject.task.trainer
     config = inner_model(trainer.model).config

@@ -111,9 +111,9 @@ class Guards(TrainerCallback):
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Delays the computation of the logits. If the loss only needs a gather, a logsumexp or a
-        cross-entropy of the logits, the logits are never all needed at once. Any other operation
-        computes all logits. Each such case is counted, together with the line of code that needed
-        the logits.
+        cross-entropy of the logits, the logits of all tokens never exist at once. Any other
+        operation needs all logits. The trainer counts these cases and stores the line of code that
+        needed the logits.
         """
         if self._is_replaying:
             return original(*args, **kwargs)

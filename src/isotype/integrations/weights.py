@@ -58,9 +58,9 @@ class CastWeights:
         """Casts trained floating parameters to `trainable` and other floating parameters to `base`.
         Quantised parameters and buffers do not change.
 
-        trained    names of the trained parameters. In a reference model, the parameters of these
-                   names are cast to `base` if this cast loses nothing, else to `trainable`. Both
-                   models then compute the same before step 1
+        trained    names of the trained parameters. In a reference model, the parameters with these
+                   names are cast to `base` if this changes no value, and to `trainable` otherwise.
+                   Both models then compute the same before step 1
         read_only  whether the model is a reference or a teacher
         stores_lost_bits  whether to store the bits that the cast loses
         """
@@ -117,10 +117,10 @@ class CastWeights:
 
 @dataclass(frozen=True)
 class RoundingLoss:
-    """The information that an fp32 tensor loses when it is rounded to bf16. For each number, this
-    is the difference between the bits of the fp32 value and of the bf16 value, from -2^15 to 2^15.
-    This information and the bf16 tensor together need as much memory as the fp32 tensor. The bf16
-    tensor and the whole fp32 tensor together would need 1.5 times as much.
+    """Stores what an fp32 tensor loses when it is rounded to bf16. For each number, this is the
+    difference between the bits of the fp32 value and of the bf16 value, from -2^15 to 2^15. This
+    information and the bf16 tensor together need as much memory as the fp32 tensor. The bf16 tensor
+    and the whole fp32 tensor together would need 1.5 times as much.
 
     differences  int16[...]: the difference, with 2^15 written as -2^15
     largest_positions  int64[N]: the positions of 2^15 in the flattened tensor
@@ -186,8 +186,8 @@ def _is_exact(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
 
 
 class ResumableAdamW(MixedAdamW):
-    """A `MixedAdamW` whose moments keep their dtype when a checkpoint is loaded. torch would cast
-    them to the weights' dtype.
+    """A `MixedAdamW` that keeps the dtype of its moments when a checkpoint is loaded. torch's
+    optimizers would cast the moments to the dtype of the weights.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -269,7 +269,8 @@ class LowPrecisionWeights(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raises UsageError if the trainer does not use Isotype's optimizer. Another optimizer
-        would find no gradient in fp32 buffers, and would round updates to nearest.
+        would not find the gradients, which are in separate fp32 buffers, and would not round its
+        updates stochastically.
         """
         # accelerate wraps the optimizer
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
@@ -310,7 +311,8 @@ class LowPrecisionWeights(TrainerCallback):
 
 def widen_logits(module: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook of the inner model. It returns logits in fp32, as accelerate's wrapper does.
-    For logits that are not computed yet, it only records that they will be returned in fp32.
+    If the logits are deferred (not computed yet), it only stores that they must be fp32 when they
+    are computed.
     """
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor) and logits.dtype in (torch.bfloat16, torch.float16):

@@ -1,4 +1,5 @@
-"""Fused LoRA over PEFT's own layers: `fuse_lora(model)` attaches it, `unfuse_lora(model)` removes it.
+"""Computes PEFT's LoRA layers with fused code. `fuse_lora(model)` installs this code, and
+`unfuse_lora(model)` removes it.
 
 attach     finds the layers that the fused code computes exactly as PEFT does, and replaces their
            forward

@@ -84,7 +84,9 @@ def is_expert_stack(layer: Any) -> bool:
 
 
 def layer_kind_blocker(layer: Any) -> str | None:
-    """Returns the reason why there is no fused op for this kind of layer, or None if there is one."""
+    """Returns None if there is a fused op for this kind of layer. Otherwise returns the reason why
+    there is none.
+    """
     from peft.tuners import lora
 
     base_layer = layer.base_layer
@@ -279,8 +281,8 @@ def fuse_lora(model: nn.Module, *, branch_fp32: bool = False) -> list[Placement]
     """Attaches the fused op to every LoRA layer of a supported kind. Returns one `Placement` for
     each LoRA layer except those of experts, in the model's order.
 
-    branch_fp32  computes the matrix products with A and B in fp32, also if the product with the
-                 base weight is in bf16 or fp16
+    branch_fp32  computes the matrix products with A and B in fp32, even if the matrix product with
+                 the base weight is computed in bf16 or fp16
 
     The op is also attached to a layer whose adapter is disabled or merged, or that has several
     active adapters. While the adapter is in such a state, the layer runs PEFT's code.
@@ -331,8 +333,8 @@ def is_dora_layer(layer: Any) -> bool:
 
 
 def is_fused(layer: nn.Module) -> bool:
-    """Whether a call of this layer directly runs the forward that `fuse_lora` attached, with no
-    wrapper around this forward.
+    """Whether the layer's forward is the one that `fuse_lora` attached, and no other code has
+    wrapped it.
     """
     return FUSED in layer.__dict__ and layer.__dict__.get("forward") is layer.__dict__[FUSED]
 
@@ -446,8 +448,8 @@ class LayerPlan(DroppedOnCopy):
 
 
 def refresh_plan(layer: Any) -> LayerPlan:
-    """Creates a new plan (`LayerPlan`) for a fused layer. This is done when the op is attached,
-    once per step, and after PEFT's state has changed.
+    """Creates a new plan (`LayerPlan`) for a fused layer. It is called when the op is attached,
+    once per step, and after PEFT changes the layer.
     """
     plan = layer.__dict__[_PLAN] = LayerPlan(layer)
     return plan
@@ -673,8 +675,9 @@ def projection_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -
 def shared_dtypes(
     x: Tensor, projections: Sequence[Projection], resolve: Callable[..., LoraDtypes] = cached_dtypes
 ) -> LoraDtypes | None:
-    """Returns the dtypes in which one function can compute all these projections of x. Returns None
-    if the projections have different dtypes, or if one of them computes its adapter branch in fp32.
+    """Returns the dtypes in which all these projections of x are computed. Returns None if one
+    function cannot compute all of them: if their dtypes differ, or if one of them computes its
+    adapter branch in fp32.
     """
     first = projections[0]
     features = x.shape[-1]

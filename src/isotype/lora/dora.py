@@ -1,12 +1,13 @@
-"""DoRA: each row of W + s B A is scaled to a trained length m (Liu et al. 2024, "DoRA:
-weight-decomposed low-rank adaptation").
+"""Implements DoRA, which scales each row of W + s B A to a trained length m (Liu et al. 2024,
+"DoRA: weight-decomposed low-rank adaptation").
 
-y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias. n contains the norms of the rows of W + s B A. The norms get
-no gradient, as in the paper and in PEFT. So the result is the same as in LoRA, multiplied by a
-factor for each output feature. The norm of each row is computed as n² = |W|² + 2 s <W Aᵀ, B> + s²
-<B (A Aᵀ), B>, without computing W + s B A. |W|² is computed once per weight. n is fp32. At the
-start of training m / n is near 1, and there the distance between two bf16 numbers is as large as
-the changes that training makes to m / n.
+The output of the layer is y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias. n contains the norms of the rows
+of W + s B A. No gradient is computed for these norms, as in the paper and in PEFT. So a DoRA layer
+computes a LoRA layer and multiplies each output feature by a factor. The norm of each row is
+computed as n² = |W|² + 2 s <W Aᵀ, B> + s² <B (A Aᵀ), B>, without computing W + s B A. |W|² is
+computed only once for each weight, because the weight is frozen. n is fp32. At the start of
+training, m / n is near 1. The distance between two bf16 numbers near 1 is as large as the changes
+that training makes to m / n.
 
 T is the number of tokens, K the number of input features, O the number of output features, and R
 the rank.

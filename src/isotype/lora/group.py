@@ -1,10 +1,11 @@
 """Computes several LoRA linear layers with the same input (Q, K and V, or gate and up) in one
-autograd function. One matrix product multiplies x by all A matrices.
+autograd function. All A matrices are concatenated, so that a single matrix multiplication computes
+x Aᵀ for all layers.
 
 These tensors are saved for backward: x once (or the tensors from which x is recomputed, see
 `ops.recomputable`), x Aᵀ of all projections, the weights, A and B, and one byte per element for
 each dropout. The gradient of x is the sum of the gradients through all layers. Each matrix product
-adds its result to this sum. The gated MLP (`mlp`) uses the functions of this module too.
+adds its result to this sum. The module `mlp` (gated MLPs) uses these functions too.
 
 T is the number of tokens, K the number of input features, O the number of output features of a
 projection, and R the sum of the ranks of all projections.
@@ -56,8 +57,8 @@ AdapterProducts = tuple[Tensor, Tensor, list[Tensor | None]]
 
 
 def rank_slices(b_matrices: Sequence[Tensor | None]) -> list[slice]:
-    """For each projection, returns the slice of the columns of x Aᵀ that belong to it. The slice is
-    empty for a projection without an adapter.
+    """x Aᵀ contains the columns of all projections. For each projection, returns the slice of its
+    columns. The slice is empty if the projection has no adapter.
     """
     slices = []
     start = 0
@@ -205,12 +206,12 @@ def input_gradient(
     *,
     calls_kernels_directly: bool = False,
 ) -> Tensor:
-    """Computes the gradient of x in `dtype`. It is the sum of dy W over all projections, plus dxa
-    A, which is the adapters' part. Only one weight is dequantised at a time.
+    """Computes the gradient of x in `dtype`. The gradient is the sum of dy W over all projections,
+    plus dxa A, which is the adapters' part. Only one base weight W is dequantised at a time, to
+    save memory.
 
-    The adapters' part is computed first and rounded to the compute dtype. Each matrix
-    multiplication dy W then adds its result to the adapters' part (`addmm_`). With the C++ kernels,
-    the adapters' part is added last, without being rounded first.
+    In PyTorch, the adapters' part is computed first and rounded to the compute dtype. For each
+    projection, `addmm_` then adds dy W to it. The C++ kernels add the adapters' part last, in fp32.
 
     keep_masks  None without dropout
     """

@@ -85,15 +85,15 @@ def resolve_dtypes(
 
     weight_dtype   the dtype of a dense weight; for a quantised weight the layer's compute dtype
     adapter_dtype  the promoted dtype of A and B; None without an adapter
-    x_dtype        the dtype of the input, if the input is not computed yet; only the device of x is
-                   then used
+    x_dtype        the dtype of the input, given if the input is not computed yet; then only the
+                   device of `x` is used
     branch_fp32    computes the adapter branch in fp32 if `compute` is narrower than fp32
 
-    The matrix product with a dense weight is computed in autocast's dtype if autocast is on. The
-    matrix product with a quantised weight is computed in the layer's compute dtype and returned in
-    the input's dtype, as in bitsandbytes. PEFT computes the adapter branch in autocast's dtype, or
-    in the adapter's dtype if autocast is off. If PEFT's dtype for the branch differs from
-    `compute`, the branch is computed in fp32, which loses no precision.
+    A dense weight is multiplied in autocast's dtype if autocast is on. A quantised weight is
+    multiplied in the layer's compute dtype, and the result is cast to the input's dtype, as in
+    bitsandbytes. PEFT computes the adapter branch in autocast's dtype, or in the adapter's dtype if
+    autocast is off. If PEFT's dtype for the branch differs from `compute`, the branch is computed
+    in fp32, which loses no precision.
 
     Raises  DtypeError DT001 if autocast is off and the dtypes of a dense weight and its input
             differ, as `nn.Linear` does
@@ -188,8 +188,8 @@ def base_weight(weight: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
 
 
 def should_run_adapter_first(x: Tensor) -> bool:
-    """Whether the matrix product with the adapter runs before the one with the base weight. This is
-    the case on a GPU if x has more than one row. For a single row, as in the generation of one
+    """Whether the adapter branch is computed before the matrix product with the base weight. This
+    is the case on a GPU if x has more than one row. For a single row, as in the generation of one
     token, packed weights have a special kernel, which cannot add its result to another tensor.
     """
     if x.is_cpu or planned_device_type(x.device) == "cpu":
@@ -214,9 +214,9 @@ def adapted_product(
     x.
 
     On a GPU the adapter branch is computed first, and the matrix multiplication with the base
-    weight adds its result to it. The matrix product of the adapter branch then only writes the
-    output, which is 2 bytes per element. If it ran second, it would read and write the output of
-    the base layer, which is 4 bytes per element.
+    weight adds its result to it. The adapter's matrix multiplication then only writes the output,
+    which takes 2 bytes per element. If the adapter came second, its matrix multiplication would
+    also read the output of the base layer, which takes 4 bytes per element in total.
 
     adapter_first   the result of `should_run_adapter_first(x)`
     calls_kernels_directly  the result of `can_call_kernels_directly` for x
@@ -341,8 +341,9 @@ def branch_gradients_fp32(
 
 
 class Projection(NamedTuple):
-    """The tensors of a linear layer with its adapter: weight [O K], or a packed weight with its
-    state; bias [O] or None; a [r K] and b [O r], or None without an adapter.
+    """Holds the tensors of a linear layer and its LoRA adapter. `weight` is [O K], or a packed
+    (quantised) weight with its state. `bias` is [O] or None. `a` is [r K] and `b` is [O r]; both
+    are None without an adapter.
 
     dropout    the probability with which elements of the branch's input are dropped
     dtype_key  all values that decide the call's dtypes besides the input and autocast: (the
@@ -423,9 +424,9 @@ class LinearChoices(NamedTuple):
 def choose_linear(
     ctx: Any, x: Tensor, scale: float, quant_state: Any, dtypes: LoraDtypes
 ) -> LinearChoices:
-    """Decides how a call of a LoRA layer is computed (see `LinearChoices`). It must be called
-    exactly once per forward, since `is_output_unused` counts the matrix products of a decoder
-    layer.
+    """Decides how a call of a LoRA layer is computed, and returns the decisions (`LinearChoices`).
+    Call this function exactly once per forward of the layer, because `is_output_unused` numbers the
+    matrix products of a decoder layer by counting its calls.
     """
     _, needs_weight, _, needs_a, _ = ctx.needs_input_grad[:5]
     is_unused = bool(layers_running) and is_output_unused(ctx)

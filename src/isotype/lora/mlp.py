@@ -1,17 +1,17 @@
 """`lora_mlp` computes down(activation(gate(x)) * up(x)), with LoRA on any of the three layers, in
 one autograd function.
 
-These tensors are saved for backward: x, the outputs of gate and up, and the matrix products with
+These tensors are saved for backward: x, the outputs of gate and up, and the inputs multiplied by
 the A matrices (tokens x rank). The result of the activation, and this result multiplied by the
-output of up, are not saved. Backward computes them again in the same pass as their gradients. Gate
+output of up, are not saved. Backward computes both again at the same time as their gradients. Gate
 and up may be a single layer of twice the width.
 
 In a decoder layer that is recomputed (gradient checkpointing), backward may overwrite the outputs
-of gate and up. On a GPU it overwrites these outputs with their gradients. It computes h and its
-gradient for one tile of tokens at a time. At most two tensors of the size tokens x inner features
-then exist at once, instead of six. If nothing reads the output of the recomputed layer, the
-recompute skips the matrix product of h with the base weight of `down`. Backward needs only the
-matrix product of h with the LoRA matrix A of `down`.
+of gate and up. On a GPU, backward writes the gradients of gate and up into the memory of their
+outputs. It computes h and its gradient for a few tokens at a time. So at most two tensors with the
+shape [tokens, inner features] exist at once, instead of six. If nothing reads the output of the
+recomputed layer, the recompute skips the matrix product of h with the base weight of `down`.
+Backward needs only the matrix product of h with the LoRA matrix A of `down`.
 
 T is the number of tokens, K the number of input features, I the number of inner features, and R the
 rank. h is activation(gate) * up.
@@ -382,9 +382,10 @@ def _can_recompute_from_x(flat_tensors: Sequence[Tensor | None], needs: Sequence
 def _save_adapters_only(
     x_TK: Tensor, flat_tensors: Sequence[Tensor | None], states: Sequence[Any]
 ) -> tuple[list[Tensor], AdapterProducts, AdapterProducts, Tensor]:
-    """Returns the values that a recompute saves for `_gradients_from_x`, in the same order as
-    `_compute_mlp`. Only A and B, which are cast, have real values. For all tensors that have one
-    row per token, the function returns placeholders without values.
+    """Returns the tensors that a recompute saves for `_gradients_from_x`, in the same order as
+    `_compute_mlp`. Only A and B are real tensors, cast to the dtype of the matrix products. For
+    each tensor with one row per token, the function returns a placeholder, because its values are
+    never read.
     """
     tokens = x_TK.shape[0]
     dtype = x_TK.dtype

@@ -1,11 +1,12 @@
-"""Computes matrix products with the adapter matrices A and B. One dimension of these matrix
-products is the rank of the adapter. C++ kernels compute them for bf16 on a CPU that has bf16
-instructions. PyTorch computes them in all other cases.
+"""Computes matrix products with the adapter matrices A and B. In these matrix products, one
+dimension is the rank of the adapter, which is small. C++ kernels compute them for bf16 on a CPU
+that has bf16 instructions. PyTorch computes them in all other cases.
 
 A kernel reads each large operand once, sums in fp32 and rounds the result once. The gradient of an
 adapter is summed and returned in fp32, although the operands are bf16 or fp16. On a CPU, PyTorch
-has no matrix product that does this. Without the kernels, the gradient is computed by two matrix
-products for bf16, and in blocks of rows for fp16. So no activation is converted to fp32 as a whole.
+has no matrix multiplication that does this. Without the kernels, the gradient is computed by two
+matrix multiplications for bf16, and in blocks of rows for fp16. So there is never an fp32 copy of a
+whole activation.
 
 T is the number of tokens, M and N are numbers of features, and R is the rank.
 """
@@ -85,8 +86,8 @@ def kernels_unavailable_reason() -> str:
 
 
 def can_run_kernels(x: Tensor) -> bool:
-    """Whether the kernels can compute matrix products with x. x must be a bf16 tensor on a CPU, and
-    the kernels must be available.
+    """Whether the C++ kernels can compute matrix products with x. This is true if x is a bf16
+    tensor on a CPU and the kernels are available.
     """
     if x.dtype is not torch.bfloat16 or not x.is_cpu:
         return False
@@ -288,7 +289,8 @@ def gradient_product(
 
 def product_fp32(left_TM: Tensor, right_TN: Tensor, scale: float = 1.0) -> Tensor:
     """Computes scale * leftᵀ @ right. The result is summed and returned in fp32 (in fp64 for fp64
-    operands). It is used for the gradient of an adapter, which is thus not rounded to bf16.
+    operands). This function computes the gradients of adapters, so that these gradients are not
+    rounded to bf16.
 
     The relative error for bf16 operands (2048 tokens, rank 16) is 1e-7 on a GPU, 4e-7 with the
     kernels, 2.5e-6 with two matrix products in bf16, and 1.7e-3 if the result is rounded to bf16.
@@ -325,12 +327,12 @@ def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
 
 
 def _two_term_product(left_TM: Tensor, right_TN: Tensor) -> Tensor:
-    """Returns the matrix product in fp32, as the sum of the product in bf16 and its rounding error.
-    A second matrix product computes the rounding error: it subtracts the bf16 result from its own
-    fp32 sum before it rounds this sum.
+    """Returns the matrix product in fp32, although PyTorch returns it only in bf16. A second matrix
+    multiplication computes the rounding error of the bf16 result: it subtracts this result from the
+    fp32 sum before it rounds the difference. The function returns the sum of the bf16 result and
+    its rounding error.
 
-    bf16 has the same range as fp32, so the bf16 product does not overflow earlier. On a CPU whose
-    `addmm` rounds before it adds, the computed error is zero.
+    On some CPUs, `addmm` rounds before it adds. The computed rounding error is then zero.
     """
     rounded_MN = left_TM.t() @ right_TN
     error_MN = torch.addmm(rounded_MN, left_TM.t(), right_TN, beta=-1.0)
@@ -456,8 +458,8 @@ def cast_adapters(
     features: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns (one tensor with all A, the list of all B), in `dtype`. If all A matrices are None,
-    the tensor with all A has no rows and is on the device of `like`. Within
+    """Returns (one tensor with all A, the list of all B), in `dtype`. If no projection has an
+    adapter, the first tensor has no rows and is on the device of `like`. Within
     `keep_cast_adapters`, the result of an earlier call is returned.
     """
     kept: dict[Any, Any] | None = getattr(_generation, "cast_adapters", None)

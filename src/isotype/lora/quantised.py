@@ -5,12 +5,12 @@ A packed weight is a tensor of bytes with a state. The state has the weight's sh
 dequantise the weight (`ops.packed`). The format is bitsandbytes' 4-bit format, or the format in
 which a checkpoint was published. Nothing in this module depends on the format.
 
-A weight is dequantised once for the matrix product in forward, and once for the matrix product in
-backward. With gradient checkpointing on a CPU, backward uses the copy that the recompute made, and
-then frees it. So a step makes two copies instead of three. Between recompute and backward, the
+Forward and backward each dequantise a weight before they multiply by it. With gradient
+checkpointing on a CPU, backward uses the copy that the recompute made, and then frees it. So a step
+dequantises each weight twice instead of three times. Between recompute and backward, the
 dequantised weights of one decoder layer stay in memory. On a GPU, dequantisation is one kernel
 launch, which reaches 85% of the memory bandwidth and takes 1% of a training step of Llama-3.1-8B.
-On a GPU, the copy would take 318 MB, so it is not kept and backward dequantises the weight again.
+On a GPU, a copy that is kept would take 318 MB of memory. So backward dequantises the weight again.
 
 T is the number of tokens, K the number of input features, and O the number of output features.
 """
@@ -31,8 +31,8 @@ _SHARED_COPY = "_isotype_wide"
 
 
 class DroppedOnCopy:
-    """Base class of values that belong to one layer. A copy or a pickle of the layer has None
-    instead of such a value.
+    """Base class of values that belong to one layer. If the layer is copied or pickled, such a
+    value is replaced by None.
     """
 
     __slots__ = ()
@@ -61,8 +61,9 @@ class SharedCopy(DroppedOnCopy):
 
 
 def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
-    """Computes x @ Wᵀ + bias in the dtype of x, with the dequantised weight. In a recompute on a
-    CPU, it uses a dequantised copy that backward uses again.
+    """Computes x @ Wᵀ + bias in the dtype of x, with the dequantised weight. If a checkpointed
+    layer is recomputed on a CPU, the function keeps its dequantised copy of W, and backward uses
+    this copy too.
 
     For its 4-bit formats, bitsandbytes has kernels that need no dequantised copy. These kernels run
     on a CPU. On a GPU, they run if x is a single row, as when one token is generated.
@@ -175,16 +176,16 @@ def forward_4bit(self: Any, x: Tensor) -> Tensor:
 
 
 def fix_compute_dtype(layer: Any, x: Tensor) -> None:
-    """Sets the compute dtype as bitsandbytes' layer does: if none was set, it becomes the dtype of
-    the first input.
+    """Sets the compute dtype as bitsandbytes' layer does. If the user did not set one, it is the
+    dtype of the first input.
     """
     layer.set_compute_type(x)
     layer.compute_type_is_set = True
 
 
 class PackedWeight(nn.Parameter):
-    """The bytes of a frozen packed weight, uint8[n], with its `quant_state`. Since they are bytes,
-    code that casts floating-point tensors or adds to fp8 weights does not change them.
+    """The bytes of a frozen packed weight, uint8[n], with its `quant_state`. Code that casts
+    floating-point tensors does not change these weights, because they are bytes.
     """
 
     quant_state: PackedState
@@ -198,8 +199,8 @@ class PackedWeight(nn.Parameter):
 
     @property
     def ds_shape(self) -> torch.Size:
-        """The shape of the weight. PEFT reads this attribute, which DeepSpeed defines, if a
-        parameter does not have the shape of the weight.
+        """The shape of the dequantised weight. The attribute's name is from DeepSpeed. PEFT reads
+        it to learn the real shape of a weight.
         """
         return self.quant_state.shape
 
@@ -219,8 +220,8 @@ class PackedLinear(nn.Linear):
     """A frozen linear layer with a packed weight. It is a subclass of nn.Linear, so that PEFT and
     other libraries that look for linear layers find it.
 
-    compute_dtype  the dtype of the matrix product; None means the input's dtype. The result has the
-                   input's dtype, as in bitsandbytes' layers
+    compute_dtype  the dtype of the matrix multiplication; None means the input's dtype. The result
+                   has the input's dtype, as in bitsandbytes' layers
     """
 
     weight: PackedWeight

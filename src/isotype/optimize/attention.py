@@ -1,12 +1,12 @@
-"""Replaces transformers' attention function by one that calls the op `attention`. A forward looks
-up the attention function in a table, which is one of its globals.
+"""Replaces transformers' attention function by one that calls the op `attention`. The forward of an
+attention layer looks up the attention function in a global table.
 
 On a CPU, PyTorch's function takes three to four times as long as the op in bf16. On a GPU, the op
-supports packed documents, sliding windows and softcaps without a mask of positions x positions. The
-output and the logsumexp of the op can also be kept, so that a recompute of the layer does not
-compute them again. The original function runs for calls that the op does not support (dropout, a
-bias, few queries as in generation, a compiled graph). It also runs for every other attention
-implementation of transformers.
+supports packed documents, sliding windows and softcaps without a mask of positions x positions.
+With gradient checkpointing, the output and the logsumexp of the attention can be kept, so that the
+recompute of the layer does not compute the attention again. The original function runs for calls
+that the op does not support (dropout, a bias, few queries as in generation, a compiled graph). It
+also runs for every other attention implementation of transformers.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def place_attention(
 
 
 def describe_backends(module: nn.Module) -> str:
-    """Returns the names of the attention back ends that a training step in bf16 uses on the device
-    of the module's weights.
+    """Returns the names of the attention back ends that compute this module in a training step in
+    bf16.
     """
     device = next((p.device for p in module.parameters()), torch.device("meta"))
     device = device if device.type == "cuda" else torch.device("meta")
@@ -243,8 +243,8 @@ def wrap_attention(
 
 def document_mask_blocker(model: nn.Module) -> str | None:
     """Returns the reason why this model needs an attention mask for packed documents. Returns None
-    if the bounds of the documents can replace the mask. They can if the op computes all attention
-    of the model, and if nothing else reads a mask.
+    if no mask is needed, because the op gets the start positions of the documents instead. This is
+    possible if the op computes all attention of the model and nothing else reads a mask.
     """
     language = get_language_part(inner_model(model))
     layers = [
@@ -290,9 +290,9 @@ PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def padding_mask_reason(model: Any) -> str | None:
-    """Returns the reason why this model needs a padding mask. Returns None if only causal attention
-    reads the mask. Padding on the right then needs no mask, because no real token attends to a
-    later position.
+    """Returns the reason why this model needs a padding mask, or None if it needs no such mask. A
+    model whose attention is causal needs no mask for padding on the right, because no real token
+    attends to a later position.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     config: Any = getattr(model, "config", None)
@@ -332,8 +332,8 @@ MASK_NEEDS_KEY = "_isotype_mask_needs"
 
 
 def mask_needs(model: nn.Module) -> MaskNeeds:
-    """Returns the masks that a model needs. The result is cached separately for training and for
-    evaluation mode. `optimize` and `restore` delete the cached result.
+    """Returns which masks a model needs. There is one cached result for training mode and one for
+    evaluation mode. `optimize` and `restore` delete both.
     """
     # vars() bypasses nn.Module.__setattr__
     needs_by_mode: dict[bool, MaskNeeds] = vars(model).setdefault(MASK_NEEDS_KEY, {})

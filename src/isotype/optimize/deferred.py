@@ -110,7 +110,9 @@ class Recipe:
         return [self.hidden, self.weight, self.bias]
 
     def with_sources(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Recipe:
-        """Returns a copy of the recipe with these tensors as hidden, weight and bias."""
+        """Returns a copy of this `Recipe` in which `hidden`, `weight` and `bias` are replaced by
+        these tensors.
+        """
         return replace(self, hidden=hidden, weight=weight, bias=bias)
 
     def check(self) -> None:
@@ -152,7 +154,7 @@ class Recipe:
 
     def compute(self) -> Tensor:
         """Computes the real logits in the dtypes of the model's own computation. The result has an
-        autograd graph if gradients were enabled when the head was called.
+        autograd graph if the head was called without `torch.no_grad`.
         """
         with (
             torch.inference_mode(self.hidden.is_inference()),
@@ -378,8 +380,9 @@ def _tanh(x: DeferredLogits) -> DeferredLogits | None:
 
 
 def _clone(x: DeferredLogits, **rest: Any) -> DeferredLogits | None:
-    """A clone with a graph stays deferred, since DDP clones the output of a forward. A clone
-    without a graph is computed at once, because such a clone is made to keep the values.
+    """If the clone has an autograd graph, it stays deferred, because DDP clones the output of every
+    forward. Without an autograd graph, the clone is computed at once, because the caller wants to
+    keep its values.
     """
     if rest or not _requires_grad(x):
         return None

@@ -58,7 +58,8 @@ _METADATA = {
 class Graph(torch.autograd.Function):
     """Adds a deferred tensor to autograd's graph. This is needed for code that bypasses
     `__torch_function__`, such as autograd functions, TorchScript, and `vmap` and other transforms.
-    Its backward recomputes the tensor from its sources and differentiates the result.
+    Backward computes the tensor again from its sources, and then computes the gradients of the
+    sources.
 
     make     returns the deferred tensor
     sources  the tensors from which it is computed, with their graphs

@@ -1,5 +1,5 @@
-"""Computes values of each row of deferred logits without storing all logits. These values are a
-selected logit, the logsumexp, the mean, or the most likely class.
+"""Computes a value for each row of deferred logits without storing all logits. This value is the
+logit of a given class, the logsumexp, the mean, or the most likely class.
 
 Preference losses use these values. For example, TRL's ORPO and CPO losses gather a logit, subtract
 the logsumexp, and write the mean of the logits to the log. T is the number of rows, H the hidden
@@ -131,8 +131,8 @@ def gather(x: Any, dim: Any = None, index: Any = None, **rest: Any) -> Tensor | 
 
 
 def compute_per_row(x: Any, output: str, classes: Tensor | None = None) -> Tensor:
-    """Computes one output of `linear_log_probs` for each row, as [*n]. `classes` is only needed for
-    outputs that depend on the class.
+    """Computes one output of `linear_log_probs` for each row, as [*n]. `classes` contains one class
+    per row. It is needed only if the output depends on the class, as a log-probability does.
     """
     recipe = x.recipe
     if classes is None:
@@ -158,8 +158,8 @@ def is_lossless_cast(x: Any, dtype: torch.dtype) -> bool:
     """Whether deferred logits may stay deferred when they are cast to `dtype`. They may stay
     deferred if `dtype` is fp32, because the ops compute in fp32 in any case. They may also stay
     deferred if `dtype` is the dtype in which the head computes and no scale or softcap was applied.
-    Any other cast computes the real logits. For example, the loss of fp16 logits has another value,
-    and an observer must see fp64 logits.
+    Any other cast computes the real logits. For example, a cast to fp16 rounds the logits, which
+    changes the loss.
     """
     is_unscaled = x.recipe.inner_factor == 1.0 and x.recipe.outer_factor is None
     return dtype == torch.float32 or (is_unscaled and dtype == x.recipe.head_dtype)
@@ -343,8 +343,8 @@ def _sum(
 
 
 def _select_rows(function: Callable[..., Any]) -> Callable[..., DeferredLogProbs | None]:
-    """Returns a function that slices or reshapes the rows of deferred log-probabilities. The
-    returned function calls `function` with the deferred logits.
+    """Returns a function that slices or reshapes deferred log-probabilities. It does this by
+    calling `function` with the deferred logits.
     """
 
     def rule(x: DeferredLogProbs, *args: Any, **kwargs: Any) -> DeferredLogProbs | None:

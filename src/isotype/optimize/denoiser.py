@@ -5,8 +5,8 @@ A block has one residual stream for the picture and one for the text, or one str
 SD3). A block is recognised by its child modules and by its output for a small test input. The new
 forward calls the children of the block and uses `gated_residual` to add their outputs to the
 residual. In a block with one stream, the input of the last layer is the concatenation of
-attention's output and the activation. Backward recomputes the concatenation and the activation from
-their inputs.
+attention's output and the activation. The concatenation and the activation are not saved. Backward
+computes them again.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class _ProbeLayer(nn.Module):
     """Replaces a child module in the test by a simple function. The input of this function is one
     tensor, or one tensor for the picture and one for the text.
 
-    extra_count  number of further outputs; each is a vector computed from the embedding, or at the
-                 position `repeat_at` the rows again
+    extra_count  number of further outputs; each is a vector that is computed from the embedding.
+                 The output at the position `repeat_at` is a copy of the rows instead
     """
 
     def __init__(
@@ -399,7 +399,9 @@ def is_plain_norm(module: Any) -> bool:
 
 
 def is_adaptive_norm(module: nn.Module) -> bool:
-    """Whether this is a norm of diffusers that has a linear layer for scale and shift."""
+    """Whether this is an adaptive norm of diffusers: a norm with a linear layer that computes its
+    scale and shift.
+    """
     layers = ("linear", "silu", "norm")
     return (
         type(module).__module__.startswith("diffusers.")
@@ -420,8 +422,8 @@ def layer_norm_forward(
 
 
 def modulate(norm: Any, x: Tensor, scale_BH: Tensor, shift_BH: Tensor) -> Tensor:
-    """Computes norm(x) * (1 + scale) + shift. It uses the op if `place_norm` has installed it and
-    no hook changes the norm.
+    """Computes norm(x) * (1 + scale) + shift. It uses the op if `place_norm` installed the op on
+    this norm, and if no hook changes the input or output of the norm.
     """
     if (
         getattr(vars(norm).get("forward"), "__func__", None) is layer_norm_forward

@@ -1,5 +1,5 @@
-"""Contains the new forwards of the modules in which `optimize` places an op. It also contains a
-check that these modules are unchanged. This check runs in each step.
+"""Contains the forwards that `optimize` installs on the modules that it changes. In each step, a
+check in this file tests that nobody has changed these modules since.
 
 There is one forward for each kind of module: norms, decoder layers, gated MLPs and rotary
 functions. `norms`, `layers`, `gated` and `rotary` find the modules.
@@ -72,10 +72,10 @@ USUAL_EPSILON = 1e-6
 class NormSettings:
     """Describes how a norm runs `rms_norm`.
 
-    eps_attribute  the name of the attribute with epsilon, which is read in every call because it
-                   may change; None if epsilon is a constant in the code of the class
-    saves_input    whether a LoRA layer or attention that reads the norm's output saves the norm's
-                   input instead
+    eps_attribute  the name of the attribute that contains epsilon; every call reads it again,
+                   because it may change. None if epsilon is a constant in the code of the class
+    saves_input    whether the next layer (a LoRA layer or attention) saves the input of the norm
+                   for backward, instead of the norm's output
     """
 
     eps_attribute: str | None
@@ -231,8 +231,9 @@ def _is_checkpointed_by_call() -> bool:
 
 
 def drop_cache(arguments: dict[str, Any]) -> None:
-    """Removes the key-value cache from a layer's arguments, because a recompute would fill it a
-    second time. It warns once, as the layers of transformers do.
+    """Removes the key-value cache from a layer's arguments. With gradient checkpointing, the layer
+    runs twice and would add its keys and values to the cache twice. It warns once, as the layers of
+    transformers do.
     """
     removed = [name for name in CACHES if arguments.get(name) is not None]
     arguments.update(dict.fromkeys(removed))

@@ -1,12 +1,12 @@
 """Lets decoder layers compute in fp32, in a run whose `precision.compute` is fp16.
 
-fp16 ends at 65504. Some models were trained in bf16, and the residual stream of a few of their
-layers has larger values. Loss scaling does not help, since the overflow is in the forward pass.
-These layers then get fp32 weights and inputs and run without autocast. All other layers compute in
-fp16.
+The largest fp16 number is 65504. Some models were trained in bf16, and in a few of their layers the
+residual stream has larger values. Loss scaling does not help, since the overflow is in the forward
+pass. These layers then get fp32 weights and inputs and run without autocast. All other layers
+compute in fp16.
 
-`find_overflowing_layers` runs the model once, with every layer in fp32. So it measures the values
-that fp16 cannot hold. `use_fp32_layers` changes the layers for the rest of the run.
+`find_overflowing_layers` runs the model once, with every layer in fp32. So it finds the layers
+whose values are too large for fp16. `use_fp32_layers` changes the layers for the rest of the run.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class _Meter:
                 self.add(float(value.detach().abs().amax()))
 
     def try_fp16(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Computes the layer in fp16, too. A fused op does not show the values between its parts."""
+        """Also runs the layer in fp16, to find overflows inside fused ops, whose intermediate
+        values cannot be observed.
+        """
         if self.largest.get(self.name, 0.0) > MAX_VALUE:
             return
         half = _map_tensors((args, kwargs), _to_half)
@@ -104,7 +106,9 @@ class _Meter:
 
 
 def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Applies the function to each tensor of a value, also in tuples, lists and dictionaries."""
+    """Applies the function to each tensor in a value, which may be a tensor, or a tuple, list or
+    dictionary with tensors.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (tuple, list):
@@ -159,7 +163,9 @@ class _Fp32Layer:
 
 
 def _widen_layer(layer: nn.Module, undo: list[Callable[[], None]]) -> None:
-    """Casts the weights of a layer to fp32, and lets its norms and 4-bit layers compute in fp32."""
+    """Casts the weights of a layer to fp32. The norms and the 4-bit layers inside it then compute
+    in fp32 too.
+    """
 
     def set_value(target: Any, attribute: str, value: Any) -> None:
         previous = getattr(target, attribute)

@@ -1,6 +1,7 @@
 """Recognises and replaces gated MLPs. These are modules whose forward computes
-down(activation(gate(x)) * up(x)). The names of their layers do not matter. gate and up map H
-features to I features, and down maps I to H.
+down(activation(gate(x)) * up(x)). The names of their layers do not matter. The layers `gate` and
+`up` have H input features and I output features, and `down` has I input features and H output
+features.
 """
 
 from __future__ import annotations

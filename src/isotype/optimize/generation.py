@@ -5,16 +5,16 @@ Generation and training can disturb each other in two ways. First, sampling uses
 generators as dropout and the data order. Therefore, after the first training step, generation uses
 a separate stream of random numbers, which the caller can restart with a seed. There is one
 exception: if an attached trainer generates samples to train on them (GRPO, OnlineDPO), generation
-uses the same generators as training (`sample_from_training_state`). Second, a layer with gradient
-checkpointing in training mode discards the key-value cache. Each new token would then attend only
-to itself. Gradient checkpointing is therefore switched off during generation. `linear_4bit`
+uses the same generators as training (`sample_from_training_state`). Second, layers that use
+gradient checkpointing ignore the key-value cache in training mode. Each new token would then attend
+only to itself. Gradient checkpointing is therefore switched off during generation. `linear_4bit`
 prevents bitsandbytes from changing 4-bit weights in evaluation mode.
 
-Each new token is a forward of one row. On a CPU, most of its time is the reading of the weights.
-PyTorch's product with one row reads a bf16 weight at half the speed of the memory, so that linear
-layers use a C++ kernel (`lora.products.few_rows_product`). The adapters are not merged: a merge
-into bf16 rounds away 1% to 13% of the effect of an adapter. They are cast once per call of
-`generate`.
+Each new token is a forward of one row. On a CPU, this forward spends most of its time on reading
+the weights. PyTorch reads a bf16 weight at half the speed of the memory if the input has one row.
+Linear layers therefore use a C++ kernel (`lora.products.few_rows_product`). The adapters are not
+merged: a merge into bf16 rounds away 1% to 13% of the effect of an adapter. They are cast once per
+call of `generate`.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ _sampling_mode = _SamplingMode()
 
 @contextmanager
 def sample_from_training_state() -> Iterator[None]:
-    """Within this block, generation uses the same random generators as training. It is used for a
-    training step that trains on its own samples.
+    """Within this block, generation uses the same random generators as training. Trainers that
+    generate samples and train on them (such as GRPO) use it.
     """
     previous = _sampling_mode.uses_training_generators
     _sampling_mode.uses_training_generators = True

@@ -1,10 +1,10 @@
 """Replaces the head of a causal LM, and computes the loss without storing all logits.
 
 Isotype's training loop passes targets to the model's forward (`Targets`). The head then computes
-the loss with an op, and the model's output contains the loss instead of logits. In other training
-loops, the head returns deferred logits if the forward gets labels or runs inside `deferring`.
-Deferred logits are computed only when they are needed. In all other cases the head returns plain
-logits.
+the loss with an op, and the model's output contains the loss instead of logits. Other training
+loops do not pass `Targets`. For them, the head returns deferred logits, which are computed only
+when they are needed. It does so if the forward gets labels or runs inside `deferring`. In all other
+cases the head returns plain logits.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def head_forward(self: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def head_weight(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """Returns the head's weight. A packed weight is dequantised once for the loss and its gradient."""
+    """Returns the head's weight. If the weight is packed (quantised), it is dequantised only once,
+    and the loss and its gradient use the same copy.
+    """
     if type(head) is PackedLinear:
         return widen(head.weight, head.weight.quant_state, head.compute_dtype or hidden.dtype)
     return head.weight
@@ -205,8 +207,9 @@ def remove_hooks(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The targets that a training loop passes to a causal LM to get a loss instead of logits. N of
-    the B x T rows have a target.
+    """Contains the targets for a causal LM. A training loop passes them to the model so that the
+    model returns a loss instead of logits. B x T is the number of tokens, and N of them have a
+    target.
 
     classes  int64[N]  the class of each row, or -100
     rows     int64[N]  the indices of these rows in the flattened B x T; None for all rows in
@@ -226,8 +229,8 @@ class Targets:
     def loss_from_hidden(
         self, head: nn.Linear, hidden: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
-        """Computes the loss from hidden states in fp32. It uses an op that does not store all
-        logits.
+        """Computes the loss from hidden states in fp32. The op that it calls never stores the
+        logits of all tokens.
         """
         x_NH = hidden.reshape(-1, hidden.shape[-1])
         x_NH = x_NH if self.rows is None else x_NH.index_select(0, self.rows)

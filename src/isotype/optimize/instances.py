@@ -85,8 +85,8 @@ def place_replacement(
     op: str,
     note: str = "",
 ) -> Placement:
-    """Installs `forward` on the module with the recognised settings. If `settings_or_reason` is a
-    text, it is the reason why the module cannot be replaced, and the module is not changed.
+    """Installs `forward` on the module, if `settings_or_reason` contains settings. If it is a text,
+    the text is the reason why the module cannot be replaced, and the module is not changed.
     """
     if isinstance(settings_or_reason, str):
         return make_placement(part, path, module, None, settings_or_reason)
@@ -134,8 +134,8 @@ class ProbeLayer(nn.Module):
 
 
 def module_kind(module: Any) -> tuple[Any, ...]:
-    """Returns a key that describes the code and the settings of a module. Two modules with the same
-    key compute the same function of their weights.
+    """Returns a key that describes the code and the settings of a module. If two modules have the
+    same key, they differ only in their weights.
     """
     parts = tuple((name, type(child), _settings(child)) for name, child in module.named_children())
     weights = tuple(

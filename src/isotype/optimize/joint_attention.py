@@ -80,9 +80,9 @@ def is_candidate(module: nn.Module) -> bool:
 
 @cache_by_kind
 def recognise(module: Any) -> tuple[JointSettings, type] | str:
-    """Returns the settings with which `compute_joint_attention` computes the same output as this
-    module for a small test input, and the class of the module's processor. If no settings give the
-    same output, returns a text with the reason.
+    """Finds the settings with which `compute_joint_attention` gives the same output as this module
+    for a small test input. Returns these settings and the class of the module's processor. If there
+    are no such settings, returns a text with the reason.
     """
     unknown_form_reason = (
         "for random inputs, its output differs from one attention over all its tokens"

@@ -45,7 +45,8 @@ class Children:
 
 def find_children(module: nn.Module) -> Children | str:
     """Finds the norms, the attention and the MLP of a decoder layer. If the layer has child modules
-    of other kinds, returns a text with the reason. Identities and dropouts with p = 0 are ignored.
+    of other kinds, returns a text that says so. `nn.Identity` modules and dropouts with p = 0 are
+    ignored.
     """
     children = {
         n: c

@@ -22,8 +22,8 @@ from ..precision.quantised_base import (
 
 @dataclass(slots=True)
 class Manifest:
-    """Lists the changes that `optimize` made to a model. `print(manifest)` prints one line for all
-    modules of the same kind.
+    """Lists the changes that `optimize` made to a model. `print(manifest)` prints one line for each
+    kind of module, not one for each module.
 
     precision  the declared precision as text; "" without one
     entries    each module that `optimize` considered, and the op that it placed there

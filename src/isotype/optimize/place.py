@@ -311,8 +311,8 @@ def _place_row_ops(
 def _place_attention(
     path: str, module: nn.Module, tables: rotary.Tables, on_cpu: bool
 ) -> list[Placement]:
-    """Installs a copy of an attention layer's forward in which the rotary function and the
-    attention function are replaced.
+    """Replaces the forward of an attention layer. The new forward is a copy that calls other
+    functions for the rotary embedding and for the attention.
     """
     device_type = "cpu" if on_cpu else "cuda"
     placements: list[Placement] = []

@@ -89,9 +89,9 @@ def make_tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]
 
 @cache
 def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
-    """Finds out which dimensions this function rotates together. Returns the setting `Pairs` with
-    which `rope` computes the same output for tables with the model's layout. Returns None if there
-    is no such setting.
+    """Finds out which pairs of dimensions this function rotates. Returns the value of `Pairs` with
+    which `rope` computes the same output for tables with the model's layout, or None if there is no
+    such value.
     """
     size = 8
     generator = torch.Generator().manual_seed(0)
@@ -182,8 +182,8 @@ def fill_meta_buffers(module: nn.Module) -> nn.Module:
 def place_rotary(
     path: str, module: nn.Module, tables: Tables, replacements: list[Replacement]
 ) -> Placement:
-    """Adds a replacement of the rotary function to `replacements`. The caller later creates a copy
-    of the module's forward that uses these replacements.
+    """Adds the new rotary function to `replacements`. The caller then creates a copy of the
+    module's forward that calls the functions in `replacements`.
     """
     function_name = rotary_name(module)
     forward = type(module).forward

@@ -3,8 +3,9 @@ fused_lm_head=True)` returns the same fields as with TRL's head.
 
 TRL's trainers (SFT, DPO, KTO, GRPO, RLOO and others) install a forward on the model
 (`add_fused_lm_head`). This forward runs the backbone, applies the head to the labelled positions
-and returns values for each token. This module reads its settings (temperature, softcap, scale,
-fields) from the variables of its closure. Without `fused_lm_head=True`, TRL's forward runs.
+and returns values for each token. The settings of TRL's forward (temperature, softcap, scale,
+fields) are variables of its closure, and this module reads them there. Without
+`fused_lm_head=True`, TRL's forward runs.
 """
 
 from __future__ import annotations

@@ -214,8 +214,8 @@ def write_pipeline(folder: Path, *, vae_steps: int, seed: int = 0) -> float:
 
 
 def _train_vae(steps: int, rng: random.Random) -> tuple[Any, float]:
-    """Trains an AutoencoderKL on shapes. Its shift and scale factors give the latents mean 0 and
-    standard deviation 1. Returns the VAE and its last error.
+    """Trains an AutoencoderKL on shapes. Its shift and scale factors are set so that the latents
+    have mean 0 and standard deviation 1. Returns the VAE and its last error.
     """
     import torch
     from diffusers import AutoencoderKL
