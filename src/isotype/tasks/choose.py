@@ -79,9 +79,10 @@ _SMALLER_RUNS: tuple[dict[str, str], ...] = (
 
 
 def plan_smaller_runs(loaded: LoadedConfig, device: str | None) -> dict[str, int]:
-    """Plans the run with settings that need less memory: recomputed layers, a step of single rows, a
-    quantised base, and frozen blocks in host memory. Returns the settings and the bytes at the
-    peak. Settings that the run refuses are left out.
+    """Plans the run again with several combinations of settings that need less memory: recomputed
+    layers, micro-batches of one row, a quantised base model, and frozen blocks in host memory.
+    Returns a mapping from each combination to its peak memory in bytes. A combination that is not
+    valid for this run is left out.
     """
     config = loaded.config
     print_status("the run does not fit: planning it with settings that need less memory")

@@ -139,9 +139,9 @@ def _find_change(
     continuity: Continuity,
 ) -> str | None:
     """Returns the name of the first tensor that a callback changed. A parameter or an optimizer
-    state has changed if it was written, replaced, frozen or unfrozen. For a buffer, only rounding
-    of its values to a narrower dtype counts as a change, because the model may write other values
-    to its buffers when it generates.
+    state has changed if it was written, replaced, frozen or unfrozen. A buffer has changed only if
+    its values were rounded to a narrower dtype. Other values do not count as a change, because the
+    model itself may write to its buffers when it generates text.
     """
     changed_name = next(
         (key for key in previous.keys() | current.keys() if previous.get(key) != current.get(key)),

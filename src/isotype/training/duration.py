@@ -2,10 +2,10 @@
 result.
 
 The header of a run uses the measured time of a trial step. `isotype plan` runs no model. On a CPU,
-it measures for about 0.2 s how fast this machine multiplies matrices and reads weights, and computes
-the times from the FLOPs of the longest rows and from the bytes of the weights. We did not do this
-for a GPU: the time of a small step or of a generated token is then mostly the time of kernel
-launches, which these two figures do not contain.
+it measures for about 0.2 s how fast this machine multiplies matrices and reads weights, and
+computes the times from the FLOPs of the longest rows and from the bytes of the weights. There is no
+such estimate for a GPU. There, a small step or a generated token mostly spends its time on kernel
+launches, and the FLOPs and the bytes do not show this time.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def measure_flops_per_second(dtype: torch.dtype) -> float:
 
 
 def measure_bytes_per_second(dtype: torch.dtype) -> float:
-    """Measures how fast a matrix product of one row reads its weight. The weight of 64 MiB does not
-    fit into the caches of most processors.
+    """Measures how many bytes of a weight per second a matrix product with a single row reads. The
+    weight has 64 MiB, so it does not fit into the caches of most processors.
     """
     from ..lora.products import linear_for_few_rows
 
@@ -147,8 +147,8 @@ def measure_bytes_per_second(dtype: torch.dtype) -> float:
 
 
 def _fastest(action: Callable[[], object]) -> float:
-    """Returns the seconds of the fastest of the calls that fit into MEASURED_SECONDS. The first call
-    is not counted.
+    """Calls the function again and again for MEASURED_SECONDS, and returns the time of the fastest
+    call in seconds. The first call is not counted.
     """
     action()
     end = time.perf_counter() + MEASURED_SECONDS

@@ -211,9 +211,9 @@ def _save_result(loop: Loop, target: Path, world: World) -> _SavedResult:
 
 
 def _round_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Rounds the trained weights to the dtype of the file. After rounding, the loss on a single row
-    is the same as that of the loaded result. The weights are not trained any more after they are
-    rounded.
+    """Rounds the trained weights to the dtype of the file. After this, the trained model has the
+    same loss on a single row as the result that is loaded from the file. The weights are not
+    trained any more after they are rounded.
     """
     with torch.no_grad():
         for p in model.parameters():

@@ -98,8 +98,8 @@ def non_finite_gradients(
 def smaller_update_advice(
     learning_rate: float, clip: float | None, names: SettingNames = RUN_FILE_NAMES
 ) -> str:
-    """Returns advice on how to make the updates smaller. Settings that are already in use are left
-    out.
+    """Returns advice on how to make the updates smaller. The advice names only settings that the
+    run does not use yet.
     """
     advice = f"lower {names.learning_rate} (it is {learning_rate:g})"
     if not clip:

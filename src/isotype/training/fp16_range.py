@@ -22,11 +22,12 @@ from .setup import PreflightSubject
 
 
 def choose_fp32_layers(subject: PreflightSubject, folder: RunFolder) -> str:
-    """Lets the layers whose values do not fit fp16 compute in fp32. Returns a note for the
-    manifest, or "" if there are no such layers.
+    """Makes the layers whose values do not fit fp16 compute in fp32. Returns a sentence that
+    describes this change, or "" if there are no such layers.
 
-    A sharded model is not changed, because a process has only parts of a layer's weights. If such a
-    model overflows, the trial step refuses the run.
+    A sharded model is not changed, because a process has only parts of a layer's weights. If the
+    values of such a model do not fit fp16, the trial step reports an error and the run does not
+    start.
     """
     prepared = subject.prepared
     precision = prepared.resolved.precision
@@ -55,7 +56,10 @@ def choose_fp32_layers(subject: PreflightSubject, folder: RunFolder) -> str:
 
 
 def _measure(subject: PreflightSubject) -> dict[str, float]:
-    """Measures the layers on the longest rows. If the forward fails, the trial step reports why."""
+    """Returns the layers whose values do not fit fp16 in a forward pass on the longest rows, each
+    with its largest absolute value. Returns {} if the forward pass fails, because the trial
+    step then reports the error.
+    """
     prepared = subject.prepared
     batch = subject.make_batch(subject.longest_rows)
     forward = partial(

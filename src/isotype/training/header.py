@@ -74,9 +74,10 @@ def header_rows(
 
 
 def detail_rows(task: Task, prepared: Prepared) -> Header:
-    """Returns the rows that are printed only with `--verbose`. The log always contains them. These
-    rows show the dtype of each role with the reason for the preset, the sources of the data, the
-    ops in each part of the model, attention and recomputation.
+    """Returns the rows that are printed only with `--verbose`. The log always contains them. They
+    show the dtype of each kind of tensor (weights, gradients, ...) and the reason for the precision
+    preset. They also show the sources of the data, the ops in each part of the model, the attention
+    implementation and the recomputation.
     """
     resolved = prepared.resolved
     checkpointing = prepared.checkpointing
@@ -144,9 +145,9 @@ def _describe_memory(prepared: Prepared, trial: Trial) -> str:
 
 
 def _describe_time(task: Task, schedule: RunSchedule, trial: Trial) -> str:
-    """Returns a text with an upper estimate of the run's time: the time of the steps, the
-    evaluations, the samples and the check of the result, computed as if all rows were as long as
-    the longest row. Returns "" if no batch was timed.
+    """Returns a text with an upper estimate of the run's time. It is the time of the steps, the
+    evaluations, the samples and the check of the result if all rows were as long as the longest
+    row. Returns "" if no batch was timed.
     """
     if trial.batch_seconds is None:
         return ""

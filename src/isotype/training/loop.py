@@ -275,7 +275,9 @@ class Loop:
         self._run_callbacks("step", row)
 
     def _set_serving(self, step: int) -> None:
-        """Sets whether the layers multiply by weights that are rounded to a served format."""
+        """Sets whether the layers round their weights to the format of `adapter.serve_as` before
+        they multiply by them.
+        """
         adapter = self.config.adapter
         if adapter.serve_as is not None:
             is_active = step >= served_start(adapter, self.schedule.total)
@@ -471,8 +473,9 @@ class Loop:
 
     def _keep_evaluation_rows(self) -> None:
         """Makes a resumed run evaluate the same rows as before, even if its number of steps has
-        changed. If a checkpoint stores no stride for the evaluation, an earlier version of Isotype
-        wrote it. Such a version evaluated all rows after each tenth of the run.
+        changed. Some checkpoints do not contain the setting that says which rows an evaluation
+        uses. They are from an earlier version of Isotype, which evaluated all rows after each tenth
+        of the run.
         """
         evaluated_rows = self.progress.evaluated
         is_default = self.config.train.eval_every is None
@@ -501,10 +504,10 @@ class Loop:
         return result
 
     def _observe_short_sample(self) -> None:
-        """Records the dtypes of every operator while one short sample is generated. The dtypes are
-        the same as in a whole round of samples, because the operators are the same for every prompt
-        and every token. Observing a whole round would be slow. With a model of 24 layers, a whole
-        round took 14.7 s without observation and 104 s with it.
+        """Records the dtypes of every operator while one short sample is generated. This is
+        sufficient, because the operators are the same for every prompt and every token. To record a
+        whole round of samples would be slow: with a model of 24 layers, a round took 14.7 s without
+        recording and 104 s with it.
         """
         with self.observer.watch(0, role="generate") as observation:
             self.task.sample(self.model, self.device, is_shortened=True, world=self.model_world)

@@ -67,9 +67,10 @@ class MixedAdamW(torch.optim.Optimizer):
     any dtype.
 
     gradient   returns the accumulated gradient of a parameter
-    state      dtype of the moments. If it is bf16, they are rounded as the weight is. The moments of
-               an fp32 weight are rounded stochastically: the second moment changes by a thousandth
-               per step, and rounding to nearest would remove such changes
+    state      dtype of the moments. Moments in bf16 are rounded in the same way as their weight
+               (`rounding`). If the weight is fp32, they are rounded stochastically: the second
+               moment changes by a thousandth per step, and rounding to nearest would remove such
+               changes
     rounding   how weights are rounded to their dtype: nearest or stochastic
     seed       seed of the random numbers for stochastic rounding. The random numbers depend only on
                the seed, the step and the position of the element. So a resumed run needs no stored
@@ -518,8 +519,8 @@ class Ema:
         torch._foreach_lerp_(averages, weights, 1 - share)
 
     def observed_dtypes(self) -> list[tuple[str, str, str]]:
-        """Returns a tuple (precision role, tensor name, dtype) for the moving average of each
-        weight, as `Task.observed_dtypes` does.
+        """Returns a tuple for the moving average of each weight: the name of the precision setting
+        (`ema`), the name of the tensor, and its dtype.
         """
         return [
             ("ema", name, format_dtype(average.dtype)) for name, average in self.averages.items()
@@ -555,9 +556,9 @@ class Ema:
 
 
 def group_counters(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
-    """Returns the numbers that an optimizer stores in each of its parameter groups, so that a
-    checkpoint can store them. Examples of such numbers are Prodigy's estimate of the learning rate
-    and the weights with which a schedule-free optimizer averages.
+    """Returns the numbers that an optimizer changes in each of its parameter groups. A checkpoint
+    stores them. Examples of such numbers are Prodigy's estimate of the learning rate and the
+    weights with which a schedule-free optimizer averages.
     """
     counter_keys = ("k", "weight_sum", "lr_max", "scheduled_lr", "d", "d_max", "d_numerator")
     return [

@@ -430,8 +430,8 @@ def plan_processes(
 ) -> ProcessesPlan:
     """Plans the memory of one process for each kind of parallelism.
 
-    task         a task whose setting `train.batch_size` is equal to the number of rows of a
-                 micro-batch in `batching`
+    task         a task whose setting `train.batch_size` is the number of rows that one process has
+                 in a micro-batch
     whole_model  the plan of a process that has the whole model
     """
     available = device_setup.hardware.memory

@@ -1,5 +1,6 @@
-"""Prepares a run from its configuration. The steps are the device, the precision and the data, then
-how processes share the work, then the model and recomputation, and then the optimizer.
+"""Prepares a run from its configuration. It first prepares the device, the precision and the data.
+Then it decides how the processes share the work, builds the model, decides which layers are
+recomputed, and builds the optimizer.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class RunChange:
 def compare_settings(
     loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole
 ) -> list[RunChange]:
-    """Prints and returns the settings that differ from the last start. Raises UsageError for a
-    setting that must not be changed when a run is resumed.
+    """Prints and returns the settings whose values differ from those at the last start. Raises
+    UsageError for a setting that must not be changed when a run is resumed.
     """
     resolved = resolve_precision(
         loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles
@@ -129,8 +129,8 @@ def _is_compared_path(change: Change, folder: RunFolder) -> bool:
 
 
 def _mask_paths(value: Any) -> Any:
-    """Replaces each path in the sources of data by `PATH`, so that only their other settings are
-    compared.
+    """Replaces each path in the data sources by `PATH`, so that a comparison finds only differences
+    in the other settings.
     """
     if isinstance(value, str):
         return "PATH"
@@ -320,8 +320,8 @@ def read_previous_settings(folder: RunFolder) -> RunConfig:
 
 
 def record_resume(folder: RunFolder, step: int | None, run_changes: Sequence[RunChange]) -> None:
-    """Records that the run is resumed after this step, with the changes. If `step` is None, the run
-    begins again, and earlier records are removed.
+    """Records that the run is resumed after step `step`, and what has changed since the last start.
+    If `step` is None, the run begins again from step 1, and the earlier records are removed.
     """
     if step is None:
         (folder.path / RESUMES).unlink(missing_ok=True)

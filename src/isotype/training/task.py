@@ -174,8 +174,8 @@ class Evaluation:
 
     @classmethod
     def combine(cls, sets: Mapping[str, Evaluation]) -> Evaluation:
-        """Returns one evaluation for all sets together. Its `losses_by_part` contains the loss of
-        each set.
+        """Combines the evaluations of several evaluation sets into one `Evaluation`. Its
+        `losses_by_part` contains the loss of each set.
         """
         evaluations = list(sets.values())
         weight = sum(evaluation.weight for evaluation in evaluations)
@@ -261,8 +261,8 @@ class StepOutline:
 
 
 class Task(Protocol):
-    """One kind of training, such as training of a language model, with the configuration of one
-    run.
+    """Implements one kind of training, for example the training of a language model. Each object
+    belongs to one run and contains its configuration.
     """
 
     config: RunConfig
@@ -278,14 +278,14 @@ class Task(Protocol):
 
     @property
     def roles(self) -> Mapping[str, str]:
-        """The roles of `precision` that only this kind of run has, as a mapping. Each key is a
-        role. Its value is the default dtype of this role, or the name of another role whose dtype
-        is used by default.
+        """Maps the keys of the section `precision` that only this kind of run has, for example
+        `vae`, to their defaults. A default is a dtype, or the name of another key whose dtype is
+        used.
         """
 
     def observed_dtypes(self) -> Iterable[tuple[str, str, str]]:
-        """Returns a tuple (role, tensor, dtype) for each tensor of the last step that has one of
-        the roles in `roles`.
+        """Returns the dtypes that the tensors for the keys in `roles` had in the last step, as
+        tuples (key, tensor, dtype).
         """
 
     @property
@@ -313,7 +313,8 @@ class Task(Protocol):
     def build_model(
         self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None
     ) -> tuple[nn.Module, Manifest]:
-        """Returns the model to train, and the manifest of the parts that Isotype replaced.
+        """Returns the model to train, and the `Manifest`, which lists the modules that Isotype
+        replaced.
 
         device  the device of the run; if `part` is given, the weights are on the CPU
         folder  where a randomly initialised model (`model.init: random`) is stored, so that a
@@ -366,8 +367,9 @@ class Task(Protocol):
     def prepare_training(
         self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
     ) -> Header:
-        """Does work on the model when the run starts, before a checkpoint is restored. Returns rows
-        for the header. Raises UsageError.
+        """Is called once at the start of a run, after the model is built and before a checkpoint is
+        restored. For example, it computes the reference log-probabilities of preference pairs.
+        Returns rows for the header. Raises UsageError.
         """
 
     def split_by_shape(self, rows: Sequence[Any]) -> Sequence[Sequence[Any]]:
@@ -430,8 +432,9 @@ class Task(Protocol):
 
     @property
     def sample_forwards(self) -> float | None:
-        """The time of a whole round of samples, in forwards of one token. None if the run generates
-        no samples, or if a sample is not made token by token.
+        """The time of a whole round of samples, divided by the time of one forward pass on a single
+        token. None if the run generates no samples, or if the model does not generate token by
+        token.
         """
 
     def sample(
@@ -478,7 +481,7 @@ class Task(Protocol):
 
     def header(self) -> Header:
         """Returns the rows about the data for the run's header. The rows show the amount of data,
-        what the model learns from one example, and what the user has to know.
+        what the model learns from one example, and warnings about the data.
         """
 
     def header_details(self) -> Header:
@@ -497,8 +500,8 @@ class Task(Protocol):
     def model_notes(
         self, model_outline: ModelOutline, precision: Precision
     ) -> tuple[str, list[str]]:
-        """Returns the name of the architecture, and the notes about the base model for `isotype
-        plan`. Raises UsageError in the same cases as `build_model`.
+        """Returns the name of the architecture, and sentences about the base model that `isotype
+        plan` prints. Raises UsageError in the same cases as `build_model`.
         """
 
     def plan_facts(self) -> dict[str, Any]:

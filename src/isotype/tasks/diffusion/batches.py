@@ -25,7 +25,7 @@ from .pixels import Size
 @dataclass(frozen=True)
 class Row:
     """A row of the data. It contains the keys under which the store has the row's latents and
-    captions. In each step, one key of each kind is chosen at random.
+    captions. Each time the row is used, one window and one caption are chosen at random.
 
     latents   the key of the latents of each window
     mirrored  the keys of the windows' mirror images; empty if pictures are not mirrored

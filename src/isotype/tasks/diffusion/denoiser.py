@@ -58,8 +58,9 @@ def build_denoiser(
     device_type: str,
     part: Part | None = None,
 ) -> tuple[nn.Module, Manifest]:
-    """Builds the model to train, and the manifest of what Isotype replaced in it. If the model is
-    sharded over several processes, `part` is the part of the weights that this process will keep.
+    """Builds the model to train. Also returns the `Manifest`, which lists the modules that Isotype
+    replaced in the model. If the model is sharded over several processes, `part` is the part of the
+    weights that this process will keep.
     """
     denoiser.requires_grad_(config.adapter.kind == "none")
     if config.adapter.kind == "none":
@@ -162,8 +163,8 @@ def outline_base(folder: PipelineFolder, config: RunConfig) -> Any:
 
 
 def outline_frozen_base(folder: PipelineFolder, config: RunConfig, precision: Precision) -> Any:
-    """Builds the same model as `load_frozen_base` on the meta device, without weights. It is
-    quantised in the same way. Raises UsageError.
+    """Builds the same model as `load_frozen_base` on the meta device, without weights. Its layers
+    are quantised like those of the model of `load_frozen_base`. Raises UsageError.
     """
     if (quantisation := folder.published_quantisation) is not None:
         return _with_encoder_outlines(

@@ -1,4 +1,6 @@
-"""Computes facts about a run's pictures. The run's header, plan, report and files contain them."""
+"""Describes the pictures of a run, for example their number, their sizes and their captions. The
+run's header, plan, report and files contain this description.
+"""
 
 from __future__ import annotations
 

@@ -393,7 +393,7 @@ def _row_picture(
 
 
 def _cell_content(cell: Any, column: str, file: Path, position: tuple[int, int]) -> Content:
-    """Returns the picture in a cell. Raises BadPicture."""
+    """Returns the picture that a cell of a Parquet file contains. Raises BadPicture."""
     if isinstance(cell, dict) and isinstance(cell.get("path"), str) and not cell.get("bytes"):
         cell = cell["path"]
     if isinstance(cell, bytes) or (isinstance(cell, dict) and isinstance(cell.get("bytes"), bytes)):

@@ -292,8 +292,9 @@ def _read_with_metadata(
 ) -> Iterable[Picture]:
     """Yields the pictures of a folder that are listed in its metadata file. A picture that is not
     listed cannot be used, because it has no caption. If each picture has a picture before the edit
-    (its control), both can be in the same folder. Then not every file belongs to its own row, so
-    all rows of the metadata file are yielded.
+    (its control), both can be in the same folder. Then some files of the folder are only the
+    picture before an edit, so this function yields one picture for each row of the metadata file
+    and not for each file.
     """
     rows = list(
         read_table_pictures(
@@ -443,7 +444,8 @@ class UnusablePictures:
         self.rows.setdefault(origin, BadRow(origin, reason))
 
     def refuse_unusable(self, usable_count: int, *, fix: str | None = None) -> None:
-        """Raises a UsageError that lists the bad pictures, unless they may be left out.
+        """Raises a UsageError that lists the bad pictures. Does nothing if `images.on_bad_row` is
+        `skip` and few pictures are bad.
 
         usable_count  number of pictures that can be used
         fix           the advice in the error message; `images.on_bad_row: skip` is added to it if
@@ -634,7 +636,8 @@ def refuse_other_class_pictures(
     model. If some pictures of the folder must still be generated, the error is also raised if any
     other setting in `facts` differs.
 
-    facts  the settings with which pictures are generated, by their keys in the folder's record
+    facts  the settings with which the run generates class pictures, with the keys that the folder's
+           record uses
     """
     incomplete_folders = {picture.path.parent for picture in missing}
     for source in sources:

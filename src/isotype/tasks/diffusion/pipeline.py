@@ -494,8 +494,8 @@ class PipelineFolder:
             )
 
     def pipeline(self, dtype: torch.dtype, **parts: Any) -> Any:
-        """Builds the pipeline. The parts in `parts` are used in place of those in the folder. A
-        part that is not needed is None.
+        """Builds the pipeline. The parts in `parts` replace the parts of the folder that have the
+        same names. A part that is not needed is None.
         """
         import diffusers
 

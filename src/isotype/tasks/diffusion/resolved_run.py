@@ -179,9 +179,9 @@ class ResolvedRun:
 
 
 def _open_pipeline(config: RunConfig) -> PipelineFolder:
-    """Opens the pipeline that `model.name` names. If it is a single file, its schedule is changed
-    as the markers in the file say. If `model.init` is `random`, the configuration of its denoiser
-    is set. Raises UsageError.
+    """Opens the pipeline that `model.name` names. If the pipeline is a single file, the markers in
+    this file determine the noise schedule. If `model.init` is `random`, the denoiser gets the
+    configuration from `model.config`. Raises UsageError.
     """
     pipeline = PipelineFolder.open(
         str(config.model.name), revision=config.model.revision, vae=config.model.vae

@@ -89,8 +89,9 @@ def save_lora(
 
 def _part_settings(settings: Mapping[str, Any], part: str, family: Family) -> dict[str, Any]:
     """Returns the settings of an adapter for one part of the pipeline. A pattern for ranks or
-    alphas may be the full name of a module (`^NAME`). Such a pattern is kept only for the part that
-    contains the module, with the name that the module has in this part.
+    alphas may be the full name of a module (`^NAME`). Then only the settings of the part that
+    contains this module get the pattern, and the pattern uses the name that the module has within
+    this part.
     """
     changed = dict(settings)
     for key in ("rank_pattern", "alpha_pattern"):
@@ -188,8 +189,8 @@ def load_result(
     device: torch.device,
     part: Part | None = None,
 ) -> nn.Module:
-    """Loads the result of a run under the run's precision. This is a denoiser, or an adapter for a
-    denoiser that is loaded again. An adapter is loaded with the pipeline's method
+    """Loads the result of a run in the run's precision. The result is a denoiser or an adapter. For
+    an adapter, its base denoiser is loaded too. An adapter is loaded with the pipeline's method
     `load_lora_weights`, or with PEFT if the pipeline has no such method.
 
     Raises  RunError SV001 if a tensor of the file is missing in the model or is different there;
@@ -485,9 +486,9 @@ def comfyui_name(module: str, family: Family) -> str:
 
 def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> dict[str, Tensor]:
     """Returns the factors of a LoKr adapter for ComfyUI. The small factor is multiplied by PEFT's
-    scale alpha / r, and no alpha is written. If the file contained an alpha, ComfyUI would divide
-    this alpha by the rank of a factor that is stored as two matrices. If no factor is stored as two
-    matrices, ComfyUI would ignore alpha.
+    scale alpha / r, and no alpha is written, because ComfyUI does not use alpha as PEFT does.
+    ComfyUI divides alpha by the rank of the factor that is stored as two matrices. If neither
+    factor is stored as two matrices, ComfyUI ignores alpha.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():

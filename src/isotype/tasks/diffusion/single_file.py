@@ -92,8 +92,8 @@ def _checkpoint_names(names: Iterable[str], model_names: set[str]) -> dict[str, 
 
 
 def _read_checkpoint(file: Path, model_names: set[str]) -> str | dict[str, Tensor]:
-    """Returns the input for diffusers' reader. This is the file, or its renamed tensors if the
-    reader does not know their names.
+    """Returns what diffusers' reader gets as its input: the path of the file or, if the reader does
+    not know the names of the file's tensors, the tensors under new names.
     """
     checkpoint_names = _checkpoint_names(_read_headers(file), model_names)
     if all(name == checkpoint_name for name, checkpoint_name in checkpoint_names.items()):

@@ -140,9 +140,9 @@ def collate(
     """Makes a batch of rows. They are padded on the right to the length that `padded_length`
     computes from the longest row. No loss is computed for padding.
 
-    Either all rows must have pictures, or no row may have any. If no row is packed, the batch has a
-    mask. If a row is packed, the batch has positions in place of the mask, and the padding is
-    treated as another document.
+    Either all rows must have pictures, or no row may have any. If no row is packed, the batch has
+    an attention mask. If a row is packed, the batch has positions in place of this mask. Then the
+    padding at the end of a row counts as one more document.
     """
     longest = padded_length(max(len(row.input_ids) for row in rows), device_type)
     input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)

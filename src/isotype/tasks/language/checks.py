@@ -255,8 +255,8 @@ def check_new_tokens(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def untrained_rows(weight: Tensor, rows: list[int]) -> list[int]:
-    """Returns those numbers in `rows` whose row of `weight` is nearly zero, or nearly equal to the
-    mean of all rows of `weight`.
+    """Looks at the rows of `weight` whose indices are in `rows`. Returns the indices of the rows
+    that are nearly zero, or nearly equal to the mean of all rows of `weight`.
 
     weight  F[V H]
     inside  the mean is computed in fp32, over at most 4096 rows
@@ -307,8 +307,8 @@ def _embedding_table(subject: PreflightSubject, *, output: bool) -> Any:
 
 def check_positions(subject: PreflightSubject) -> Iterator[Finding]:
     """Runs the check PF020, which finds rows with more tokens than the model has positions. If the
-    model has a table of positions, this is an error. Rotary positions have no limit, but the model
-    was not trained on the larger angles.
+    model has a table of positions, this is an error. A model with rotary positions accepts any
+    position, but it was not trained on positions beyond its limit.
     """
     model: Any = inner_model(subject.prepared.model)
     position_count = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -347,9 +347,10 @@ def check_packing(subject: PreflightSubject) -> Iterator[Finding]:
     predictions for another document.
 
     The positions separate the documents, because every attention back end of transformers converts
-    them to a mask or to cumulative lengths. But some layers ignore the positions. Examples are a
-    layer with a state that runs along the row (a convolution or a recurrence), a custom attention,
-    and an attention whose mask does not depend on positions (GPT-OSS).
+    them to a mask or to cumulative lengths. But some layers ignore the positions. Convolutions and
+    recurrent layers pass information from one token to the next ones, whatever their positions are.
+    Some models have their own implementation of attention, or an attention mask that does not
+    depend on positions (GPT-OSS).
     """
     if not subject.config.data.packing:
         return

@@ -199,8 +199,8 @@ class HeadInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeadRecorder(Targets):
-    """An object of this class is passed to the teacher in place of the targets of a loss. It
-    records the inputs of the teacher's head, and no loss is computed.
+    """Records the inputs of the teacher's head. The teacher gets an object of this class in place
+    of the targets, so that it computes no loss.
     """
 
     heads: list[HeadInputs] = field(default_factory=list)

@@ -48,7 +48,8 @@ KTO_MEASURES = (
 def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Computes the same metrics as TRL for a step or an evaluation. `sums` contains the mean of
     each measured value over all answers of the step or evaluation. If there are no wanted answers,
-    the metrics for wanted answers are left out. The same applies to unwanted answers.
+    the metrics for wanted answers are left out. If there are no unwanted answers, the metrics for
+    unwanted answers are left out.
     """
     metrics = {name: sums[name] for name in ("rewards/accuracies", "kl")}
     for side, share in (("chosen", sums["wanted"]), ("rejected", 1.0 - sums["wanted"])):

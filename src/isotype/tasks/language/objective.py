@@ -97,8 +97,8 @@ class Objective(ABC):
     def collate(self, rows: Sequence[Any], *, pad_id: int, device_type: str) -> Batch: ...
 
     def outline_batch(self, batch: Any) -> Any:
-        """Builds the batch of this objective for a memory plan. It is made from `batch`, which is a
-        batch of tokens without data.
+        """Builds a batch of this objective for a memory plan. `batch` contains the tensors of the
+        tokens, which have shapes but no data.
         """
         return batch
 

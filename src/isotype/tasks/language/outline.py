@@ -235,8 +235,8 @@ def _empty_batch(rows: int, length: int, device: torch.device, *, packing: bool)
 
 def _fill_inverse_frequencies(model: nn.Module) -> None:
     """Gives values to the frequencies of rotary modules, on the CPU. `optimize` runs such a module
-    to find out how its tables repeat. For this, any values are right as long as the frequencies
-    differ from each other.
+    to find out how its tables repeat the frequencies. Any values are sufficient for
+    this if the frequencies differ from each other.
     """
     for module in model.modules():
         for name, _ in module.named_buffers(recurse=False):

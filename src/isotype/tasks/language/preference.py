@@ -390,8 +390,8 @@ def pair_losses(objective: str, settings: PreferenceSection, log_probs: PairLogP
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """Computes ln(1 - e^x) for x < 0 without cancellation. For x near 0, the function goes to -inf.
-    There the result is the value at x = -1e-6.
+    """Computes ln(1 - e^x) for x < 0 without cancellation. The function goes to -inf if x goes to
+    0. Therefore the result for x > -1e-6 is the value at x = -1e-6.
     """
     x = x.clamp(max=-1e-6)
     return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))

@@ -158,8 +158,8 @@ def batch_prompts(
 
 
 def batch_duration(prompts: int) -> float:
-    """Estimates how many times as long a batch takes as one prompt. On a CPU, a product of one row
-    and a weight takes 0.52 ms, of 4 rows 0.66 ms and of 8 rows 1.05 ms.
+    """Estimates how many times as long a batch takes as one prompt. On a CPU, the product of a
+    weight matrix with 1 row takes 0.52 ms, with 4 rows 0.66 ms and with 8 rows 1.05 ms.
     """
     return 1.0 + 0.15 * (prompts - 1)
 

@@ -160,7 +160,7 @@ class LanguageTask:
             self.prompts = run_prompts(config.run, data, self.tokenizer)
 
     def encode(self, device: torch.device) -> None:
-        """Does nothing, because no other model encodes the data."""
+        """Does nothing, because a language run does not encode its data with another model."""
 
     def build_model(
         self, precision: Precision, device: torch.device, folder: Path, part: Part | None = None

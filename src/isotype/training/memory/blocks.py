@@ -356,9 +356,8 @@ def plan_offload(
            of a block, including the recomputation of its forward, needs twice as many FLOPs as the
            forward.
     The copy of a block happens at the same time as the computation of the previous block, so the
-    longer of the two times is counted. The estimate does not count norms and layers outside of the
-    blocks. Their time does not depend on where the blocks are kept. In reality, some copies can
-    also happen during this time.
+    longer of the two times is counted. The estimate does not count the time of norms and of layers
+    outside of the blocks, because this time does not depend on where the blocks are kept.
     """
     frozen_blocks = get_frozen_blocks(model)
     if frozen_blocks is None:

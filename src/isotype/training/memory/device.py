@@ -3,14 +3,15 @@ and chooses recomputation so that a step fits into the memory.
 
 With `train.gradient_checkpointing: auto`, no layer is recomputed if the planned memory fits.
 Otherwise as few layers as possible are recomputed, beginning with the first layers of the model.
-Most memory is in use at the end of forward. There, it does not matter which layers are recomputed,
-because each recomputed layer saves the same amount of memory. In backward, it does matter. The last
-layers run again while the activations of all other layers are still in memory. When the first
-layers run again, those activations have already been freed.
+Most memory is in use at the end of forward. For the memory at this point, it does not matter which
+layers are recomputed, because each recomputed layer saves the same amount. For the memory in
+backward, it does matter. The last layers run again while the activations of all other layers are
+still in memory. When the first layers run again, those activations have already been freed.
 
 A layer that is recomputed may still keep some of its tensors in memory, so that these tensors need
-not be computed again. For each byte of memory, keeping the output of attention saves the most time.
-So this output is kept (`train.keep_attention`) if the step then still fits into the memory.
+not be computed again. Of all these tensors, the output of attention saves the most time for each
+byte of memory. So this output is kept (`train.keep_attention`) if the step then still fits into the
+memory.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ def choose_checkpointing_by_plan(
 
 
 def memory_saving_advice(config: RunConfig, checkpointing: str) -> str:
-    """Returns advice on settings that use less memory. Settings that are already in use are left
-    out.
+    """Returns advice on settings that save memory. The advice names only settings that the run does
+    not use yet.
 
     checkpointing  the kind of recomputation of the run; if it is not decided yet, the value of
                    `train.gradient_checkpointing`

@@ -123,9 +123,8 @@ def plan_memory(
     step_outline   the task's largest step, evaluation and sample
     checkpointing  which layers are recomputed in backward
     device_type    the device for which the step is planned: cpu or cuda
-    earlier_plan   a plan of the same step with another choice of recomputation. The new plan takes
-                   over the numbers for the evaluation and the sample, because evaluations and
-                   samples do not recompute anything.
+    earlier_plan   a plan of the same step with another choice of recomputation. The evaluation and
+                   the sample recompute nothing, so their numbers are copied from this plan
     A step for a GPU is simulated on meta tensors, so this also works on a machine without a GPU. If
     a step cannot be simulated, `persistent_bytes` is still exact, and `not_simulated` contains the
     reason.
@@ -161,8 +160,8 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """The bytes of one FSDP unit. These numbers include the padding with which the rows of the unit
-    can be split into equal parts.
+    """The bytes of one FSDP unit. These numbers include padding: FSDP adds rows to each weight, so
+    that every process gets the same number of rows.
 
     weights   bytes of all weights
     trained   bytes of the trained weights
@@ -299,9 +298,7 @@ def plan_persistent_memory(
 
 
 def ema_bytes(model: nn.Module, train: TrainSection, precision: Precision) -> int:
-    """Returns the bytes of the moving averages for the setting `train.ema`. Returns 0 if it is not
-    set.
-    """
+    """Returns the bytes of the moving averages of the weights, or 0 if `train.ema` is not set."""
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if train.ema is None:
         return 0
@@ -421,8 +418,8 @@ def _measure_peak(
     model: nn.Module,
     device: torch.device,
 ) -> int:
-    """Returns the largest number of bytes of tensors that exist during `run`, minus the bytes that
-    existed before it.
+    """Calls `run`. Returns the largest number of bytes of the tensors that existed during this
+    call, minus the number of bytes before the call.
     """
     live.restart_peak()
     start_bytes = live.current_bytes

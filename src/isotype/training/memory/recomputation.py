@@ -227,9 +227,9 @@ def _prepare_and_run(
 class OnWhileRecording:
     """A switch that is true only while autograd records operators.
 
-    If a layer is in training mode and its switch is on, transformers disables its cache. If the
-    switch were always True, there would be no cache when the model generates text in training mode,
-    and the layer would see only the newest token.
+    If a layer is in training mode and this switch is true, transformers disables the layer's cache.
+    With a switch that is always true, a model that generates text in training mode would have no
+    cache, and the layer would see only the newest token.
     """
 
     def __bool__(self) -> bool:

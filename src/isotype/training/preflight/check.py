@@ -1,9 +1,10 @@
 """Implements the preflight, which runs all checks before step 1 and writes preflight.json. If a
 check finds an error, the run does not start.
 
-The checks run in phases, and the fast checks come first. The first phase checks facts that need no
-step. The later phases check the data, then the memory, and then run a trial step. If a phase finds
-an error, the later phases do not run. The task adds its own checks to each phase.
+The checks run in phases, and the fast checks come first. The first phase checks what can be known
+from the settings and the model, without running it. The later phases check the data, then the
+memory, and then run a trial step. If a phase finds an error, the later phases do not run. The task
+adds its own checks to each phase.
 """
 
 from __future__ import annotations

@@ -170,8 +170,8 @@ def check_update_sizes(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def _update_advice(trainable: str, optimizer: str, rate: float, names: SettingNames) -> str:
-    """Returns advice on how to make updates larger or to round them better. Settings that are
-    already in use are left out.
+    """Returns advice on how to make updates larger, or how to round them so that they are not lost.
+    The advice names only settings that the run does not use yet.
     """
     larger_rate = f"a {names.learning_rate} above {rate:g}"
     if trainable == "fp32":

@@ -43,9 +43,10 @@ class Flux2Edit(Flux2):
     edits_pictures = True
 
     def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
-        """Gives the pipeline the latents of the picture before the edit. The pipeline would encode
-        this picture itself, in another size. It gets an empty picture instead, and the method that
-        encodes the picture returns the latents.
+        """Makes the pipeline use the latents of the picture before the edit. If the pipeline got
+        this picture, it would scale the picture to another size and encode it again. So the
+        pipeline gets an empty picture, and its method that encodes pictures is replaced by a
+        function that returns the latents.
         """
         from PIL import Image
 

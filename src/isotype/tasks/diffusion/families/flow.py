@@ -212,7 +212,7 @@ class Flux2(Family):
         return tokens_to_latents(output_NTC[:, : height * width], height, width)
 
     def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
-        """Converts the pipeline's output, which consists of the denoiser's tokens."""
+        """Converts the pipeline's output to latents. The output consists of the denoiser's tokens."""
         factor = self.latents.downscale(pipe.vae.config)
         return tokens_to_latents(output, size.height // factor, size.width // factor)
 
@@ -236,7 +236,9 @@ class Flux2Klein(Flux2):
     takes_negative_prompt = True
 
     def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
-        """Converts the pipeline's output, which consists of latents with the VAE's own scale."""
+        """Converts the pipeline's output to the latents of the denoiser. The output consists of
+        latents with the VAE's own scale.
+        """
         return self.latents.normalise(pipe.vae, self.latents.patchify(output))
 
 
@@ -254,8 +256,8 @@ class QwenImage(PackedTokens):
     guidance_argument = "true_cfg_scale"
 
     def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """Returns the layers of the last block that only change the text. The text after the last
-        block is not used.
+        """Returns the layers of the last block that compute only outputs for the text tokens. The
+        model does not use these outputs.
         """
         last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
         return (f"{last}.attn.add_q_proj", f"{last}.attn.to_add_out", f"{last}.txt_mlp")
@@ -347,8 +349,8 @@ class SD3(Family):
     text_arguments = POOLED_ARGUMENTS
 
     def unused_layers(self, denoiser: Any) -> tuple[str, ...]:
-        """Returns the layers of the last block that compute the queries of the text. The text after
-        the last block is not used.
+        """Returns the layers of the last block that compute the queries of the text tokens. The
+        model does not use the output of the last block for the text tokens.
         """
         return tuple(
             f"transformer_blocks.{i}.attn.add_q_proj"

@@ -21,8 +21,8 @@ from .family import (
 
 
 class IdeogramLatents(PatchedLatents):
-    """Latents as those of Flux.2. In the order of the channels, the row and the column within a
-    patch come first, and the VAE's channel last.
+    """Latents as those of Flux.2. The channels are sorted by the row within the patch, then by the
+    column, then by the VAE's channel.
     """
 
     def patchify(self, x_NCHW: Tensor) -> Tensor:

@@ -26,9 +26,10 @@ class KandinskyLatents(Latents):
 
 
 class Kandinsky5(Family):
-    """Kandinsky 5, in its form for pictures. A picture is a video of one frame, with the channels
-    last. The denoiser gets the text embeddings of a vision-language model and CLIP's pooled text
-    embedding. It has no mask for the text, so that captions are not padded.
+    """The version of Kandinsky 5 that generates pictures. The denoiser gets a picture as a video of
+    one frame, with the channels in the last dimension. It also gets the text embeddings of a
+    vision-language model and CLIP's pooled text embedding. It has no mask for the text, so that
+    captions are not padded.
     """
 
     pipeline = "Kandinsky5T2IPipeline"
@@ -66,8 +67,8 @@ class Kandinsky5(Family):
         text: Text,
         conditioning: Conditioning,
     ) -> Tensor:
-        """Returns the denoiser's prediction. Captions of different lengths are not one batch: each
-        row has its own forward pass then.
+        """Returns the denoiser's prediction. If the captions have different lengths, they cannot
+        form one batch. Then each row has its own forward pass.
         """
         lengths = conditioning.lengths or (text["text"].shape[1],) * len(noisy_NCHW)
         if len(set(lengths)) > 1:

@@ -13,8 +13,8 @@ from .flow import PackedTokens, pack_latents, position_ids, unpack_latents
 
 
 class Krea2(PackedTokens):
-    """Krea 2. Tokens of text and picture are one sequence. A text token has the outputs of several
-    layers of a vision-language model, which the denoiser combines.
+    """Krea 2. The text tokens and the picture tokens form one sequence. For each text token, the
+    denoiser gets the outputs of several layers of a vision-language model, and combines them.
     """
 
     pipeline = "Krea2Pipeline"

@@ -15,7 +15,7 @@ from .flow import PackedTokens, pack_latents, position_ids, unpack_latents
 
 class LongCatImage(PackedTokens):
     """LongCat-Image. The denoiser gets the text embeddings of a vision-language model, padded to a
-    fixed length. The rows and columns of the picture are counted from this length on.
+    fixed length. The row and column ids of the picture's tokens start at this length, not at 0.
     """
 
     pipeline = "LongCatImagePipeline"
@@ -77,8 +77,8 @@ class LongCatImage(PackedTokens):
 
 
 def _text_ids(length: int, device: torch.device) -> Tensor:
-    """Returns the position ids of the text, fp32[S 3]. The ids of a token are 0, and its position
-    twice.
+    """Returns the position ids of the text, fp32[S 3]. The three ids of the token at position s are
+    0, s and s.
     """
     ids_S3 = torch.arange(length, device=device).float()[:, None].repeat(1, 3)
     ids_S3[:, 0] = 0
