@@ -56,8 +56,8 @@ ONE_PROCESS = Parallel(REPLICATE)
 
 
 def configured_parallel(config: RunConfig, world: World) -> Parallel | None:
-    """Returns the kind of parallelism that the configuration names. Returns None if it is `auto`
-    and the planned memory must decide.
+    """Returns the kind of parallelism that the configuration names. Returns None if it is `auto`,
+    because the kind then depends on the planned memory.
 
     Raises  UsageError if this kind is not possible for this run or this number of machines
     """

@@ -269,9 +269,9 @@ class _TrainingRun:
 
     def _run_preflight(self, loop: Loop, prepared: Prepared) -> tuple[Outcome, list[str], Trial]:
         """Runs the checks before step 1. Returns the outcome of the checks, the names of the trial
-        runs whose dtypes were observed, and the measurements of the trial step. The
-        `PreflightSubject` refers to the model. This object is not kept after the method returns, so
-        that `finish` can free the model.
+        steps, evaluations and samples whose dtypes were recorded, and the measurements of the trial
+        step. The `PreflightSubject` refers to the model, so this method does not keep it. Otherwise
+        `finish` could not free the model.
         """
         self.world.record_progress(0, "the preflight")
         subject = PreflightSubject(

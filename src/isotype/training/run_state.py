@@ -49,7 +49,7 @@ class RunState:
     stream     yields the training rows, and has a position that is saved
     world      the processes of the run; they save and restore its state together
     precision  the name that the run's precision has in its checkpoints
-    precision_roles  maps each role of the run's precision to its dtype
+    precision_roles  maps each key of the run's precision to its dtype
     """
 
     model: nn.Module
@@ -94,8 +94,8 @@ class RunState:
         self, store: CheckpointStore, checkpoint: Checkpoint, *, is_best: bool
     ) -> None:
         """Writes the checkpoint. If the processes share the model, each process writes its own
-        part. Otherwise the first process writes the whole checkpoint. Raises RunError CK001 when
-        the disk cannot be written.
+        part. Otherwise the first process writes the whole checkpoint. Raises RunError CK001 if the
+        checkpoint cannot be written to the disk.
         """
         sharding = self.stepper.sharding
         if sharding is None:

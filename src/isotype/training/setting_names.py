@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SettingNames:
-    """The names by which messages call the settings. The default names are the keys of a
+    """The names that messages use for the settings. The default names are the keys of a
     configuration file.
 
     checkpoint_layers  the setting, with its value, for gradient checkpointing of every layer

@@ -303,7 +303,7 @@ class PreflightSubject:
     observer            records the dtypes in each trial step, evaluation and sample
     violation_severity  how severe it is if a dtype is not the declared one
     observations        for each trial step, evaluation or sample: its name -> the recorded dtypes
-    names               the names by which messages call the settings
+    names               the names that messages use for the settings
     trial               the measurements of the trial step
     """
 

@@ -343,8 +343,8 @@ def record_resume(folder: RunFolder, step: int | None, run_changes: Sequence[Run
 
 
 def _read_resumes(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
-    """Returns the steps and the changes that resumes.json contains. Entries of another form are
-    ignored.
+    """Returns the steps and the changes that resumes.json contains. Entries that do not have the
+    expected form are ignored.
     """
     record = folder.read_json(RESUMES)
     steps = record.get("steps")

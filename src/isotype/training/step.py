@@ -257,8 +257,9 @@ class Stepper:
         )
 
     def _scale_gradients(self, factor: float) -> None:
-        """Multiplies the gradients by a factor before the update. An optimizer that multiplies them
-        itself reads them only once and does not round them again.
+        """Multiplies the gradients by a factor before the update. Some optimizers multiply the
+        gradients themselves, during the update. They read the gradients only once and do not round
+        them again.
         """
         if factor == 1.0:
             return
@@ -402,8 +403,8 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 def _norms_in_chunks(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns the norms of chunks of the gradients. On a CPU, `vector_norm` would copy a whole
-    gradient to fp32. The chunks are copied to the same buffer, because the C library keeps the
-    memory of many small copies.
+    gradient to fp32 and use much memory. All chunks are copied to the same buffer, because the C
+    library would not return the memory of many small copies to the system.
     """
     buffer = torch.empty(_NORM_CHUNK, dtype=torch.float32, device=gradients[0].device)
     norms = []

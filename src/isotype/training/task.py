@@ -107,8 +107,8 @@ class IdleBatch:
 
 
 class Feed(Protocol[Row]):
-    """An endless sequence of training rows. `state` returns the current position. With `restore`,
-    another feed continues from this position.
+    """An endless sequence of training rows. `state` returns the current position. If another `Feed`
+    restores this state with `restore`, it continues from the same position.
     """
 
     def take(self, count: int) -> Sequence[Row]: ...
@@ -218,7 +218,7 @@ class Check:
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """A run's model on the meta device. It has every shape and dtype, but no data.
+    """A run's model on the meta device. Its tensors have shapes and dtypes, but no data.
 
     model      the model with its adapter and precision
     trainable  number of elements that are trained
@@ -390,8 +390,8 @@ class Task(Protocol):
         If `metric_names.measures` is not empty, the result is float[1 + measures]. It contains the
         sum of the losses, followed by the sums of the measures, which have no gradient.
 
-        divisor  the number by which the sums are divided; an op divides within its own computation,
-                 so that a gradient is rounded only once
+        divisor  the number by which the sums are divided. Isotype's ops divide before they round
+                 their result, so that a gradient is rounded only once
         """
 
     def evaluate(
@@ -417,7 +417,9 @@ class Task(Protocol):
     def rehearse_evaluation(
         self, model: nn.Module, device: torch.device, *, dtype: str
     ) -> Evaluation | None:
-        """Runs one pass over the largest evaluation rows. Returns None if nothing is evaluated."""
+        """Runs one evaluation pass on the largest evaluation rows. Returns None if the run does not
+        evaluate.
+        """
 
     @property
     def samples(self) -> int:
@@ -467,7 +469,8 @@ class Task(Protocol):
     ) -> None:
         """Writes the model card of the adapter or model that `save` has written.
 
-        observed  for each role and dtype, the number of tensors at the last observation
+        observed  for each key of `precision` and each dtype, how many tensors had this dtype when
+                  the dtypes were last recorded
         """
 
     def reload(
@@ -493,8 +496,8 @@ class Task(Protocol):
         """
 
     def begin(self, folder: Path, *, is_resuming: bool) -> None:
-        """Prepares files to which the task may add lines during the run. Files that are written
-        only once are returned by `records`.
+        """Prepares files to which the task may add lines during the run. The method `records`
+        returns the files that are written only once.
         """
 
     def model_notes(

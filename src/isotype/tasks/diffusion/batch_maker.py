@@ -19,7 +19,8 @@ from .resolved_run import ResolvedRun
 class BatchMaker:
     """Makes training and evaluation batches.
 
-    observed  a mapping to which the dtypes of the batches are added; its keys are (role, tensor)
+    observed  a mapping to which the dtypes of the batches are added. It maps a key of `precision`
+              and the name of a tensor to the dtype
     """
 
     def __init__(

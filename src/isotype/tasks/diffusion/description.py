@@ -36,8 +36,9 @@ _MAX_TRIGGER = 200  # characters of a trigger word or caption
 
 
 def trigger_words(run: ResolvedRun) -> list[str]:
-    """Returns the words with which a prompt asks for what was trained. These are the value of
-    `images.trigger`, or the captions that are set for a whole source of pictures.
+    """Returns the words that a user writes into a prompt to get the trained subject or style. They
+    are the value of `images.trigger` or, if there is none, the captions that the configuration sets
+    for a whole source of pictures.
     """
     images = run.config.images
     if images.trigger:
@@ -54,8 +55,8 @@ def base_label(name: str) -> str:
 
 
 def lora_metadata(data: PictureData, step: int) -> dict[str, str]:
-    """Returns the facts about the training for the metadata of a LoRA's file, without ranks and
-    alphas.
+    """Returns the metadata of a LoRA's file, which describes the training. Ranks and alphas are not
+    included.
     """
     run = data.run
     config = run.config
@@ -110,7 +111,7 @@ def picture_card(
     """The model card of a result. It replaces PEFT's card, whose fields are empty.
 
     folder    the folder of the saved result
-    observed  for each role and dtype, how many tensors of the role had this dtype
+    observed  for each key of `precision` and each dtype, how many tensors had this dtype
     """
     run = data.run
     config = run.config

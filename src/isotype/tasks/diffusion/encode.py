@@ -112,7 +112,7 @@ class Store:
         return True
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Stores an entry. Raises UsageError if the disk cannot be written."""
+        """Stores an entry. Raises UsageError if it cannot be written to the disk."""
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         if self.folder is None:
             self._memory[key] = stored
@@ -180,7 +180,9 @@ CAPTIONS_PER_PASS = 8  # number of captions in one pass of the text encoders
 
 
 class _StoredWindow(NamedTuple):
-    """A window of a picture, or the mirror image of a window. Each is one entry of the store."""
+    """A window of a picture (a crop that is used for training), or the mirror image of a window.
+    Each of them is one entry of the store.
+    """
 
     picture: Picture
     window: Window
@@ -195,7 +197,8 @@ class Encoder:
                    length of CLIP's tokenizer
     keeps_tokens   whether captions are stored as tokens (`tokenize_captions`), because the run
                    trains the text encoders
-    observed       the dtypes of the encoders that ran, as a mapping (role, tensor) -> dtype
+    observed       the dtypes of the encoders that ran; it maps a key of `precision` and the name of
+                   a tensor to the dtype
     encoded_count  the number of entries that this run made
     cached_count   the number of entries that were already in the store
     """

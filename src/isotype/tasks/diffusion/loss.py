@@ -410,15 +410,16 @@ def evaluate(
 ) -> Evaluation:
     """Returns the mean loss of the rows. Each row is evaluated at `draws` noise levels. The
     interval [0, 1] is divided into `draws` equal parts, and the levels are the middles of these
-    parts. The loss of each part is returned too (`t250_500`). Sums are computed in fp64.
+    parts. The loss of each part is returned too, with a name such as `t250_500`. Sums are computed
+    in fp64.
 
     build_batch  a function that makes a batch from tuples (number of the draw, row, noise level);
                  all rows of a batch have the same size
     losses       a function that computes the loss of each row of a batch, float[N]
     world        the processes that share the work. Each process computes a part of the batches, and
-                 all return the same result. All make the same number of forward passes, because
-                 they run the forward of a shared model together. If a process has no batch left, it
-                 computes the first row again, and this loss is not counted.
+                 all processes return the same result. All processes make the same number of forward
+                 passes, because they run the forward of a shared model together. If a process has
+                 no batch left, it computes the first row again, and this loss is not counted.
     """
     parts = [f"t{round(1000 * k / draws)}_{round(1000 * (k + 1) / draws)}" for k in range(draws)]
     all_draws = [

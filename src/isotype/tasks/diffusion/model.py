@@ -37,8 +37,8 @@ def load_model(
 ) -> tuple[nn.Module, Manifest]:
     """Loads the model to train, with the weights from the pipeline's folder.
 
-    observed  a mapping to which the dtypes of noise levels are added in each step; its keys are
-              (role, tensor)
+    observed  a mapping to which the dtypes of noise levels are added in each step. It maps a key of
+              `precision` and the name of a tensor to the dtype
     """
     config = run.config
     offload = config.model.offload

@@ -239,7 +239,8 @@ def find_metadata(folder: Path) -> Path | None:
 
 def pictures_by_name(folder: Path) -> dict[str, Path]:
     """Returns the pictures of a folder by name. The name is the path relative to the folder,
-    without the suffix. These pictures are masks or controls of the pictures with the same name.
+    without the suffix. These pictures belong to the training pictures with the same names, for
+    example as their masks.
     """
     return {
         p.relative_to(folder).with_suffix("").as_posix(): p

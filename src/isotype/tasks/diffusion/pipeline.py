@@ -188,8 +188,9 @@ class PipelineFolder:
         return any((self.path / part).glob("*.safetensors"))
 
     def for_pairs(self) -> PipelineFolder:
-        """Returns this pipeline for a run on pairs, if the pipeline is trained on captions or on
-        pairs. Otherwise returns it unchanged.
+        """Some pipelines can be trained on captions, or on pairs of pictures (before and after an
+        edit). For such a pipeline, returns it with the model family for pairs. Returns other
+        pipelines unchanged.
         """
         family = EDIT_FAMILIES.get(self.family.pipeline)
         return self if family is None else replace(self, family=family())

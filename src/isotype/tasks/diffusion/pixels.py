@@ -203,8 +203,8 @@ def nearest_bucket(width: int, height: int, sizes: Sequence[Size]) -> Size:
 def crop_windows(
     size: Size, crop: Literal["center"] | int, *, seed: int, content: str
 ) -> list[Window]:
-    """Returns the windows of a picture for training. Random windows depend only on the seed and on
-    the picture's content.
+    """Returns the windows of a picture, which are the parts that are used for training. Random
+    windows depend only on the seed and on the picture's content.
     """
     if crop == "center":
         return [Window(size)]

@@ -50,7 +50,7 @@ def save_lora(
     rank, alpha and the other settings. Without them, diffusers would use the rank as alpha.
 
     writes_comfyui_file  whether to write a file for ComfyUI too
-    metadata             facts about the training, for the metadata of these files
+    metadata             the entries about the training in the metadata of these files
     """
     from peft import PeftConfig
 
@@ -129,7 +129,7 @@ def rank_metadata(adapter: Path) -> dict[str, str]:
 
 
 def read_training_facts(file: Path) -> dict[str, str]:
-    """Returns the facts about the training from a LoRA file's metadata. The result is empty if
+    """Returns what the metadata of a LoRA file says about the training. The result is empty if
     there is no such file.
     """
     if not file.is_file():
@@ -407,7 +407,8 @@ def write_comfyui(
 ) -> int:
     """Writes the adapter of a PEFT folder to the file `out`, and returns the number of its modules.
 
-    metadata  facts about the training; by default those of the folder's file for diffusers
+    metadata  the entries about the training; by default they are read from the folder's file for
+              diffusers
 
     Raises  UsageError for a family whose adapters ComfyUI does not read
     """

@@ -292,7 +292,7 @@ class Preference(Objective):
         )
 
     def reference_log_probs(self, model: nn.Module, batch: Any, *, dtype: str) -> Tensor:
-        """Computes the log-probabilities for the reference, fp32[2 B]. There are two values for
+        """Computes the reference log-probabilities of a batch, fp32[2 B]. There are two values for
         each row of the data.
         """
         return answer_log_probs(model, batch.answers, dtype=dtype)
@@ -353,7 +353,8 @@ class PairLosses(NamedTuple):
 
 
 def pair_losses(objective: str, settings: PreferenceSection, log_probs: PairLogProbs) -> PairLosses:
-    """Returns the losses of an objective, which include the part `nll`.
+    """Returns the losses of an objective. They include the negative log-likelihood per token of the
+    chosen answer, multiplied by the setting `nll`.
 
     The reward of an answer is beta times the difference between its log-probabilities under the
     model and under the reference. If the objective does not use a reference, the reference's

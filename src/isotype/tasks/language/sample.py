@@ -125,8 +125,9 @@ def sample(
 
 
 def can_skip_padding(model: Any) -> bool:
-    """Whether the model computes the same answer if padding precedes the prompt. It cannot if its
-    forward takes no position ids, or if it has a recurrent state (Mamba).
+    """Returns True if the model computes the same answer when padding precedes the prompt. This is
+    not possible if the forward of the model takes no position ids, or if the model has a recurrent
+    state (Mamba).
     """
     inner = inner_model(model)
     takes_positions = "position_ids" in inspect.signature(type(inner).forward).parameters

@@ -552,8 +552,8 @@ def flops_per_token(model: nn.Module, config: Any) -> float:
 
     The matrix product with a weight of M elements needs 2 M FLOPs in forward, and 2 M FLOPs for the
     gradient of its input. If the weight is trained, the weight's gradient needs another 2 M FLOPs.
-    Every Linear module of `model` is counted, including those of adapters. Of stacked experts, only
-    those that process a token are counted.
+    Every Linear module of `model` is counted, including those of adapters. If experts are stacked
+    in one weight, only the experts that process a token are counted.
 
     model   a layer, or a model for text
     config  a transformers configuration

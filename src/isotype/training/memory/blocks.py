@@ -4,8 +4,8 @@ in host memory. The weights of a block are copied to the device only while this 
 A block runs in forward, and again during backward to recompute its activations. When it begins, its
 weights are copied to the device, unless this copy has already begun. The weights of all other
 blocks are then removed from the device. After that, the copy of the next block's weights begins. In
-backward, the block that runs next is the previous block of the model. So the device holds at most
-two blocks at a time. Trained weights, buffers and weights below 16 KiB always stay on the device.
+backward, the blocks run in the reverse order. So the device holds at most two blocks at a time.
+Trained weights, buffers and weights below 16 KiB always stay on the device.
 
 Every block recomputes its activations. Otherwise the tensors that autograd saves would keep the
 block's weights on the device until backward. The attribute `.data` of a parameter is set to a host

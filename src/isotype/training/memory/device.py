@@ -71,7 +71,8 @@ def return_freed_blocks() -> bool:
 
 def trim_freed_blocks() -> None:
     """Gives freed memory blocks, which malloc keeps for later use, back to the operating system.
-    This works only with glibc. For example, a step whose dtypes were observed leaves such blocks.
+    This works only with glibc. For example, a step in which dtypes are recorded frees many such
+    blocks.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,11 +1,11 @@
 """Plans how much memory a run will need, by running its first steps on tensors without data.
 
-No formula covers every architecture, attention and recomputation. So the run's own step (forward,
-loss, backward, accumulation, update) runs under FakeTensorMode. In this mode, operators compute
-only shapes and dtypes. `LiveBytes` counts the bytes of the tensors that exist at the same time. The
-result differs by at most 15% from the peak resident size of real CPU runs that return freed memory
-to the system. If the C library keeps freed blocks, as glibc does by default, a process uses more
-memory.
+There is no formula that is correct for every architecture, attention implementation and
+recomputation. So the plan runs the same step as the training (forward, loss, backward,
+accumulation, update) under FakeTensorMode. In this mode, operators compute only shapes and dtypes.
+`LiveBytes` counts the bytes of the tensors that exist at the same time. The result differs by at
+most 15% from the peak resident size of real CPU runs that return freed memory to the system. If the
+C library keeps freed blocks, as glibc does by default, a process uses more memory.
 
 If `parts` processes share a model, each holds 1 / parts of the weights, the gradients and the
 optimizer states. But each process holds all the scales of 4-bit weights. In addition, a process
@@ -16,7 +16,8 @@ holds gathered weights and gradients:
 * in backward, it holds the whole gradient of a layer twice: once in the dtype in which autograd
   computes the gradient, and once in the dtype in which the gradient is sent.
 
-During forward, no gradients are held. So the peaks of forward and backward are planned separately.
+In forward, a process holds no gradients of other processes. So the peaks of forward and backward
+are planned separately.
 """
 
 from __future__ import annotations
@@ -440,8 +441,8 @@ def _measure_sampling(
 
 
 def replace_with_fakes(model: nn.Module, device: torch.device) -> None:
-    """Replaces parameters and buffers on the meta device by fake ones. Tied parameters stay tied.
-    Parameters of blocks that are kept in host memory are not replaced.
+    """Replaces parameters and buffers on the meta device by fake tensors. Tied parameters stay
+    tied. Parameters of blocks that are kept in host memory are not replaced.
     """
     fakes: dict[int, nn.Parameter] = {}
     offloaded_ids = {id(tensor) for tensor in offloaded_tensors(model)}

@@ -36,8 +36,8 @@ class FluxKontext(Flux):
 
 
 class Flux2Edit(Flux2):
-    """Flux.2 in a run on pairs. The tokens of the picture before the edit come after the noisy
-    tokens, and have another first position id.
+    """Flux.2 in a run on pairs of pictures. The tokens of the picture before the edit come after
+    the noisy tokens, and have another first position id.
     """
 
     edits_pictures = True
@@ -57,7 +57,7 @@ class Flux2Edit(Flux2):
 
 
 class Flux2KleinEdit(Flux2Edit, Flux2Klein):
-    """Flux.2 Klein in a run on pairs."""
+    """Flux.2 Klein in a run on pairs of pictures."""
 
 
 class QwenImageEdit(QwenImage):

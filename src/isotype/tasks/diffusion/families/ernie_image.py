@@ -24,7 +24,7 @@ class ErnieLatents(PatchedLatents):
 
 class ErnieImage(Family):
     """ERNIE-Image. The tokens of the picture come first, and the tokens of the text after them. The
-    text embeddings are the outputs of the last layer but one of a language model.
+    text embeddings are the outputs of the second-to-last layer of a language model.
     """
 
     pipeline = "ErnieImagePipeline"

@@ -1,6 +1,6 @@
-"""Defines the base class of diffusers' model families. It describes the form of their latents, and
-the inputs and outputs of their denoiser. A table lists the pipelines that Isotype cannot train,
-each with the reason.
+"""Defines the base class of the model families. A family describes the latents of a diffusers
+pipeline, and the inputs and outputs of its denoiser. A table in this module lists the pipelines
+that Isotype cannot train, each with the reason.
 
 In shapes, N is the number of pictures, C is the number of channels and H x W is the size of the
 denoiser's latents, S is the number of text tokens, and D is the width of a text embedding.
