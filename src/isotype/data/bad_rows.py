@@ -146,9 +146,9 @@ class BadRows:
 
 def normalise_reason(reason: str) -> str:
     """Returns a reason without the details of a row, so that rows with the same reason can be
-    counted. The function replaces numbers and quoted texts by placeholders. A single quoted word,
-    such as the name of a role, is not replaced. Digits within a name (UTF-8, cp1252.csv) are not
-    replaced either.
+    counted. The function replaces numbers and quoted texts by placeholders. A quoted text that is a
+    single word, such as the name of a role, stays in the reason. Digits within a name (UTF-8,
+    cp1252.csv) stay too.
     """
 
     def replace_quoted(match: re.Match[str]) -> str:

@@ -42,9 +42,9 @@ from .render import TemplateLimitError, TemplateRefusal, prepare_texts, render_t
 
 @dataclass(frozen=True, slots=True)
 class NamedTemplate:
-    """A chat template that is part of Isotype. `end` is the token after an answer; if it is None,
-    this is the tokenizer's end token. Each text in `tokens` must be a single token of the
-    vocabulary.
+    """A chat template that is part of Isotype. `end` is the token after an answer. If `end` is
+    None, the tokenizer's end token follows an answer. Each text in `tokens` must be a single token
+    of the vocabulary.
     """
 
     text: str
@@ -272,7 +272,7 @@ class ChatTemplate:
 
     @staticmethod
     def _learnt_turns(example: Example) -> list[int]:
-        """The positions of the turns that are learnt answers."""
+        """Returns the indices of the assistant's turns that the model learns."""
         return [
             i
             for i, m in enumerate(example.messages or ())

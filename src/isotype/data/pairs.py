@@ -102,8 +102,8 @@ def pair_digests(rows: TokenRows) -> np.ndarray:
 
 
 def pair_facts(rows: TokenRows) -> dict[str, Any]:
-    """Returns the facts about pairs for data.json. The facts are the number of pairs, the lengths
-    of the answers, and the number of pairs in which only one of the two answers is cut.
+    """Returns what data.json says about the pairs: their number, the lengths of the answers, and
+    the number of pairs in which only one of the two answers is cut.
     """
     chosen, rejected = rows.column("supervised").reshape(-1, 2).T
     cut = rows.column("cut").reshape(-1, 2)
@@ -126,7 +126,7 @@ def pair_facts(rows: TokenRows) -> dict[str, Any]:
 
 
 def pair_notes(facts: dict[str, Any]) -> list[str]:
-    """Returns notes on the training pairs."""
+    """Returns messages for the user about the training pairs."""
     notes = [
         f"answers have {facts['chosen_tokens']:.0f} tokens on average where chosen,"
         f" {facts['rejected_tokens']:.0f} where rejected; the chosen one is longer in"

@@ -385,8 +385,8 @@ class PackedRows(LazyRowSequence[Row]):
         return np.array([int(lengths[pack].sum()) for pack in self.packs], np.int64)
 
     def shares(self, shares: Sequence[Share]) -> list[Share]:
-        """Converts the shares of weighted sources: the number of rows in each share becomes the
-        number of packed rows.
+        """Returns the shares of weighted sources with the numbers of packed rows in place of the
+        numbers of rows before packing.
         """
         return [Share(self.pack_blocks.count(i), share.weight) for i, share in enumerate(shares)]
 

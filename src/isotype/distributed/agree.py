@@ -40,10 +40,11 @@ _FIXES = {
 
 
 def refuse_differences(world: World, **facts: str) -> None:
-    """Raises UsageError that names the ranks whose facts differ from the facts of rank 0.
+    """Compares the texts in `facts` with those of rank 0. Raises a UsageError that names the ranks
+    whose texts differ.
 
-    facts  a text for each of the names `versions`, `configuration`, `data`, `weights` and
-           MODEL_SETTINGS
+    facts  a text with the values of this process for each of the names `versions`, `configuration`,
+           `data`, `weights` and MODEL_SETTINGS
     """
     facts_of_first: dict[str, str] = world.run_on_first(lambda: facts)
     differences = {

@@ -123,9 +123,9 @@ def _find_local_rank(
 
 
 def is_first_of_machine(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns True if no other process of this machine has a lower rank. If `isotype train
-    --processes` started the process, returns True, because this launcher shows the output of only
-    one process anyway.
+    """Returns True if no other process of this machine has a lower rank. Also returns True if
+    `isotype train --processes` started the process, because this launcher shows the output of only
+    one process.
     """
     if LAUNCHED_BY in environ:
         return True

@@ -120,8 +120,8 @@ def create_mesh(world: World, device: torch.device, *, nodes: int = 1) -> Any:
 
 
 def local_part_of_mesh(mesh: Any, on_loaded: Callable[[nn.Module], None]) -> Part:
-    """Returns the part of the model that this process keeps. The processes of `mesh` share the
-    model.
+    """Returns the part of the model that this process keeps. The model is split over the processes
+    of `mesh`.
 
     on_loaded  a function that is called with the model before it is cast
     """

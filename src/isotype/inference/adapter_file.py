@@ -103,8 +103,8 @@ def _load_tensors(adapter: Path) -> dict[str, Tensor]:
 def _build_pairs(
     adapter: Path, settings: dict[str, Any], tensors: dict[str, Tensor]
 ) -> list[LoraPair]:
-    """Returns the pairs with their scales. Raises UsageError for a rank that contradicts the
-    settings.
+    """Returns the pairs of LoRA matrices in `tensors`, each with its scale. Raises UsageError for a
+    rank that contradicts the settings.
     """
     disable_hub_kernels()  # PEFT imports bitsandbytes
     from peft.utils.other import get_pattern_key

@@ -433,7 +433,9 @@ class _StoredTensor:
     blocks: np.ndarray[Any, Any] | None = None
 
     def content(self, out: Path) -> np.ndarray[Any, Any]:
-        """Returns the bytes in ggml's format. Raises UsageError."""
+        """Returns the bytes of this tensor in ggml's format. Raises UsageError if a value is too
+        large for F16.
+        """
         import gguf
 
         if self.blocks is not None:

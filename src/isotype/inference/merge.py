@@ -139,7 +139,8 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> MergeResult
 
 def build_plain_model(run: LoadedRun, base: Any, dtype: str) -> Any:
     """Returns the architecture of a run's merged model on the meta device, without adapters and
-    without quantisation. Its configurations are those that are saved with the merged weights.
+    without quantisation. `config` and `generation_config` of this model are saved with the merged
+    weights.
     """
     trust = run.source.trust_remote_code
     config = read_architecture(run.source.name, run.source.revision, trust_remote_code=trust)
@@ -255,7 +256,7 @@ def merged_weight(layer: Any, weight: Tensor) -> Tensor:
 
 
 def _delta(layer: Any, adapter: str) -> Tensor:
-    """Returns the change of one weight by one adapter, in fp32."""
+    """Returns the matrix that one adapter adds to the weight of a layer, in fp32."""
     from peft.tuners.lora import ParamWrapper
 
     if not isinstance(layer, ParamWrapper):

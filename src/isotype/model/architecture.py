@@ -1,8 +1,8 @@
-"""Reads facts from a model's configuration. These are the model's class, whether it predicts the
+"""Reads properties of a model from its configuration: the model's class, whether it predicts the
 next token, its attention implementation, and the settings of each layer.
 
-The setting `model.rope_parameters` changes the configuration before the model is loaded. Its names
-and rules are those of transformers.
+The setting `model.rope_parameters` changes the configuration before the model is loaded. The names
+of its keys and their meanings are those of `rope_parameters` in transformers.
 """
 
 from __future__ import annotations

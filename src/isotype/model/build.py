@@ -52,7 +52,7 @@ def build_model(
     part: Part | None = None,
     has_pictures: bool = False,
 ) -> tuple[nn.Module, Manifest]:
-    """Returns the model and the manifest of the replaced modules.
+    """Returns the model, and a list of the modules that Isotype's ops replaced.
 
     device        the device of the run. The weights of a sharded model stay on the CPU until they
                   are split

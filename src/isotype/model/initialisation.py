@@ -34,7 +34,7 @@ def initialise_adapter(model: nn.Module, start: str) -> None:
     """Initialises A and B of every linear layer's adapter. For PiSSA and OLoRA it subtracts the
     scaled product of A and B from the base weight.
 
-    Raises  UsageError for a packed base, and for an odd rank with orthogonal
+    Raises  UsageError for a packed base, and for an odd rank if `start` is `orthogonal`
     """
     from peft.tuners.lora import Linear
 

@@ -1,9 +1,9 @@
 """Prepares a model that is trained for the format in which it is served (`adapter.serve_as`).
 
-Every matrix that a file stores rounded is rounded in the training too. Matrices without an adapter
-are rounded once, when the model is built. A layer with an adapter multiplies by the rounded sum of
-base and adapter (`lora.served`). So the file that `isotype export` writes contains the weights with
-which the model was trained.
+If the exported file contains rounded values of a matrix, training uses the rounded values too.
+Matrices without an adapter are rounded once, when the model is built. A layer with an adapter
+multiplies by the rounded sum of base and adapter (`lora.served`). So the file that `isotype export`
+writes contains the weights with which the model was trained.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def gguf_type(kind: str, shape: Sequence[int], *, is_head: bool) -> str:
     """Returns the GGUF type of one tensor if a model is written in the type `kind`.
 
     Vectors get F32. The head, or the embedding if the head shares its weight, gets Q8_0 in the
-    4-bit and 5-bit types. llama.cpp keeps it wide too. A matrix whose rows are no multiple of a
-    block's length gets F16.
+    4-bit and 5-bit types. llama.cpp keeps it wide too. A matrix gets F16 if the length of its rows
+    is not a multiple of the block size.
     """
     if len(shape) < 2:
         return "F32"
@@ -56,8 +56,9 @@ def gguf_type(kind: str, shape: Sequence[int], *, is_head: bool) -> str:
 
 
 def check_served(config: RunConfig, precision: Precision) -> None:
-    """Raises UsageError if `adapter.serve_as` is set together with a setting with which the file
-    would not contain the trained weights. This check runs before anything is loaded.
+    """Raises UsageError if another setting contradicts `adapter.serve_as`, because the exported
+    file would not contain exactly the weights with which the model was trained. This check runs
+    before anything is loaded.
     """
     adapter = config.adapter
     if adapter.serve_as is None and adapter.serve_from is not None:
@@ -172,7 +173,7 @@ class ServedFormat:
                 )
 
     def rounds(self, weight: Tensor) -> bool:
-        """Whether a file in this format stores this weight rounded."""
+        """Returns True if a file in this format contains rounded values of this weight."""
         return id(weight) in self.weights
 
     def pack(self, weight: Tensor, *, is_head: bool = False) -> tuple[Tensor, PackedState]:
@@ -202,8 +203,9 @@ def _weight_shape(weight: Any) -> tuple[int, ...]:
 
 @torch.no_grad()
 def round_frozen(model: nn.Module, precision: Precision) -> None:
-    """Rounds the matrices without an adapter to the served format. Dense matrices keep their dtype,
-    so in bf16 their values are rounded once more. Does nothing if no format is served.
+    """Rounds the matrices without an adapter to the served format. A matrix that is not packed
+    keeps its dtype. If this dtype is bf16, the cast back to it rounds the values a second time.
+    Does nothing if no format is served.
     """
     if not precision.served:
         return

@@ -190,9 +190,9 @@ def _never_called(model: PreTrainedModel) -> frozenset[str]:
 
 
 def find_other_products(model: nn.Module) -> list[str]:
-    """Returns the last parts of the names of linear layers that do not compute exactly one matrix
-    product. For example, the routers of Llama 4 and Phi-MoE return several tensors, and DeepSeek
-    V4's grouped output projection has one matrix per group.
+    """Finds linear layers whose forward is not exactly one matrix product, and returns the last
+    parts of their names. For example, the routers of Llama 4 and Phi-MoE return several tensors,
+    and DeepSeek V4's grouped output projection has one matrix per group.
 
     PEFT fails on such a layer, because it adds the adapter's output to the layer's output.
     """
@@ -369,8 +369,8 @@ def _base_module(module: Any) -> Any:
 
 
 def _names_renamed_by_peft(model: nn.Module, layers: Iterable[str]) -> set[str]:
-    """Returns the names of `layers` that PEFT would mistake for experts of an older checkpoint and
-    replace by the stacks.
+    """Returns the names of `layers` that PEFT would mistake for the experts of an older checkpoint.
+    PEFT would replace these names by the names of the stacked experts.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import (

@@ -1,5 +1,5 @@
-"""Handles the tokens of a model. These are the end, start and padding tokens in its configuration,
-and the new tokens of `model.add_tokens`.
+"""Sets the end, start and padding tokens in a model's configuration, and adds the new tokens of
+`model.add_tokens`.
 
 A base with new embedding rows is saved once in the run folder, as an ordinary model. When the base
 is loaded later, it has the rows on which the adapter was trained. It is loaded by the check at the
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
-    """Adds special tokens in this order. Raises UsageError for a token that is already in the
-    vocabulary, is empty, or has white space around it.
+    """Adds special tokens to the tokenizer, in the order of `tokens`. Raises UsageError for a token
+    that is already in the vocabulary, is empty, or has white space around it.
     """
     from tokenizers import AddedToken
 
@@ -107,8 +107,8 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 @torch.no_grad()
 def grow_embeddings(model: Any, tokenizer: PreTrainedTokenizerBase, added: int) -> None:
-    """Sets the rows of the last `added` tokens in embedding and head to the fp32 mean of the rows
-    before them, and enlarges both if needed.
+    """Initialises the embedding rows and head rows of the last `added` tokens with the mean of the
+    rows before them, computed in fp32. Enlarges the embedding and the head if needed.
     """
     first_new_id = len(tokenizer) - added
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:

@@ -1,6 +1,6 @@
-"""The ranges of the numbers in a model's config.json and in the header of a GGUF file. They are
-checked before a model is built, so that a damaged or hostile file is refused with an error message
-of one line.
+"""Checks that the numbers in a model's config.json or in the header of a GGUF file are within their
+ranges. The check runs before a model is built, so that a damaged or hostile file is refused with an
+error message of one line.
 
 The ranges are wide. They only exclude values that no real model has, such as a hidden size of a
 billion. Building a model with such a value would use all memory or never finish.
@@ -54,7 +54,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Texts:
-    """A text, or with `is_list` a list of texts."""
+    """Allows a text as the value of a key, or a list of texts if `is_list` is true."""
 
     is_list: bool = False
 

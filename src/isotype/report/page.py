@@ -313,8 +313,8 @@ def samples(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _prompt_and_turn(entry: dict[str, Any]) -> tuple[str, int]:
-    """Returns the prompt and a number that distinguishes equal prompts. If a prompt is answered
-    once with the trained weights and once with the averaged weights, both answers have the same
+    """Returns the prompt and a number that distinguishes equal prompts. A prompt may be answered
+    twice, with the trained weights and with the averaged weights. Both answers then have the same
     number.
     """
     return entry["prompt"].removesuffix(AVERAGE), entry["turn"]
@@ -535,8 +535,8 @@ _NOT_A_DTYPE = ("rounding", "loss_scaling")
 
 @dataclass(frozen=True)
 class Verdict:
-    """A sentence about the evaluation loss, a sentence about the precision, and the worse of their
-    two ratings.
+    """Contains a sentence about the evaluation loss and a sentence about the precision. `rating` is
+    the worse of the ratings of the two sentences.
     """
 
     learnt: str
@@ -636,8 +636,8 @@ def _precision_verdict(record: RunRecord) -> tuple[str, str]:
 
 def precision(record: RunRecord) -> dict[str, Any]:
     """Returns one row per role (the purpose of a tensor, such as `grads`): its declared dtype, the
-    reason for it, the observed dtype, and whether both are the same. The value `why` is the reason
-    that most roles have in common.
+    reason for it, the observed dtype, and whether both are the same. `why` in the result is the
+    most frequent reason.
     """
     declared = dict_or_empty(record.precision.get("declared"))
     observed = dict_or_empty(record.precision.get("observed"))

@@ -93,7 +93,9 @@ class RunRecord:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The sections of resolved.yaml, which take longer to parse than all other small files."""
+        """Returns the sections of resolved.yaml. They are parsed only when they are used, because
+        this takes longer than parsing all other small files.
+        """
         try:
             return parse_settings(self.settings_text)
         except ValueError as error:

@@ -1,4 +1,6 @@
-"""The record of the observed dtypes that a run writes while it trains: `precision.json`."""
+"""Defines `precision.json`, the file into which a run writes the dtypes that it observes while it
+trains.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +73,9 @@ class PrecisionRecord:
         observation.raise_if_violated()
 
     def set_watched_phases(self, names: Iterable[str]) -> None:
-        """Sets the names of the phases whose dtypes are observed, such as generation. Training
-        steps and files are always observed. The record lists all other phases as `not watched`.
+        """Sets the names of the phases in which dtypes are recorded, such as generation. The dtypes
+        in training steps and in files are always recorded. The record lists all other phases as
+        `not watched`.
         """
         self._observed["watched"] = list(names)
 

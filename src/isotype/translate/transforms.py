@@ -465,8 +465,8 @@ def report_no_effect(reason: str) -> Handler:
 
 
 def report_changed(note: str) -> Handler:
-    """Returns a handler that reports the key as changed, and adds this note. In the note, {} is
-    replaced by the value of the key.
+    """Returns a handler that reports a key for which Isotype behaves differently, with this note.
+    In the note, {} is replaced by the value of the key.
     """
     return lambda draft, source_key: draft.report_changed(
         source_key, note.replace("{}", str(source_key.value))

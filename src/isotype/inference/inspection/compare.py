@@ -1,8 +1,8 @@
 """Compares the weights of two checkpoints, after dequantisation and renaming, one weight at a time.
 
-Two files of the same dtype are the same if all values are equal. If the dtypes differ, or if one
-side was computed (a base with an adapter), differences within the rounding of the narrower dtype are
-allowed.
+Two files of the same dtype are the same if all values are equal. If the dtypes differ, or if the
+weights of one checkpoint are computed from a base and an adapter, differences within the rounding
+of the narrower dtype are allowed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ class CheckpointComparison:
 
     equal, rounded  the number of weights whose values are equal, and whose values differ within the
                     rounding of their dtypes
-    kept            the share of an adapter's change that the other side has; None without an adapter
-    expected        the same share for the changed weights after the rounding of the other side
+    kept            the share of an adapter's change that the other checkpoint contains; None
+                    without an adapter
+    expected        the share that the weights with the change still contain after rounding to the
+                    dtype of the other checkpoint
     """
 
     first: str
@@ -72,7 +74,8 @@ class CheckpointComparison:
 
     @property
     def has_change(self) -> bool:
-        """Returns False if the other side lacks most of an adapter's change."""
+        """Returns False if the other checkpoint contains only a small share of an adapter's change.
+        """
         if self.kept is None or self.expected is None:
             return True
         return self.kept > _MIN_SHARE * self.expected
@@ -173,8 +176,8 @@ def compare_checkpoints(
 
 
 class _AdapterChange:
-    """Adds up which share of an adapter's change the other side has: the difference of the other
-    side from the base is projected onto the change.
+    """Measures which share of an adapter's change the weights of the other checkpoint contain. For
+    this, the difference between these weights and the base is projected onto the change.
     """
 
     def __init__(self, first: DenseWeights, second: DenseWeights) -> None:
@@ -188,8 +191,8 @@ class _AdapterChange:
     def add(
         self, name: str, values: tuple[Tensor, Tensor], kinds: tuple[str, str]
     ) -> Tensor | None:
-        """Adds a weight. Returns the values of the base, if a program that merges in the dtype of
-        the other side rounds them.
+        """Adds a weight to the sums. If merging in the dtype of the other checkpoint rounds the
+        base's values, returns these values before the rounding; otherwise returns None.
         """
         if self.adapted is None or self.adapted.base is None:
             return None

@@ -79,7 +79,7 @@ class DenseWeights:
 def open_two(
     first: Checkpoint, second: Checkpoint, base: Path | None
 ) -> tuple[DenseWeights, DenseWeights]:
-    """Opens the weights of two checkpoints under the same names.
+    """Opens the weights of two checkpoints. A weight gets the same name in both.
 
     base    the base model of an adapter, in place of the one in adapter_config.json
     Raises  UsageError for two checkpoints that cannot be compared
@@ -103,8 +103,9 @@ def open_two(
 
 
 def _open_like(checkpoint: Checkpoint, other: DenseWeights) -> DenseWeights:
-    """Opens a checkpoint under the names of the other side. If these are the names of the loaded
-    class, transformers converts the weights of the folder to this class.
+    """Opens a checkpoint. Its weights get the names that they have in `other`. If `other` is a
+    model that transformers has loaded, transformers also converts the weights of this folder to the
+    names of the model class.
     """
     if not other.is_loaded or checkpoint.kind != MODEL:
         return _open_other(checkpoint, None)
@@ -202,7 +203,7 @@ def _rename(model: Any, tensors: Mapping[str, WrittenTensor]) -> dict[str, Writt
 
 def _open_packed(owner: str, parts: Mapping[str, StoredTensor], loading: Loading) -> WrittenTensor:
     """Returns a quantised weight, which is dequantised when it is read. Raises UsageError for a
-    format that is not read.
+    format that Isotype cannot read.
     """
     state_name = next((name for name in parts if name.startswith(_QUANT_STATE)), None)
     if state_name is not None:
@@ -383,7 +384,7 @@ def _add_pair(stored: WrittenTensor, pair: LoraPair) -> Tensor:
 
 
 def pair_change(pair: LoraPair) -> Tensor:
-    """Returns what a pair adds to its weight, in fp32."""
+    """Returns the matrix that a pair of LoRA matrices adds to its weight, in fp32."""
     return pair.scale * (pair.b.float() @ pair.a.float())
 
 
@@ -405,7 +406,7 @@ def _open_adapter_alone(checkpoint: Checkpoint) -> DenseWeights:
 
 
 def _open_gguf_alone(checkpoint: Checkpoint) -> DenseWeights:
-    """Opens a GGUF file under its own names."""
+    """Opens a GGUF file. The weights keep the names that they have in the file."""
     header = read_gguf_header(checkpoint.path)
     content = np.memmap(checkpoint.path, mode="r")
     tensors = {
@@ -418,8 +419,8 @@ def _open_gguf_alone(checkpoint: Checkpoint) -> DenseWeights:
 
 
 def _open_gguf_like(checkpoint: Checkpoint, other: DenseWeights) -> DenseWeights:
-    """Opens a GGUF file under the names of another checkpoint. Raises UsageError for a file of
-    another architecture, and for an adapter.
+    """Opens a GGUF file. Its weights get the names that they have in the other checkpoint. Raises
+    UsageError for a file of another architecture, and for an adapter.
     """
     if other.config is None:
         raise UsageError(

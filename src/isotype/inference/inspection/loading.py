@@ -207,7 +207,7 @@ def _is_quantised(parts: Mapping[str, StoredTensor]) -> bool:
 
 
 def has_codes(parts: Mapping[str, StoredTensor]) -> bool:
-    """Returns True if the tensors hold the numbers of a quantised weight."""
+    """Returns True if these tensors of a layer include a quantised weight."""
     weight = parts.get("weight")
     code_dtypes = (*FP8, torch.int8, torch.uint8, torch.int32)
     if weight is not None and torch_dtype(weight.dtype) in code_dtypes:

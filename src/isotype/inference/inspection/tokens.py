@@ -22,7 +22,7 @@ _MAX_TOKENIZER_BYTES = 256 << 20
 
 @dataclass
 class TokenSettings:
-    """The tokens that have a meaning for programs that generate text.
+    """The special tokens that programs use when they generate text.
 
     end_ids     the file, or `tokenizer` -> the ids that end an answer
     pad_ids     the file, or `tokenizer` -> the id that fills a batch
@@ -102,7 +102,9 @@ def _read_tokenizer(folder: Path, tokens: TokenSettings) -> bool:
 
 
 def _token_text(value: Any) -> str:
-    """Returns the text of a special token, which is a text or a mapping with its settings."""
+    """Returns the text of a special token. In the file, the token is this text or a mapping that
+    contains it.
+    """
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""

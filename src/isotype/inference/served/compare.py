@@ -432,8 +432,8 @@ def _check_stop(server: Server, comparison: Comparison, *, has_weights: bool) ->
 def _compare_weights(
     expectations: Expectations, comparison: Comparison, losses: Losses, min_kept: float
 ) -> list[Check]:
-    """Compares greedy tokens and log-probabilities, and checks which share of the run's improvement
-    in loss the server shows.
+    """Compares greedy tokens and log-probabilities. Also compares losses, to check that the server
+    has enough of the improvement that training made.
     """
     checks = [_check_answers(comparison)]
     if not comparison.pairs:
@@ -476,8 +476,9 @@ def _find_cause(
 ) -> Check:
     """Returns the cause of different answers, and the setting that fixes it.
 
-    keeps_enough  whether the server keeps the share of what was learnt that `--keep` asks for.
-                  Then rounded weights may be the cause, even if one token alone shows no error
+    keeps_enough  whether the server keeps the share of what was learnt that `--keep` asks for. If
+                  it does, rounded weights may also be the cause, even if prompts of a single token
+                  show no error
     """
     facts = server.facts
     scales = facts.adapter_scales or {}

@@ -71,7 +71,8 @@ class Expectations:
 
     answers      greedy answers
     rows         rows for whose labelled tokens log-probabilities are compared
-    endings      tokens of a row up to its end token, which the trained model predicts there
+    endings      rows at whose end the trained model predicts the end token: the tokens of each row
+                 before this token
     single_tokens  prompts of one token
     system, tools, thinking  prompts that test these parts of the template; empty if it has no such
                  part

@@ -171,8 +171,9 @@ def row_source(loaded: LoadedData) -> str:
 def open_written(
     run: LoadedRun, path: Path, reference: ReferenceModel, weights: RunWeights
 ) -> WrittenModel:
-    """Opens a file or folder according to its content. Raises UsageError for another kind of
-    file."""
+    """Opens a file or folder according to its content. Raises UsageError if the path is neither a
+    GGUF file nor the folder of a model or adapter.
+    """
     if not path.exists():
         raise UsageError(f"{path}: no such file or folder")
     if path.is_dir() and (path / OLLAMA_FILE).is_file():
@@ -194,14 +195,16 @@ def open_written(
 
 def _read_merge_dtype(written: WrittenModel, run: LoadedRun) -> str:
     """Returns the dtype of the merged weights from which a GGUF file was written. Files that
-    `isotype export` writes contain it. For other files, it is the dtype of `isotype merge`.
+    `isotype export` writes contain the name of this dtype. For other files, returns the dtype that
+    `isotype merge` uses.
     """
     dtype = written.fields.get(MERGE_DTYPE_KEY)
     return dtype if dtype in ("fp32", "bf16", "fp16") else merged_dtype(run.precision)[0]
 
 
 def _note_served(run: LoadedRun, trained: Scores, unrounded: Scores) -> str:
-    """Returns a note about a run that was trained for a served format.
+    """Returns a message for a run that was trained for a served format. It compares the losses with
+    and without the rounding to this format.
 
     unrounded  the scores of the exact sum of base and adapter
     """
@@ -245,8 +248,9 @@ def _tensor_causes(
     gain: float,
 ) -> dict[str, float]:
     """Returns how much the rounding of the merge changes the loss. Also returns how much the values
-    in the file change the loss, for each group of tensors. If the change by all groups together is
-    small, it is not split into groups, because each group costs another pass over the rows.
+    in the file change the loss, for each group of tensors. If all groups together change the loss
+    only a little, the function returns one value for all of them, because each group needs another
+    pass over the rows.
 
     gain  how much training lowered the loss
     """

@@ -60,9 +60,9 @@ class Verification:
 
     @property
     def is_worse(self) -> bool:
-        """Returns True if the file is worse than the trained model. This is the case if the file
-        keeps less of the run's improvement than `--keep`. If the improvement cannot be measured, it
-        is the case if the file's loss is higher.
+        """Returns True if the file is worse than the trained model. The file is worse if it keeps a
+        smaller share of the run's improvement than `--keep` asks for. If the improvement cannot be
+        measured, the file is worse if its loss is higher.
         """
         if self.file_loss is None:
             return True

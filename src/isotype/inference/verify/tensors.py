@@ -74,9 +74,10 @@ class TensorComparison:
     read_names        weights that were read from the file
     rounded_names     for each group of weights, the weights whose values in the file differ from
                       the merged values
-    change_in_file    the share of the change by training that the file's weights contain: the
-                      file's change is projected onto the run's change
-    change_in_merge   the same share for the merged weights after their cast
+    change_in_file    the share of the change by training that the file's weights contain, measured
+                      by projecting the change in the file onto the change by training
+    change_in_merge   the share of the change by training that the merged weights contain after
+                      their cast
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -261,8 +262,8 @@ def _compare_values(
 def _add_changes(
     comparison: TensorComparison, merge_dtype: str, value: Tensor, trained: Tensor, base: Tensor
 ) -> None:
-    """Adds the run's change of a weight, and its projections on the changes in the file and in the
-    merged weights.
+    """Adds three products to the sums in `comparison`: the change that training made to a weight,
+    multiplied by itself, by the change in the file, and by the change in the merged weight.
     """
     for value_part, trained_part, base_part in _split(value, trained, base):
         run_change = (trained_part - base_part).double().flatten()
@@ -307,7 +308,9 @@ def _deviation(
 
 
 def _relative_deviation(kind: str, value: Tensor, expected: Tensor) -> str:
-    """Does the same as `_deviation` for a type with a limit for the whole tensor."""
+    """Does the same as `_deviation`, for a type whose rounding error is measured over the whole
+    tensor and not for each value.
+    """
     squared_error = 0.0
     squared_norm = 0.0
     for value_part, expected_part in _split(value, expected):

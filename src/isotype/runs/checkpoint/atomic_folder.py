@@ -201,7 +201,8 @@ def find_damage(
     folder: Path, needs: Sequence[str] = (), *, rank: int = 0, size: int = 1
 ) -> str | None:
     """Returns a description of the damage of a folder that `write_folder` has written. Returns None
-    if every file has the recorded size and checksum and the folder contains the files `needs`.
+    if every file has the recorded size and checksum and the folder contains the files that `needs`
+    lists.
 
     rank, size  only checks the checksum of every `size`-th file, beginning with file number `rank`
     """
