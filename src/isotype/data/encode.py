@@ -278,8 +278,8 @@ class Encoder:
     def _prompt_from_row(
         self, text: str, ids: list[int], offsets: Offsets, start: int
     ) -> list[int] | None:
-        """Returns the tokens of `text[:start]` from the tokens of the whole text. Returns None
-        where no special token is near `start`.
+        """Returns the tokens of `text[:start]` from the tokens of the whole text. Returns None if
+        there is no special token shortly before `start`.
         """
         if start == 0:
             return []

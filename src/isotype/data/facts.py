@@ -1,8 +1,8 @@
-"""Computes what data.json says about a run's data. Examples are the number and lengths of the rows,
-duplicates and special tokens. This module also makes the messages about the data that are printed
-for the user.
+"""Computes what data.json says about a run's data, for example the number and the lengths of the
+rows, and how many rows are duplicates. This module also makes the messages about the data that are
+printed for the user.
 
-A side means either the training rows or the evaluation rows.
+In this module, `side` means either the training rows or the evaluation rows.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def data_facts(
 
 
 def collect_tallies(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[Tally], Tally]:
-    """Returns the counts that were made while the rows of each side were read, and their sum. If
-    `refuse` is true, raises UsageError if there are bad rows.
+    """Returns the counts that were made while the training rows and the evaluation rows were read,
+    and the sum of these counts. If `refuse` is true, raises UsageError if there are bad rows.
     """
     tallies = [Tally.sum(block.facts["tally"] for block in side.blocks) for side in sides]
     total_tally = Tally.sum(tally.to_dict() for tally in tallies)
@@ -66,7 +66,7 @@ def collect_tallies(sides: Sequence[TokenRows], *, refuse: bool) -> tuple[list[T
 
 
 def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the counts of one side, training or evaluation."""
+    """Returns what data.json says about the training rows or about the evaluation rows."""
     lengths = np.sort(rows.lengths).tolist()
     digests = rows.column("digest")
     return {
@@ -146,8 +146,8 @@ def token_facts(encoder: Encoder, sides: Sequence[TokenRows], total_tally: Tally
 
 
 def template_facts(encoder: Encoder) -> dict[str, Any] | None:
-    """Returns facts about the chat template. The facts are the source of the template, its
-    settings, and whether it marks the text to learn with {% generation %}.
+    """Returns what data.json says about the chat template: where it comes from, its settings, and
+    whether it marks the text to learn with {% generation %}.
     """
     template = encoder.template
     if template is None:
@@ -178,8 +178,8 @@ def source_lines(facts: dict[str, Any], *, max_lines: int = 6) -> list[str]:
 
 
 def data_notes(facts: dict[str, Any], encoder: Encoder, total_tally: Tally) -> list[str]:
-    """Returns notes for the user, each of one sentence. `total_tally` is the sum of the counts of
-    the training and the evaluation rows.
+    """Returns messages for the user. Each message is one sentence. `total_tally` is the sum of the
+    counts of the training and the evaluation rows.
     """
     sides = (("training", facts["train"]), ("evaluation", facts["eval"]))
     notes = []
@@ -208,7 +208,9 @@ def data_notes(facts: dict[str, Any], encoder: Encoder, total_tally: Tally) -> l
 
 
 def _left_out_notes(name: str, side: dict[str, Any], max_length: int) -> list[str]:
-    """Returns notes on the rows of one side that were cut or dropped, or that cannot be used."""
+    """Returns messages about training rows or evaluation rows that were cut or dropped, or that
+    cannot be used.
+    """
     notes = []
     if count := side["truncated"]:
         verb = "was" if count == 1 else "were"
@@ -229,7 +231,9 @@ def _left_out_notes(name: str, side: dict[str, Any], max_length: int) -> list[st
 
 
 def _ignored_key_notes(side: dict[str, Any]) -> list[str]:
-    """Returns notes on the keys that the files of one side have but that are not used."""
+    """Returns messages about keys in the training files or in the evaluation files that Isotype
+    does not use.
+    """
     notes = []
     for file in side["files"]:
         ignored = file.get("ignored_keys", {})
@@ -245,7 +249,7 @@ def _ignored_key_notes(side: dict[str, Any]) -> list[str]:
 
 
 def _length_notes(facts: dict[str, Any], encoder: Encoder) -> list[str]:
-    """Returns a note if rows are longer than the tokenizer's maximum."""
+    """Returns a message if rows are longer than the tokenizer's maximum."""
     longest = max(side["lengths"]["longest"] for side in (facts["train"], facts["eval"]))
     limit = encoder.tokenizer.model_max_length
     if longest <= limit:
@@ -257,8 +261,8 @@ def _length_notes(facts: dict[str, Any], encoder: Encoder) -> list[str]:
 
 
 def _split_notes(facts: dict[str, Any]) -> list[str]:
-    """Returns notes if there are no evaluation rows, or if training rows repeat evaluation rows or
-    their prompts.
+    """Returns messages if there are no evaluation rows, or if training rows repeat evaluation rows
+    or their prompts.
     """
     notes = []
     train = facts["train"]
@@ -296,7 +300,7 @@ def _split_notes(facts: dict[str, Any]) -> list[str]:
 
 
 def _mix_notes(facts: dict[str, Any]) -> list[str]:
-    """Returns notes on the shares of weighted sources, and on packing."""
+    """Returns messages about the shares of weighted sources, and about packing."""
     notes = [
         f"{source['path']}: {source['share']:.1%} of the training rows; each of its rows comes"
         f" {source['passes']:.3g} times an epoch"
@@ -311,8 +315,8 @@ def _mix_notes(facts: dict[str, Any]) -> list[str]:
 
 
 def _special_token_notes(facts: dict[str, Any], encoder: Encoder) -> list[str]:
-    """Returns notes on special tokens that are missing in rows or occur twice, and on surprising
-    properties of the template.
+    """Returns messages about special tokens that are missing in rows or occur twice, and about
+    properties of the template that the user may not expect.
     """
     notes = []
     tokens = facts["tokens"]
@@ -358,8 +362,8 @@ def _empty_thoughts_note(encoder: Encoder, count: int) -> str:
 
 
 def _omission_notes(total_tally: Tally) -> list[str]:
-    """Returns notes on parts of conversations that the chat template does not write, and on texts
-    that contain special tokens.
+    """Returns messages about parts of conversations that the chat template does not write, and
+    about texts that contain special tokens.
     """
     omitted = "that the chat template does not write"
     counts = [

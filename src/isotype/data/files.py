@@ -106,7 +106,7 @@ class File:
 
 
 def find_files(spec: SourceSpec) -> tuple[list[File], list[str]]:
-    """Returns the files for a name, in order, and notes on files that are not read. Raises
+    """Returns the files for a name, in order, and messages about files that are not read. Raises
     UsageError if there is no file.
     """
     name = spec.name
@@ -209,7 +209,7 @@ def _match_folder(name: str, matched: Sequence[Path]) -> list[Path]:
 def _note_left_out(
     name: str, left_out: set[Path], file_count: int, runs: Sequence[Path], root: Path
 ) -> list[str]:
-    """Returns notes on the files that are not read, because they are in run folders or have other
+    """Returns messages about files that are not read, because they are in run folders or have other
     endings.
     """
     notes = []
@@ -231,9 +231,9 @@ def summarise_paths(paths: Iterable[Path], root: Path) -> str:
 
 
 def _note_splits(name: str, paths: Sequence[Path], root: Path) -> list[str]:
-    """Returns a note if the names of some files contain `train` and the names of others contain
-    another split. If a file's name contains no split, the name of the nearest folder below `root`
-    decides.
+    """Returns a message if the names of some files contain `train` and the names of other files
+    contain another split, such as `test`. If a file's name contains no split, the name of the
+    nearest folder below `root` decides.
     """
     splits = {}
     for path in paths:

@@ -1,5 +1,6 @@
 """Loads the data of a run. This module reads the sources that the section `data` of the
-configuration names, and returns rows of tokens, prompts for samples, and facts about the data.
+configuration names, and returns rows of tokens, prompts for samples, and a description of the data
+for data.json.
 
 Sources are read row by row and tokenised into flat arrays (`tokens`), which are cached on disk if
 they are large (`cache`). Evaluation rows come from separate sources, or some training rows are held
@@ -169,8 +170,8 @@ def _add_objective_facts(
     evaluation: TokenRows,
     objective_format: FormatName | None,
 ) -> list[str]:
-    """Adds the facts of preference pairs to the facts of training and evaluation. Returns notes on
-    pairs or labels.
+    """For preference pairs, adds what data.json says about the pairs to `facts`. Returns messages
+    about the pairs or the labels.
     """
     if objective_format == "preference":
         facts["train"] |= pair_facts(train)
@@ -359,8 +360,8 @@ def _source_shares(sources: Sequence[Source], train: TokenRows, limit: int | Non
 
 
 def _file_facts(sources: Sequence[Source], rows: TokenRows) -> list[dict[str, Any]]:
-    """Returns the entries of the sources in data.json. An entry contains the name, the format,
-    counts of rows, and whether the cache was used.
+    """Returns the entries in data.json that describe the sources. An entry contains the name, the
+    format, counts of rows, and whether the cache was used.
     """
     entries = []
     for i, (source, block) in enumerate(zip(sources, rows.blocks)):

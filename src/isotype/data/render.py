@@ -139,7 +139,7 @@ class _RenderProcess:
 
     def take_prepared(self, message: bytes) -> dict[str, Any] | None:
         """Returns the answer to a request that was sent by `prepare`. Returns None if there is no
-        such answer, and if the process has ended.
+        such answer, or if the child process has ended.
         """
         with self._lock:
             for answers in self._prepared:

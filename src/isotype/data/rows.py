@@ -195,7 +195,7 @@ def tokens_used(rows: Sequence[Row], *, learnt: bool = False) -> set[int]:
 
 
 def _stretch_row(row: Row, length: int) -> Row:
-    """Repeats a row of a stream until it has `length` tokens, the longest that a row can have."""
+    """Repeats the tokens of a row until the row has `length` tokens."""
     times = -(-length // len(row.input_ids))
     if times == 1:
         return row
@@ -312,8 +312,8 @@ def mixed_order(shares: Sequence[Share], *, seed: int, epoch: int, shuffle: bool
     all sources have together. The weights decide how many rows of the epoch come from each source.
 
     Each source continues where it stopped in the previous epoch, and is shuffled again after each
-    pass over its rows. The rows of the sources are mixed at random. Without shuffling, the rows of
-    each source come at even distances.
+    pass over its rows. The rows of the sources are mixed at random. If `shuffle` is false, the rows
+    of each source are evenly spaced in the epoch.
     """
     source_rows = _rows_per_source(shares)
     queues = []

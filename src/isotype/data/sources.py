@@ -82,8 +82,8 @@ class Source:
         return self.spec.limit or 0
 
     def identity(self) -> dict[str, Any]:
-        """Returns facts that identify the content of the source, such as its `sha256`. The key of
-        the cache entry and data.json contain these facts.
+        """Returns values that identify the content of the source, such as its `sha256`. These
+        values are stored in data.json, and are part of the key of the source's cache entry.
         """
         raise NotImplementedError
 

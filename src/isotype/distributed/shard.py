@@ -71,9 +71,9 @@ class Sharding:
 
 
 class UnitGradients:
-    """The gradients of one unit, summed over the processes. The gradients keep the dtype in which
-    the processes exchanged them. For each parameter, the object holds the rows that belong to this
-    process.
+    """Contains the gradients of one unit of the model, such as a decoder layer, summed over the
+    processes. The gradients keep the dtype in which the processes exchanged them. For each
+    parameter, the object holds the rows that belong to this process.
     """
 
     def __init__(self, shard_count: int, sent: list[torch.dtype]) -> None:

@@ -101,7 +101,8 @@ class World:
 
     def collect(self, part: Tensor, full_tensor: Tensor | None, row_counts: Sequence[int]) -> None:
         """Fills `full_tensor` with the rows of all processes, in the order of their ranks. Only the
-        first process has `full_tensor`. All tensors are on the CPU.
+        first process passes `full_tensor`; the other processes pass None. All tensors are on the
+        CPU.
 
         row_counts  the number of rows of each rank
         """
@@ -345,8 +346,8 @@ class JoinedWorld(World):
 
     @contextmanager
     def _collective(self, *, has_other_work: bool = False) -> Iterator[None]:
-        """Is used around a collective operation. If the operation fails, the error is replaced by
-        one that names the failed process.
+        """Returns a context manager for a collective operation. If the operation fails, the error
+        is replaced by an error that names the failed process.
 
         has_other_work  whether the block also does other work; the errors of this work are raised
                         unchanged

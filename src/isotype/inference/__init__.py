@@ -1,3 +1,3 @@
-"""Uses the result of a run. This package chats with the model, draws samples, and evaluates, merges
-and exports the result.
+"""Implements what a user can do with the result of a run: chat with the model, draw samples, and
+evaluate, merge and export the result.
 """

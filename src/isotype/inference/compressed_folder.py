@@ -122,8 +122,8 @@ def write_weights(
 
 
 def _published(parameter: Tensor, packed: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
-    """Returns the packed weight of the base if it has the same format as the new one, which is
-    given as `packed` and `state`. Otherwise returns the new one.
+    """Returns the packed weight that the base was published with, if it has the same format as the
+    new packed weight (`packed` and `state`). Otherwise returns the new packed weight.
     """
     base_state = getattr(parameter, "quant_state", None)
     if not isinstance(base_state, PackedState) or base_state.layout != state.layout:

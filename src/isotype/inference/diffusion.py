@@ -1,5 +1,5 @@
-"""Uses a diffusion run after training. This module merges the run's adapter into the pipeline,
-draws pictures, or evaluates the run on other pictures.
+"""Merges the adapter of a diffusion run into the pipeline, draws pictures with the trained model,
+and evaluates the run on other pictures.
 """
 
 from __future__ import annotations
@@ -282,7 +282,9 @@ def evaluate_pictures(
 def _open_task(
     folder: Path, change: Callable[[RunConfig], RunConfig]
 ) -> tuple[DiffusionTask, torch.device]:
-    """Returns the task of a run with its precision, and the device."""
+    """Returns the `DiffusionTask` of a run, after checking its precision on this machine, and the
+    device.
+    """
     loaded = load(require_run(folder) / RESOLVED, resolved=True)
     config = change(loaded.config)
     hardware = detect(config.model.device)

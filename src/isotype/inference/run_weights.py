@@ -82,7 +82,9 @@ class RunWeights:
 
     @torch.no_grad()
     def unrounded(self, name: str) -> Tensor:
-        """Returns the same as `trained`, but without the rounding to a served format."""
+        """Returns the fp32 value of a weight after training, as `trained` does, but never rounds it
+        to a served format.
+        """
         value = dequantise(self.parameters[name])
         layer = self.adapters.get(name)
         return value if layer is None else merged_weight(layer, value)

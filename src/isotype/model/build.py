@@ -170,8 +170,8 @@ def resolve_precision(
     hardware: Hardware,
     task_roles: Mapping[str, str] | None = None,
 ) -> Resolved:
-    """Resolves the precision of a configuration on this hardware. Raises UsageError, which lists
-    every contradiction.
+    """Determines every dtype of a run from its configuration and the hardware. Raises UsageError,
+    which lists every contradiction.
 
     task_roles  for each role that only this kind of run has: its default dtype, or another role
                 whose dtype it takes

@@ -498,9 +498,9 @@ def _rename_tensors(path: Path) -> Iterator[tuple[str, _Tensor, int]]:
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
-    """Builds the tokenizer of a file with transformers. The file contains the name of a rule for
-    splitting text, in the field `tokenizer.ggml.pre`. The tokenizer splits text by llama.cpp's rule
-    of this name. Raises UsageError for an unknown name.
+    """Builds the tokenizer of a file with transformers. The field `tokenizer.ggml.pre` of the file
+    names one of llama.cpp's rules for splitting text. The tokenizer splits text by this rule.
+    Raises UsageError for an unknown name.
 
     `AutoTokenizer` would read the whole file once more to find the model's family. That takes 22.8 s
     for Gemma's 262,144 tokens; `PreTrainedTokenizerFast` takes 2.7 s.

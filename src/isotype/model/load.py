@@ -316,8 +316,8 @@ def _load_in_file_dtype(
     notes: list[str],
 ) -> PreTrainedModel | None:
     """Loads the model with weights in the dtype of their files, and writes `options["dtype"]` into
-    its configuration. Returns None if a later cast of this model could give other values than
-    loading it in `options["dtype"]`.
+    its configuration. Returns None if loading the model like this and casting it later could give
+    other values than loading it in `options["dtype"]` at once.
     """
     with explain_loading_errors(source.name, "model", source.revision, attention):
         dtype = detect_file_dtype(source.name, source.revision)

@@ -601,8 +601,8 @@ def pack_experts(model: nn.Module, packing: Packing) -> None:
 def _expert_pieces(
     module: Any, path: str, stack: str
 ) -> Iterator[list[tuple[str, dict[str, Tensor]]]]:
-    """Yields for every expert a list of (name, tensors). The list contains the packed matrices that
-    are stacked by rows in the expert's matrix.
+    """Yields for every expert a list of (name, tensors), one for each packed matrix. The expert's
+    matrix consists of the rows of these matrices.
     """
     blocks, scales = (
         module._parameters.get(f"{stack}_{suffix}") for suffix in ("blocks", "scales")

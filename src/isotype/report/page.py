@@ -700,8 +700,8 @@ def precision(record: RunRecord) -> dict[str, Any]:
 
 
 def preflight(record: RunRecord) -> dict[str, Any] | None:
-    """Returns every check of the preflight with its result: passed, findings, or skipped with a
-    reason. Returns None if the run has no record of the preflight.
+    """Returns every check that ran before training, with its result: whether it passed, found a
+    fault, or was skipped and why. Returns None if the run has no record of these checks.
     """
     recorded = record.preflight
     if not recorded:

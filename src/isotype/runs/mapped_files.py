@@ -81,7 +81,7 @@ class MappedFiles:
 
     def refuse_changes(self, step: int) -> list[Path]:
         """Raises RunError CK004 for a file whose size or content has changed. Returns the files
-        whose modification time changed, but not their content.
+        whose modification time has changed while their content is the same.
         """
         touched: list[Path] = []
         for file in self._files:

@@ -123,8 +123,10 @@ def read_all_rows(file: IO[bytes]) -> MetricsRows:
 
 
 def read_thinned_rows(file: IO[bytes]) -> MetricsRows:
-    """Reads every row and keeps about EVEN_ROWS evenly spaced steps, the steps with the lowest, the
-    highest and the first infinite loss of each of BUCKETS parts, and the other rows.
+    """Reads every row and returns a selection. It contains about EVEN_ROWS evenly spaced steps, and
+    the rows without a loss. The steps are also divided into about BUCKETS parts: of each part, the
+    selection contains the steps with the lowest loss, the highest loss and the first loss that is
+    not finite.
     """
     line_count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
     file.seek(0)
@@ -160,8 +162,8 @@ def read_thinned_rows(file: IO[bytes]) -> MetricsRows:
 
 
 class _Bucket:
-    """Of the rows that were added, keeps those with the lowest, the highest and the first infinite
-    loss, with their line numbers.
+    """Keeps three of the rows that are added, with their line numbers: the rows with the lowest
+    loss, the highest loss and the first loss that is not finite.
     """
 
     def __init__(self) -> None:
@@ -214,8 +216,8 @@ def read_last_value(file: Path, step: int, key: str) -> Any:
 def _parse_lines(
     lines: Iterable[tuple[int, bytes]], result: MetricsRows
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number and the row of each line, and adds the numbers of lines that cannot be read
-    to the result.
+    """Yields the number and the row of each line. Adds the numbers of lines that cannot be read to
+    `result.broken`.
     """
     for number, line in lines:
         row = _parse_line(line)

@@ -17,7 +17,7 @@ PRECISION_FILE = "precision.json"
 
 
 class PrecisionRecord:
-    """Writes and reads the observed dtypes of one run.
+    """Writes and reads the file with the dtypes that one run has observed.
 
     task_roles   the roles (purposes of tensors, such as `grads`) that only this kind of run has
     lora_branch  `model.lora_branch`: "fp32" if the matrix products of the adapters are computed in
@@ -49,8 +49,8 @@ class PrecisionRecord:
 
     @property
     def observed(self) -> Mapping[str, Mapping[str, int]]:
-        """Returns for each role and dtype how many tensors of the role had this dtype at the last
-        observation.
+        """For each role (purpose of a tensor, such as `grads`), returns how many of its tensors had
+        which dtype at the last observation.
         """
         observed: Mapping[str, Mapping[str, int]] = self._observed.get("observed", {})
         return observed

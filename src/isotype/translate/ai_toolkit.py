@@ -64,8 +64,9 @@ _FULL_RANK = 100_000
 
 
 def _refuse_if_enabled(alternative: str) -> transforms.Handler:
-    """Returns a handler that reports the key as not offered if it is switched on. The handler is
-    used for keys that can also be switched off by values that are not in `OFF_VALUES`.
+    """Returns a handler that reports that Isotype does not offer this feature, if the key is
+    switched on. The handler is used for keys that can also be switched off by values that are not
+    in `OFF_VALUES`.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -89,7 +90,7 @@ _FAMILIES_WITHOUT_CLIP = (
 def _require_clip(handle: transforms.Handler) -> transforms.Handler:
     """Returns a handler for a key that only SDXL and Stable Diffusion support. For these families,
     and if the file names no family, the handler calls `handle`. For other families, the handler
-    reports the key as not offered if it is switched on.
+    reports that Isotype does not offer this feature, if the key is switched on.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:

@@ -286,8 +286,8 @@ def _name_by_type(
 def _name_turns(
     entry: dict[str, Any], strategy: str, dataset: dict[str, Any], *, row_format: bool
 ) -> None:
-    """Writes into the entry which names the data uses for the list of turns, and for the keys and
-    the roles of a turn.
+    """Writes three kinds of names that the data uses into the entry: the key of the list of turns,
+    the keys of a turn, and the roles.
     """
     default_keys = ("from", "value") if strategy == "sharegpt" else ("role", "content")
     default_field = "conversations" if strategy == "sharegpt" else "messages"

@@ -567,7 +567,8 @@ def set_default_preset(
     draft: ConfigDraft, mixed_precision: object, *, half_weights: bool = False
 ) -> None:
     """Sets `precision.preset` if it is not set. The preset follows from the dtype of matrix
-    products (`mixed_precision`). `half_weights` tells whether the weights have this dtype too.
+    products (`mixed_precision`). `half_weights` is true if the weights have the same dtype as the
+    matrix products.
     """
     has_adapter = draft.settings.get("adapter.kind") != "none"
     dtype_name = (

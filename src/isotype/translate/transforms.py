@@ -474,8 +474,9 @@ def report_changed(note: str) -> Handler:
 
 
 def report_not_offered(alternative: str) -> Handler:
-    """Returns a handler for a feature that Isotype does not offer. If the key is switched on, it is
-    reported as not offered. If the key is not switched on, it is reported as having no effect.
+    """Returns a handler for a feature that Isotype does not offer. If the key is switched on, the
+    handler reports that Isotype does not offer it. If the key is not switched on, the handler
+    reports that it has no effect.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -489,9 +490,9 @@ def report_not_offered(alternative: str) -> Handler:
 
 def accept_only(accepted: str, reason: str, alternative: str) -> Handler:
     """Returns a handler for a key that Isotype does not need, because Isotype always behaves in the
-    same way. The `accepted` values of the key ask for this behaviour, so they are reported as
-    having no effect. All other values are reported as not offered. In `alternative`, {} is replaced
-    by the value of the key.
+    same way. The `accepted` values of the key ask for this behaviour, so the handler reports that
+    they have no effect. For all other values, it reports that Isotype does not offer them. In
+    `alternative`, {} is replaced by the value of the key.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:

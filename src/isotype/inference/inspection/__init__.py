@@ -1,3 +1,3 @@
-"""Says what the files of a model or adapter hold, tensor by tensor, and what the programs that load
-them make of it (`isotype inspect`).
+"""Implements `isotype inspect`, which lists the tensors in the files of a model or adapter, and
+tells how other programs would load these files.
 """

@@ -1,5 +1,5 @@
-"""Reads what PEFT, vLLM and llama.cpp make of a saved adapter, and which of its matrices have no
-partner or are all zero.
+"""Finds out how PEFT, vLLM and llama.cpp load a saved adapter, and which of its matrices have no
+partner or contain only zeros.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .values import ValueRange
 
 @dataclass
 class AdapterFacts:
-    """What an adapter changes.
+    """Describes an adapter, the modules that it changes, and its faults.
 
     description  its kind, format, rank and scale
     base         the name of the base model in its settings
-    zero         modules whose change is zero, because one of their matrices is
+    zero         modules that the adapter does not change, because one of their two matrices is zero
     single       matrices without a partner
     problem      why its settings and its matrices do not fit each other
-    servers      program -> what it makes of the adapter
+    servers      program -> how it loads the adapter, or why it refuses the adapter
     """
 
     description: str
@@ -39,8 +39,8 @@ class AdapterFacts:
 
 
 def read_adapter(checkpoint: Checkpoint, ranges: Mapping[str, ValueRange]) -> AdapterFacts | None:
-    """Returns what an adapter changes; None for a path that is no adapter. Raises UsageError for
-    settings outside their ranges.
+    """Returns the description of an adapter; None for a path that is no adapter. Raises UsageError
+    for settings outside their ranges.
     """
     names = list(checkpoint.tensors)
     pairs, single = find_pairs(names)
@@ -75,7 +75,9 @@ def _describe_ranks(ranks: list[int]) -> str:
 
 
 def _read_folder(checkpoint: Checkpoint, facts: AdapterFacts, ranks: list[int]) -> None:
-    """Reads the settings of a PEFT folder, and tries the readers of vLLM and of llama.cpp."""
+    """Reads the settings of a PEFT folder, and checks whether vLLM and llama.cpp can load the
+    adapter.
+    """
     settings: dict[str, Any] = read_adapter_config(checkpoint.path, "adapter")
     facts.base = str(settings.get("base_model_name_or_path") or "")
     kind = str(settings.get("peft_type") or "no peft_type")

@@ -74,8 +74,7 @@ class CheckpointComparison:
 
     @property
     def has_change(self) -> bool:
-        """Returns False if the other checkpoint contains only a small share of an adapter's change.
-        """
+        """Returns False if the other checkpoint contains only a small share of an adapter's change."""
         if self.kept is None or self.expected is None:
             return True
         return self.kept > _MIN_SHARE * self.expected

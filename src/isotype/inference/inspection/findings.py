@@ -1,5 +1,5 @@
-"""Finds the faults of a checkpoint. Each function looks for one fault, and its docstring's first line
-is the fault. Imports no torch.
+"""Finds the faults of a checkpoint. Each function looks for one fault. The first line of its
+docstring describes the fault. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "t
 
 @dataclass
 class Facts:
-    """What was read from a checkpoint.
+    """Contains everything that was read from a checkpoint.
 
     ranges   the values of each tensor with floating-point numbers
-    loading  what transformers makes of a folder; None if it was not asked
+    loading  how transformers would load the folder; None if this was not found out
     """
 
     checkpoint: Checkpoint

@@ -1,5 +1,6 @@
-"""Asks transformers what it makes of a folder: the class, the dtype, and the weights that it does not
-find or does not use. The model is built on the meta device, so that no weight is read.
+"""Finds out how transformers would load a folder: the class, the dtype, the weights that are
+missing, and the tensors that the class does not use. The model is built on the meta device, so that
+no weight is read.
 
 Weights that were saved quantised are recognised by the reader that trains on them (`ops.packed`),
 because the quantisers of transformers need a GPU.
@@ -64,9 +65,9 @@ class Scales:
 
 @dataclass
 class Loading:
-    """What transformers makes of a folder.
+    """Describes how transformers would load a folder.
 
-    problem      why it cannot be asked; "" if it was asked
+    problem      why this cannot be found out; "" if there is no problem
     diffusers_class  the class of a model of diffusers
     dtype        the dtype in which the weights are loaded
     missing      weights of the class that the files do not have; they get random values
@@ -95,8 +96,8 @@ class Loading:
 
 
 def ask_transformers(checkpoint: Checkpoint) -> Loading:
-    """Asks transformers what it makes of a folder. Raises UsageError for a config.json with values
-    outside their ranges.
+    """Finds out how transformers would load a folder. Raises UsageError for a config.json with
+    values outside their ranges.
     """
     loading = Loading()
     settings = checkpoint.config

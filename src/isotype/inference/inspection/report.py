@@ -67,7 +67,7 @@ def group_tensors(
 
 
 def report_lines(inspection: Inspection, *, is_verbose: bool = False) -> list[str]:
-    """Returns the report without the findings."""
+    """Returns the lines of the report, without the list of faults."""
     facts = inspection.facts
     tensors = facts.checkpoint.tensors
     if is_verbose:
@@ -214,7 +214,7 @@ def _token_lines(tokens: TokenSettings) -> list[tuple[str, str]]:
 
 
 def report_json(inspection: Inspection, *, is_verbose: bool = False) -> dict[str, Any]:
-    """Returns the report without the findings, for `--json`."""
+    """Returns the report for `--json`, without the list of faults."""
     facts = inspection.facts
     checkpoint = facts.checkpoint
     groups = group_tensors(checkpoint.tensors.values(), facts.ranges)

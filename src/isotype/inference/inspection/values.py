@@ -170,8 +170,9 @@ def _measure_chunk(values: _Array) -> ValueRange:
 
 
 def _measure_codes(tensor: StoredTensor) -> ValueRange:
-    """Measures values of 8 or 16 bits: counts each code, and then looks at the values of the codes.
-    This is several times as fast as converting the values.
+    """Measures a tensor of 8-bit or 16-bit values. It counts how often each of the 256 or 65,536
+    possible bit patterns occurs, and then converts only these patterns to numbers. This is several
+    times as fast as converting every value.
     """
     table = _CODE_TABLES[tensor.dtype]
     counts = np.zeros(len(table), dtype=np.int64)

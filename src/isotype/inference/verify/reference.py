@@ -150,8 +150,8 @@ class ReferenceModel:
             self._release([tensor for _, tensor in _stored_tensors(self.model)])
 
     def fill(self, read: Reader, names: Iterable[str] | None = None) -> None:
-        """Sets where the values of the weights are read from. If `names` is given, only the weights
-        in `names` are set.
+        """Sets the function that reads the values of the weights. If `names` is given, only the
+        weights in `names` are set.
         """
         for name in self.names if names is None else names:
             self.readers[name] = read
@@ -225,7 +225,9 @@ class ReferenceModel:
 
 
 def _stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Returns the parameters and the persistent buffers of floating-point numbers, with names."""
+    """Returns (name, tensor) of every parameter and of every persistent buffer of floating-point
+    numbers.
+    """
     persistent = model.state_dict(keep_vars=True)
     buffers = [
         (name, buffer)

@@ -1,3 +1,4 @@
-"""Checkpoints. Each checkpoint is written to a temporary folder, checksummed, synced and renamed,
-so that the previous checkpoint is never damaged if the process is killed.
+"""Writes and reads checkpoints. A checkpoint is first written to a temporary folder and synced to
+the disk. Then the folder is renamed. So the previous checkpoint is never damaged if the process is
+killed.
 """
