@@ -45,8 +45,9 @@ def refuse_unwanted_answer(row: Mapping[str, Any], location: str, *, has_answer:
     row, or in a key of a turn that the model learns.
 
     row         the row, with its keys renamed by `data.columns`
-    has_answer  False for a plain text. A label of a plain text that is a number or a word is taken
-                as the name of a class. So only the JSON value false marks a plain text as unwanted
+    has_answer  False for a plain text. If a plain text has a number or a word as its label, this
+                label may be the name of a class. So only the JSON value false marks a plain text as
+                unwanted
     """
     for key, value in row.items():
         if not marks_unwanted(key, value) or not (has_answer or isinstance(value, bool)):
@@ -96,7 +97,7 @@ def marks_unwanted(key: str, value: Any) -> bool:
 
 
 def is_unwanted_column(name: str) -> bool:
-    """Returns True if the value true in a column of this name marks an unwanted answer."""
+    """Returns True if a column of this name marks an unwanted answer with the value true."""
     return normalise_name(name) in _UNWANTED_COLUMNS
 
 

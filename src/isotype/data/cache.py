@@ -154,10 +154,10 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def load_or_create_entry(
     folder: Path, key: str, write_rows: Callable[[TokenWriter], dict[str, Any]]
 ) -> tuple[TokenBlock, list[str]]:
-    """Returns the rows of an entry and notes for the user. If the entry is missing or unreadable,
-    `write_rows` creates it first.
+    """Returns the rows of an entry, and messages for the user. If the entry is missing or
+    unreadable, `write_rows` creates it first.
 
-    write_rows  writes every row and returns the facts
+    write_rows  writes every row and returns the values for the entry's metadata
     Raises      OSError if the folder cannot be written
     """
     path = folder / f"{key}.safetensors"

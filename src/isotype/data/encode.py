@@ -2,10 +2,10 @@
 
 A chat is rendered by its template, which writes all special tokens. The encoder adds no special
 tokens to a chat, so that the beginning-of-text token does not occur twice. For plain text, the
-encoder adds the tokenizer's first tokens (usually BOS) and the end-of-text token. If the tokenizer
-has no template, the encoder also adds these tokens to a row with a prompt and a completion. A
-prompt has the same tokens in training as in generation. If the last tokens of a prompt would depend
-on the answer, the prompt and the answer are tokenised separately.
+encoder adds the tokens that the tokenizer puts before a text (usually BOS) and the end-of-text
+token. If the tokenizer has no template, the encoder also adds these tokens to a row with a prompt
+and a completion. A prompt has the same tokens in training as in generation. If the last tokens of a
+prompt would depend on the answer, the prompt and the answer are tokenised separately.
 """
 
 from __future__ import annotations
@@ -433,7 +433,8 @@ class Encoder:
         self, tokens: Iterable[list[int]], location: str, tally: Tally
     ) -> Iterator[Row]:
         """Cuts a plain text into rows of `max_length` tokens and yields the rows. Each row begins
-        with the tokenizer's first tokens, and the last row ends with the end-of-text token.
+        with the tokens that the tokenizer puts before a text (usually BOS), and the last row ends
+        with the end-of-text token.
 
         tokens  the tokens of the text's pieces, in order; only one piece and one row are in memory
                 at a time
@@ -450,8 +451,8 @@ class Encoder:
                 tally.drop("one token alone at the end of a text teaches nothing", location)
 
     def _has_special_token(self, ids: list[int]) -> bool:
-        """Returns True if a plain text itself contains the characters of a special token. The first
-        tokens and the end-of-text token that the encoder adds are ignored.
+        """Returns True if a plain text itself contains the characters of a special token. The BOS
+        and end-of-text tokens that the encoder adds do not count.
         """
         if self.prefix_ids and ids[: len(self.prefix_ids)] == self.prefix_ids:
             start = len(self.prefix_ids)
@@ -465,7 +466,7 @@ class Encoder:
 
     def _span_edges(self, rendered: RenderedRow) -> list[int]:
         """Returns the positions, counted in characters, at which the learnt parts of the text begin
-        and end. For a tokenizer without offsets, these are the only positions that are needed.
+        and end.
         """
         return sorted(
             {offset for span in rendered.spans for offset in (span.start, span.end)}
@@ -489,9 +490,10 @@ class Encoder:
         return list(zip(encoded["input_ids"], encoded["offset_mapping"]))
 
     def _tokenize_parts(self, text: str, edges: list[int]) -> tuple[list[int], Offsets]:
-        """Tokenises the beginning of the text up to each position in `edges`. The tokens that are
-        added from one position to the next are the tokens of the part between the two positions. If
-        a longer text changes earlier tokens, the part is tokenised on its own.
+        """Finds the tokens of each part of a text for a tokenizer that reports no positions. The
+        parts lie between the positions in `edges`. The method tokenises the text up to the end of
+        each part; the tokens that the part adds are its tokens. If the part changes earlier tokens,
+        it is tokenised on its own.
         """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []

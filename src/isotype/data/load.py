@@ -317,8 +317,9 @@ def encode_source(source: Source, encoder: Encoder, writer: TokenWriter) -> dict
 def _limit_rows(
     rows: TokenRows, limit: int | None, sources: Sequence[Source], rows_per_example: int
 ) -> TokenRows:
-    """Returns the first rows of all sources together, at most `limit` examples, and adds a note on
-    the number of rows from each source. `rows_per_example` is 2 for preference pairs, otherwise 1.
+    """Returns the rows of the first `limit` examples of all sources together. Also adds a message
+    that tells how many examples come from each source. `rows_per_example` is 2 for preference
+    pairs, otherwise 1.
     """
     if limit is None or len(rows) <= limit * rows_per_example:
         return rows

@@ -2,11 +2,11 @@
 Parquet.
 
 The lines of JSON, CSV and TSV files are read one at a time. For a JSON array, the whole text is in
-memory, but its values are parsed one at a time. In this way, reading a file of 119 MiB needs 119
-MiB of memory. With `json.loads`, the same file needed 739 MiB. An object with a repeated key is an
-error. Python's `json` would keep the last value without a warning. Parquet is read in batches. A
-Parquet file stores null for missing keys at every depth of a value. These nulls are removed, so
-that a message without `tool_calls` does not have this key.
+memory, but its values are parsed one at a time. So much less memory is needed than with
+`json.loads`. An object with a repeated key is an error. Python's `json` would keep the last value
+without a warning. Parquet is read in batches. A Parquet file stores null for missing keys at every
+depth of a value. These nulls are removed, so that a message without `tool_calls` does not have this
+key.
 """
 
 from __future__ import annotations

@@ -121,9 +121,7 @@ class _RenderProcess:
         self._connection: Connection = parent_end
 
     def prepare(self, messages: list[bytes]) -> None:
-        """Sends a list of requests to the child process. This process receives all answers when it
-        needs the first of them.
-        """
+        """Sends a list of requests to the child process."""
         with self._lock:
             self._receive_prepared()
             if self._connection.closed:

@@ -1,5 +1,5 @@
-"""Defines the data types that training uses: rows of tokens, prompts for samples, and the facts for
-data.json. This module also computes the order of the rows in training, which depends only on the
+"""Defines the data types that training uses: rows of tokens, prompts for samples, and the content
+of data.json. This module also computes the order of the rows in training, which depends only on the
 seed. This module does not import torch.
 """
 
@@ -80,7 +80,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class LoadedData:
-    """The data of a run in the form in which the run uses it."""
+    """Contains everything that a run uses from its data, such as the training and evaluation rows."""
 
     train: Sequence[Row]
     """The training rows. With `stream` only the first rows, for the checks before training."""

@@ -32,8 +32,8 @@ from .world import World
 
 
 class Sharding:
-    """Stores how a model is distributed, and returns its summed gradients. Implements
-    `precision.accumulate.ShardedGradients`.
+    """Describes how a model is distributed over the processes, and returns its summed gradients.
+    Implements `precision.accumulate.ShardedGradients`.
 
     mesh      FSDP's device mesh of the processes; a reference is kept, because a process group
               closes its connections when it is freed
@@ -312,7 +312,7 @@ def _gather_all_units(model: nn.Module, units: list[Any]) -> None:
     """Gathers every unit once. After that, FSDP reuses the same tensors for the gathered weights.
 
     This function also gives the gathered 4-bit weights their scales. Every process holds all
-    scales. All scales together have 1/32 of the size of the packed weights.
+    scales.
     """
     states = {
         full_name: state

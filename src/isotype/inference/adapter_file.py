@@ -168,7 +168,8 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
     """Writes a folder for vLLM, and returns the command that serves the adapter as model `name`.
 
     vLLM computes one scale from r, lora_alpha and use_rslora, and ignores rank_pattern and
-    alpha_pattern. If the scales of layers differ, each layer's scale is multiplied into its B.
+    alpha_pattern. If the scales of layers differ, the matrix B of each layer is multiplied by the
+    layer's scale.
 
     Raises  UsageError for an adapter that vLLM refuses or would apply wrongly
     """

@@ -126,7 +126,8 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> MergeRe
 
 def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
     """Returns a batch of random latents and noise at evenly spaced noise levels. Text embeddings
-    are random too. If the run trained the text encoders, captions are encoded instead.
+    are random too, unless the run trained the text encoders. In that case, the text encoders encode
+    some fixed captions.
     """
     empty_inputs = empty_batch(task.run, COMPARED_ROWS, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)

@@ -265,7 +265,7 @@ def _merge_lazily(run: LoadedRun, folder: Path, kind: str | None) -> dict[str, W
 
 def _write_settings(run: LoadedRun, weights: RunWeights, folder: Path) -> str | None:
     """Writes the configuration and the tokenizer of a run's merged model. Returns the name of the
-    head if it shares the embedding's weight, and is not stored.
+    head if it shares the embedding's weight and is therefore not stored.
     """
     refuse_unmergeable(weights.inner)
     dtype, _ = merged_dtype(run.precision)

@@ -43,7 +43,8 @@ class Family:
     """The name of a model family in llama.cpp, and how llama.cpp stores its weights.
 
     architecture  the name of gguf's MODEL_ARCH
-    permutes_rows  whether the rows of q and k are in neighbouring pairs
+    permutes_rows  whether llama.cpp expects the rows of the query and key weights in neighbouring
+                   pairs
     norm_offset   value that is added to the weights of norms
     """
 
@@ -369,8 +370,8 @@ def header_keys(config: PreTrainedConfig) -> list[tuple[str, Any]]:
 
 def rope_factors(config: PreTrainedConfig) -> Tensor | None:
     """Returns the factors by which llama.cpp divides the rotary frequencies for Llama 3's scaling.
-    A factor is transformers' frequency without this scaling, divided by its frequency with this
-    scaling.
+    Each factor is the frequency without this scaling, divided by the frequency with this scaling.
+    Both are computed with transformers.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -501,9 +502,9 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 
 def tokenizer_keys(folder: Path | str, vocabulary: int, command: str) -> list[tuple[str, Any]]:
-    """Returns tokens, merges or scores, special tokens and chat template of a tokenizer as pairs.
-    The first value of a pair is the name of a method of gguf's writer, and the second value is the
-    argument for this method.
+    """Returns the parts of a tokenizer as pairs: its tokens, its merges or scores, its special
+    tokens and its chat template. The first value of a pair is the name of a method of gguf's
+    writer, and the second value is the argument for this method.
 
     vocabulary  number of rows of the model's embedding; ids without a token get an unused token
     command     the llama.cpp command that the error message suggests, because llama.cpp supports

@@ -612,9 +612,9 @@ def find_modules(model: nn.Module, names: Collection[str]) -> dict[str, nn.Modul
 
 def unquantised_patterns(model: PreTrainedModel, names: Collection[str]) -> list[str]:
     """Returns patterns for the layers that are not quantised, in the form of
-    `llm_int8_skip_modules`. The vision tower and the projector are among these layers. They are
-    only a small part of a large model, and 4-bit weights change their results more than the results
-    of other layers.
+    `llm_int8_skip_modules`. The vision tower and the projector are among these layers. These parts
+    are small compared with the whole model, and 4-bit weights would make their results less exact
+    than the results of other layers.
 
     model  the model before it is quantised, for example on the meta device
     names  `modules_trained_in_full`

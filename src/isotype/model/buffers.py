@@ -80,9 +80,7 @@ def fill_buffers(model: PreTrainedModel, name: str) -> list[str]:
 
 
 def _is_unfilled(buffer: Tensor) -> bool:
-    """Returns True if all elements have the value that `mark_unfilled_memory` writes. A buffer
-    whose correct values are all True is filled with True again.
-    """
+    """Returns True if all elements have the value that `mark_unfilled_memory` writes."""
     if not buffer.numel() or buffer.is_meta:
         return False
     if buffer.dtype.is_floating_point or buffer.dtype.is_complex:

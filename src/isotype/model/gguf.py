@@ -394,8 +394,9 @@ def _rope_parameters(file: _File, path: Path, head_dim: int) -> dict[str, Any]:
 
 
 def read_tensor_headers(path: Path) -> dict[str, TensorHeader]:
-    """Returns the dtype and shape of every tensor, by its name in transformers. In the name of a
-    tensor with quantised blocks, the kind of the blocks replaces `weight`.
+    """Returns the dtype and shape of every tensor, by its name in transformers. The name of a
+    tensor with quantised blocks ends in the kind of the blocks, such as `Q4_K`, and not in
+    `weight`.
     """
     return {
         name: TensorHeader(value.dtype, tuple(value.shape))

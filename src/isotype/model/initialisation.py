@@ -84,9 +84,9 @@ _FIX = "adapter.start: default"
 
 
 def _draw_orthogonal(rank: int, features: int, out: int) -> tuple[Tensor, Tensor]:
-    """Draws A and B in such a way that B A = 0. For this, A combines every second row of one
-    orthogonal matrix, and B combines the other rows. The factors are standard normal random numbers
-    divided by 10, as in PEFT.
+    """Draws A and B in such a way that B A = 0. For this, half of the rows of an orthogonal matrix
+    are multiplied by a random matrix to get A, and the other half to get B. The random numbers are
+    standard normal and divided by 10, as in PEFT.
     """
     rows = torch.linalg.qr(torch.randn(rank, rank)).Q
     a = rows[0::2].t() @ torch.randn(rank // 2, features) / 10

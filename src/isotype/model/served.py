@@ -205,7 +205,7 @@ def _weight_shape(weight: Any) -> tuple[int, ...]:
 def round_frozen(model: nn.Module, precision: Precision) -> None:
     """Rounds the matrices without an adapter to the served format. A matrix that is not packed
     keeps its dtype. If this dtype is bf16, the cast back to it rounds the values a second time.
-    Does nothing if no format is served.
+    Does nothing if the run is not trained for a served format.
     """
     if not precision.served:
         return
@@ -239,7 +239,7 @@ def _round_packed(module: Any, served: ServedFormat) -> PackedLinear:
 
 def serve_adapters(model: nn.Module, precision: Precision) -> list[str]:
     """Makes the layers with an adapter multiply by the rounded sum of base and adapter. Returns
-    lines for the run's header. Does nothing if no format is served.
+    lines for the run's header. Does nothing if the run is not trained for a served format.
     """
     if not precision.served:
         return []

@@ -227,11 +227,11 @@ def choose_targets(
 ) -> tuple[str | list[str], list[str]]:
     """Returns (target modules, target parameters) for PEFT.
 
-    For `all-linear` some models get a list of names. In Mamba models PEFT would select layers that
-    it then refuses. In mixtures of experts the stacked expert weights are listed as target
-    parameters, and routers get no adapter. PEFT would mistake some linear layers for the experts of
-    an older checkpoint, and rename them. For these layers the weight is listed as a target
-    parameter.
+    If `adapter.targets` is `all-linear`, PEFT gets a list of names in place of this word for some
+    models. One reason is that PEFT would select layers of Mamba models that it then refuses. In
+    mixtures of experts the stacked expert weights are listed as target parameters, and routers get
+    no adapter. PEFT would mistake some linear layers for the experts of an older checkpoint, and
+    rename them. For these layers the weight is listed as a target parameter.
 
     A vision-language model gets a pattern, because its towers have layers of the same names
     (`q_proj` in Gemma 3).
@@ -462,8 +462,9 @@ def find_lost_layers(model: nn.Module, config: LoraConfig, layers: Iterable[str]
 
 
 def find_lost_stacks(model: nn.Module, config: LoraConfig) -> set[str]:
-    """Returns the stacks of experts whose adapters PEFT would load under another name, in the form
-    of `adapter.parameters`. PEFT puts one wrapper around the module for each of its stacks.
+    """Returns the stacks of experts whose adapters PEFT would load under another name. Their names
+    have the form that `adapter.parameters` accepts. PEFT puts one wrapper around the module for
+    each of its stacks.
     """
     stacked = find_stacks(model)
     paths = {name.rpartition(".")[0] for name in stacked}

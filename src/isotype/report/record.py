@@ -187,8 +187,8 @@ def read_run(
 
 
 def read_run_summary(folder: Path) -> RunRecord:
-    """Reads a run as `read_run` does, but reads only the evaluations and the last rows of the
-    metrics. `resolved.yaml` is not parsed until `settings` is used.
+    """Reads a run as `read_run` does, but skips most of the metrics: it reads only the evaluations
+    and the last rows. `resolved.yaml` is not parsed until `settings` is used.
     """
     return _read_files(folder, read_last_rows)
 

@@ -269,9 +269,7 @@ def acquire_lock(handle: int, path: Path) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Returns True if a process trains in this folder now. The check itself holds the lock for some
-    microseconds.
-    """
+    """Returns True if a process trains in this folder now."""
     try:
         import fcntl
 

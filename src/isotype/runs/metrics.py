@@ -124,9 +124,9 @@ def read_all_rows(file: IO[bytes]) -> MetricsRows:
 
 def read_thinned_rows(file: IO[bytes]) -> MetricsRows:
     """Reads every row and returns a selection. It contains about EVEN_ROWS evenly spaced steps, and
-    the rows without a loss. The steps are also divided into about BUCKETS parts: of each part, the
-    selection contains the steps with the lowest loss, the highest loss and the first loss that is
-    not finite.
+    at most MAX_OTHER_ROWS rows without a training loss. The steps are also divided into about
+    BUCKETS parts: of each part, the selection contains the steps with the lowest loss, the highest
+    loss and the first loss that is not finite.
     """
     line_count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
     file.seek(0)

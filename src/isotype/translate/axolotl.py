@@ -169,7 +169,7 @@ def _convert_dataset(
     dataset: dict[str, Any], objective: str | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Translates one entry of `datasets:` into an entry of data.train. Returns the new entry, and
-    notes about keys that Isotype does not have.
+    messages about keys that Isotype does not have.
     """
     entry, notes = _locate_dataset(dataset)
     kind = dataset.get("type")
@@ -207,7 +207,7 @@ _UNREAD_DATASET_KEYS = {
 
 
 def _locate_dataset(dataset: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns an entry with the path or hub name of the data set, and notes for the user."""
+    """Returns an entry with the path or hub name of the data set, and messages for the user."""
     notes = []
     files = dataset.get("data_files")
     first_file = files[0] if isinstance(files, list) else files
@@ -232,7 +232,9 @@ def _locate_dataset(dataset: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
 def _name_own_fields(
     entry: dict[str, Any], kind: dict[str, Any], objective: str | None
 ) -> list[str]:
-    """Names the columns of `type: {field_instruction: ..., format: ...}`. Returns notes."""
+    """Translates the column names in `type: {field_instruction: ..., format: ...}`. Returns
+    messages for the user.
+    """
     columns = {key: kind.get(field) for key, field in _OWN_FIELDS.items()}
     row_names.add_columns(entry, columns)
     if objective is None:
@@ -258,7 +260,7 @@ def _name_by_type(
     entry: dict[str, Any], kind: str, dataset: dict[str, Any], objective: str | None
 ) -> list[str]:
     """Sets the format and the columns according to `type`, which may be `alpaca`, `chat_template`
-    or `chatml.intel`, for example. Returns notes.
+    or `chatml.intel`, for example. Returns messages for the user.
     """
     strategy, _, function = kind.partition(":")[0].partition(".")
     format_name = _FORMATS.get(strategy)

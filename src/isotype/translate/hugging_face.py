@@ -206,7 +206,7 @@ def _command_line_reason(source: Source) -> str | None:
 
 
 def _is_text_class(name: str) -> bool:
-    """True if a program that calls this class trains a kind of model that Isotype offers."""
+    """Returns True if programs that call this class train a kind of model that Isotype can train."""
     if name in _VISION_MODEL_CLASSES or name in ("SFTTrainer", "SFTConfig"):
         return True
     return "CausalLM" in name or name.startswith("Fast")

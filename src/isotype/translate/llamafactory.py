@@ -197,7 +197,7 @@ def _convert_dataset(
     draft: ConfigDraft, name: str, description: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Translates an entry of dataset_info.json into an entry of data.train. Returns the new entry,
-    and notes for the user.
+    and messages for the user.
     """
     hub = description.get("hf_hub_url")
     file_name = description.get("file_name", f"{name}.json")

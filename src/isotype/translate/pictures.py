@@ -271,8 +271,8 @@ def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
     """Returns the keys of a configuration file of SimpleTuner (JSON, TOML or config.env), together
     with the keys of the dataset file that this configuration names. Raises UsageError.
 
-    A shell would run the lines of a config.env that are not assignments. Here such lines are
-    skipped.
+    SimpleTuner reads config.env as a shell script. This function reads only the lines that assign a
+    value, and runs nothing.
     """
     keys: dict[str, SourceKey] = {}
     if isinstance(tree, str):

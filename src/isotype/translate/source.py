@@ -125,7 +125,7 @@ _PROGRAM_OBJECTS = (
 
 @dataclass
 class Source:
-    """The keys of a file, and the tool to which the file belongs.
+    """Contains the keys of a file, and the tool to which the file belongs.
 
     called_names  names of functions and classes that a Python file calls, for `refusal_reason`
     method        the words after `trl`, `tune run` or a similar command, or the name of kohya's

@@ -590,7 +590,7 @@ convert_optimizer = convert_choice("train.optimizer", OPTIMIZERS, OTHER_OPTIMIZE
 
 
 def resolve_optimizer_conflicts(draft: ConfigDraft) -> None:
-    """Removes or replaces the settings that the optimizer does not support, and adds a note for
+    """Removes or replaces the settings that the optimizer does not support, and adds a message for
     each of them.
     """
     name = draft.settings.get("train.optimizer", "adamw")

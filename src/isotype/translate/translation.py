@@ -79,7 +79,7 @@ _TOOL_TITLES = {
 
 @dataclass
 class Translation:
-    """The result of translating a file.
+    """Contains the result of translating a file.
 
     text      the configuration as YAML; a comment after each setting names the key from which it
               was translated
@@ -395,7 +395,7 @@ def _choose_preset(
 
 def _add_required_settings(draft: ConfigDraft, data_key: str) -> None:
     """Isotype requires some settings that the file may not have. Adds such settings with example
-    values, and notes that ask the user to replace these values.
+    values, and messages that ask the user to replace these values.
     """
     if "model.name" not in draft.settings:
         draft.settings["model.name"] = "path/to/model"

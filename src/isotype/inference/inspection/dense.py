@@ -224,7 +224,9 @@ def _open_packed(owner: str, parts: Mapping[str, StoredTensor], loading: Loading
 def _layer_shape(
     owner: str, parts: Mapping[str, StoredTensor], model: Any
 ) -> tuple[int, int] | None:
-    """Returns the shape of a layer's weight, from the class or from its tensors."""
+    """Returns the shape of a layer's weight. It is read from the model class, or computed from the
+    layer's tensors.
+    """
     try:
         layer = None if model is None else model.get_submodule(owner)
     except AttributeError:

@@ -59,8 +59,8 @@ def inspect_checkpoint(path: Path) -> Inspection:
 
 
 def _ask_readers(inspection: Inspection) -> None:
-    """Asks the libraries that load such a checkpoint. Raises UsageError for settings outside their
-    ranges.
+    """Finds out how other programs would load the checkpoint. Raises UsageError for settings
+    outside their ranges.
     """
     facts = inspection.facts
     checkpoint = facts.checkpoint

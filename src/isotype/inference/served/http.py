@@ -27,7 +27,7 @@ _MESSAGE_LENGTH = 200  # characters of a server's message that are shown
 
 
 class UnknownCallError(UsageError):
-    """The server does not have this call."""
+    """Raised if the server does not know the path of a request."""
 
 
 @dataclass(frozen=True)

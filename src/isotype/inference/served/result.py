@@ -42,7 +42,7 @@ class Check:
 
 @dataclass(frozen=True)
 class ServedResult:
-    """The comparison of a server with its run.
+    """The result of comparing the answers of a server with the answers of the trained model.
 
     url, engine, model  the server
     checks              the comparisons, in the order of the report

@@ -1,4 +1,5 @@
-"""The functions that the comparison needs from a server. There is one implementation per interface.
+"""Defines the methods that the comparison with a server needs. There is one implementation for each
+kind of server interface.
 
 A method returns None if the interface does not have this function. All methods raise RefusedError
 for a request that the server refuses, and UsageError for a server that does not answer.

@@ -1,6 +1,6 @@
-"""Computes the model in the reference arithmetic, which uses fp32 weights and fp32 matrix products.
-Only the weights of one block are read at a time. So the same model object can compute the results
-of all sets of weights that are compared.
+"""Computes the predictions of a model with fp32 weights and fp32 matrix products, as a reference
+for comparisons. Only the weights of one block are read at a time. So the same model object can
+compute the results of all sets of weights that are compared.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class ReferenceModel:
             self._release([tensor for _, tensor in _stored_tensors(self.model)])
 
     def fill(self, read: Reader, names: Iterable[str] | None = None) -> None:
-        """Sets the function that reads the values of the weights. If `names` is given, only the
-        weights in `names` are set.
+        """Sets the function that reads the values of the weights. If `names` is given, the function
+        is set only for the weights in `names`.
         """
         for name in self.names if names is None else names:
             self.readers[name] = read

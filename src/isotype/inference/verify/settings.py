@@ -219,8 +219,9 @@ def _id_set(ids: Any) -> set[int]:
 
 
 def apply_gguf_settings(config: Any, written: WrittenModel) -> Any | None:
-    """Returns the run's configuration with the rotary base and the epsilon from a GGUF file.
-    Returns None if the file has the same two values as the run.
+    """Returns the run's configuration with two values from a GGUF file: the base of the rotary
+    embedding and the epsilon of the norms. Returns None if the file has the same two values as the
+    run.
     """
     architecture = str(written.fields.get("general.architecture"))
     changed = copy.deepcopy(config)

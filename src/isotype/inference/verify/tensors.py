@@ -198,7 +198,8 @@ def _absence(
     written: WrittenModel,
 ) -> str:
     """Returns the reason why a tensor of the file cannot be used; "" if the tensor can be used, or
-    if the file does not need it."""
+    if the file may lack it.
+    """
     if tensor is None:
         if written.adapter_only and name not in weights.changed_names:
             return ""

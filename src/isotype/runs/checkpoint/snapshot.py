@@ -2,10 +2,9 @@
 the progress. The state consists only of tensors and JSON.
 
 A run that is resumed with the same number of processes is bit-identical. With a different number of
-processes the run gets different random numbers. Several processes seed their generators at each
-step from the run's seed, the step and their rank (`seed_rank`), so that only the state of a run of
-one process must be stored. With 64 processes, the states of all processes took 2 MB in each
-checkpoint.
+processes the run gets different random numbers. In a run of several processes, each process seeds
+its random generators at each step from the run's seed, the step and its rank (`seed_rank`). So only
+a run of one process has to store the state of its generators.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class CheckpointStore:
         write_text(self.folder / "best.json", json.dumps({"step": step}) + "\n")
 
     def clean_up(self, best_step: int | None) -> None:
-        """Cleans up for a resumed run. The method removes half-written folders, and marks the
-        checkpoint of step `best_step` as the best. The checkpoint from which the run continues
+        """Prepares the folder for a resumed run. The method removes half-written folders, and marks
+        the checkpoint of step `best_step` as the best. The checkpoint from which the run continues
         stores this step.
 
         The mark can be wrong if the process was killed after a checkpoint was written and before it
@@ -96,8 +96,8 @@ class CheckpointStore:
                 (self.folder / "best.json").unlink(missing_ok=True)
 
     def save(self, checkpoint: Checkpoint, *, is_best: bool = False) -> None:
-        """Writes the checkpoint, marks it, then removes old checkpoints. Raises RunError CK001 when
-        the disk is full or read-only.
+        """Writes the checkpoint, marks it as the best if `is_best` is true, and removes old
+        checkpoints. Raises RunError CK001 when the disk is full or read-only.
         """
         write_folder(self.path(checkpoint.step), lambda aside: _write(checkpoint, aside))
         self._mark_and_prune(checkpoint.step, is_best)
