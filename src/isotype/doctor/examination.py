@@ -87,7 +87,7 @@ def examine_log(lines: Iterable[str]) -> Examination:
 
 
 def _list_files(path: Path) -> Iterator[Path]:
-    """The regular files under a path, without pipes and broken links."""
+    """Returns the regular files under a path, without pipes and broken links."""
     if path.is_file():
         yield path
         return

@@ -72,7 +72,7 @@ def convert_import_errors(target: str) -> Iterator[None]:
 
 
 def describe_exception(error: Exception) -> str:
-    """The file, line, type and text of an exception, on one line."""
+    """Returns the file, line, type and text of an exception, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     location = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
     return f"{location}{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -102,7 +102,7 @@ def get_member(module: ModuleType, name: str, target: str) -> Any:
 
 
 def required_parameters(function: Callable[..., Any]) -> list[str]:
-    """The parameters of a function that have no default."""
+    """Returns the parameters of a function that have no default."""
     kinds = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,

@@ -267,8 +267,8 @@ class Continuity:
     def _choose_keys(self, keys: list[Key]) -> list[Key]:
         """Chooses at most SAMPLED_TENSORS tensors of each kind (weights, averages and buffers).
         Tensors that were written outside an update are chosen first. The other tensors are chosen
-        in turn, so that each sample contains other tensors. If a parameter is chosen, its optimizer
-        states are sampled as well.
+        in turn, so that after some updates every tensor has been checked. If a parameter is chosen,
+        its optimizer states are sampled as well.
         """
         chosen: list[Key] = []
         for kind in (WEIGHT, AVERAGE, BUFFER):
@@ -296,7 +296,7 @@ class Continuity:
 
 class FrozenWeights:
     """Copies some elements of the frozen weights when a run starts. `changed` returns the names of
-    the weights whose elements differ from these copies later. Each sample needs one transfer to the
+    the weights whose elements differ from these copies later. This needs only one transfer to the
     host per device and dtype.
 
     The check is needed because the weights may lie in files that are mapped into memory, and
@@ -380,7 +380,9 @@ def report_narrow_values(
 
 
 def _group_differences(differences: list[Difference]) -> dict[tuple[str, str], list[Difference]]:
-    """Groups the differences by (kind of tensor, description of the change)."""
+    """Returns a dict from (kind of tensor, description of the change) to all differences of this
+    kind.
+    """
     groups: dict[tuple[str, str], list[Difference]] = {}
     for difference in differences:
         groups.setdefault(

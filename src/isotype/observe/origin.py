@@ -191,9 +191,8 @@ _OPTIMIZER_LIBRARIES = (
 
 
 def find_custom_update(optimizer: Any) -> str | None:
-    """Returns the name of code of the user's program that an update of this optimizer runs. This
-    may be the optimizer's class, a replaced `step`, or a hook. Returns None if there is no such
-    code.
+    """An update of this optimizer may run code that the user wrote: the optimizer's class, a
+    replaced `step`, or a hook. Returns the name of this code, or None if there is none.
 
     An unknown library counts as part of the user's program.
     """
@@ -341,7 +340,7 @@ def may_be_at_fault(file: str) -> bool:
 
 
 def innermost_user_site(stack: list[Site]) -> Site | None:
-    """The innermost line of the user's own code."""
+    """Returns the innermost line of the user's own code."""
     return next((site for site in stack if not is_library_file(site.file)), None)
 
 

@@ -324,7 +324,9 @@ class Section:
 
     @property
     def parameters(self) -> list[str]:
-        """The names of the variables whose values the program sets before it uses the section."""
+        """Returns the names of the variables whose values the program sets before it uses the
+        section.
+        """
         return [
             name
             for line in self.entries[0].fields

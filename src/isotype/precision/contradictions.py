@@ -170,8 +170,8 @@ def page(code: str) -> str | None:
 
 
 def _find_place(names: list[str], settings: Mapping[str, Setting]) -> Place:
-    """Returns the place where a setting was set, for the first of these settings that the user
-    wrote. If the user wrote none of these settings, returns the place of the first one.
+    """Returns the file and line of the first of these settings that the user wrote. If the user
+    wrote none of them, returns the place of the first one.
     """
     name = next((name for name in names if settings[name].is_written), names[0])
     # "run.yaml:3", or "preset nf4-lora, run.yaml:3"

@@ -130,17 +130,17 @@ class Precision:
 
     @property
     def save_model(self) -> str:
-        """The dtype of a saved model's weights."""
+        """Returns the dtype of a saved model's weights."""
         return _parse_save(self.save)[0]
 
     @property
     def save_adapter(self) -> str:
-        """The dtype of a saved adapter's weights."""
+        """Returns the dtype of a saved adapter's weights."""
         return _parse_save(self.save)[1]
 
     @property
     def unquantised(self) -> str:
-        """The dtype of the frozen weights that are not quantised."""
+        """Returns the dtype of the frozen weights that are not quantised."""
         return self.compute if self.packed else self.base
 
     @property
@@ -152,7 +152,7 @@ class Precision:
 
     @classmethod
     def preset(cls, name: str, **overrides: str) -> Precision:
-        """Returns the preset of this name with the roles in `overrides` replaced."""
+        """Returns the preset of this name, with the values in `overrides` instead of its own."""
         if name not in PRESETS:
             raise UsageError(
                 f"unknown preset {name!r}: expected one of {' '.join(PRESETS)}", code="PR000"

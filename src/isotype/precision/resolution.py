@@ -65,9 +65,9 @@ class Resolved:
         )
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Returns (role, value, reason) of each role in the documented order. If the precision
-        declares them, "stochastic rounding" is added to the value of `trainable`, and "loss
-        scaling" to the value of `compute`.
+        """Returns (role, value, reason) for each role, in the order of the documentation. If the
+        precision declares them, "stochastic rounding" is added to the value of `trainable`, and
+        "loss scaling" to the value of `compute`.
         """
         precision = self.precision
         values = {role: getattr(precision, role) for role in (*ROLES, *TASK_ROLES)}
@@ -203,7 +203,7 @@ def resolve(
 
 @dataclass(frozen=True, kw_only=True)
 class _RunSettings:
-    """Holds the facts that decide the precision of a run.
+    """Holds the settings and the properties of the model that decide the precision of a run.
 
     preset              the preset that the user wrote, or auto
     roles               the roles that the user wrote

@@ -41,7 +41,7 @@ class TensorEntry:
 
     @property
     def dtype_name(self) -> str:
-        """Isotype's name of the dtype; the file's own name if Isotype has none."""
+        """Returns Isotype's name of the dtype; the file's own name if Isotype has none."""
         return _DTYPES.get(self.dtype, (self.dtype,))[0]
 
 

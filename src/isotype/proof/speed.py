@@ -181,7 +181,7 @@ def _gpu_milliseconds(step: Step) -> float:
 
 
 def _isotype_step(model: Any, ids: torch.Tensor, preset: str, device_name: str) -> Step:
-    """The step of `isotype train`."""
+    """Returns the step of `isotype train`."""
     device = torch.device(device_name)
     precision = PRESETS[preset]
     optimize(model, precision, device_type=device.type)

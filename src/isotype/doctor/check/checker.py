@@ -166,9 +166,9 @@ MAIN_TOOLS = (
 
 
 def group_runs(collection: Collection, device: str | None) -> list[Facts]:
-    """Returns one `Facts` per run. A main document is a document with the arguments of a trainer.
-    Each main document forms a run together with the documents that belong to it. The remaining
-    documents form separate runs.
+    """Decides which configuration files belong to the same training run, and returns one `Facts`
+    per run. Each file with the arguments of a trainer starts a run, to which other files may
+    belong. The remaining files form separate runs.
     """
     main_documents = [(folder, d) for folder, d in collection.documents if d.tool in MAIN_TOOLS]
     used_ids: set[int] = set()
@@ -189,9 +189,9 @@ def group_runs(collection: Collection, device: str | None) -> list[Facts]:
 
 
 def _documents_of_run(folder: Path, main: Document, collection: Collection) -> list[Document]:
-    """Returns the documents that belong to a main document. Documents with the options of its
-    launcher belong to it, and also the files that it names. For each tool, the documents in the
-    same folder, or in a folder above or below it, belong to it too.
+    """Returns the settings that belong to the same run as `main`, the arguments of a trainer. These
+    are the options of the launcher, the files that `main` names, and the settings of other tools in
+    the same folder, or in a folder above or below it.
     """
     launchers = [d for _, d in collection.documents if _launches_main(d, main)]
     referenced = _referenced_files(main, *launchers)
@@ -250,7 +250,9 @@ def _first_line(document: Document) -> int:
 
 
 def _referenced_files(*documents: Document) -> set[str]:
-    """Returns the names of the JSON and YAML files that occur as values in these documents."""
+    """Returns the names of the JSON and YAML files that occur as values of settings in these
+    documents.
+    """
     values = [s.value for document in documents for s in document.settings.values()]
     return {
         os.path.basename(value)
@@ -273,7 +275,7 @@ def _allows_several_documents(tool: str, documents: list[Document]) -> bool:
 def _runs_without_main(documents: list[Document], device: str | None) -> list[Facts]:
     """Returns the runs of a folder in which no file contains the arguments of a trainer. If several
     files in the folder belong to the same tool (DeepSpeed, accelerate or a model), each of these
-    files forms a separate run. All other documents of the folder form one run.
+    files forms a separate run. All other files of the folder form one run.
     """
     counts = Counter(document.tool for document in documents)
     repeated = {tool for tool in ("deepspeed", "accelerate", "model") if counts[tool] > 1}

@@ -1,5 +1,5 @@
 """Reads settings from calls in Python files, from commands and exports in shell scripts, and from
-env files. The settings of each tool are collected in one document.
+env files. All settings of one tool are stored in one `Document`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ _LIGHTNING_IMPORT = re.compile(r"\b(?:lightning|pytorch_lightning|lightning_fabr
 
 
 def documents_from_python(text: str, display_path: str) -> list[Document]:
-    """Returns the calls that affect precision, as one document for each tool."""
+    """Reads the settings of a Python program that affect precision. Returns one `Document` for each
+    tool.
+    """
     if not _RELEVANT_CALLS.search(text) or not _PRECISION_KEYWORDS.search(text):
         return []
     calls = python_calls.read_calls(text)
@@ -135,8 +137,9 @@ class _ProgramReader:
         return self.documents
 
     def _get_document(self, tool: str, **attributes: Any) -> Document:
-        """Returns the document of a tool, and creates it if necessary. The arguments of a trainer
-        always get a new document, because a program may create several sets of arguments.
+        """Returns the `Document` for the settings of a tool, and creates it if necessary. The
+        arguments of a trainer always get a new `Document`, because a program may create several
+        sets of arguments.
         """
         document = None
         if tool not in ("hf", "lightning"):

@@ -203,7 +203,7 @@ _PYTHON_MAGICS = {"capture", "time", "timeit", "prun", "python", "python3"}
 
 
 def _code_cells(data: Any) -> Iterator[list[str]]:
-    """The lines of each code cell of a notebook."""
+    """Returns the lines of each code cell of a notebook."""
     cells = data.get("cells") if isinstance(data, dict) else None
     if not isinstance(cells, list):
         return

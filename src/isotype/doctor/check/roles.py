@@ -283,7 +283,8 @@ def _set_hf_fsdp_roles(
 
 
 def _loop_autocast(facts: Facts) -> Setting | None:
-    """The dtype argument of `torch.autocast(...)` in a training loop that uses no trainer."""
+    """Returns the dtype argument of `torch.autocast(...)` in a training loop that uses no trainer.
+    """
     dtype = facts.get("code.autocast.dtype")
     if dtype is not None and not facts.has("hf") and parse_dtype(dtype.value):
         return dtype
@@ -577,8 +578,8 @@ def set_kohya_roles(record: Record) -> None:
 
 
 def set_script_roles(record: Record) -> None:
-    """Sets the roles of a training script that has the arguments of diffusers' or accelerate's
-    example scripts.
+    """Sets the dtypes of a run from the arguments of a training script. The script must use the
+    same arguments as the example scripts of diffusers or accelerate.
     """
     mixed = record.facts.get("script.mixed_precision")
     record.set("compute", _dtype_or(mixed, None), "the script's argument", mixed)

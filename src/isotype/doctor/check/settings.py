@@ -235,7 +235,7 @@ class Facts:
                 yield from document.settings.items()
 
     def nested_settings(self, prefix: str) -> list[Setting]:
-        """Every setting below `tool.key.`."""
+        """Returns every setting below `tool.key.`."""
         tool, _, key = prefix.partition(".")
         return [
             s for name, s in self.tool_settings(tool) if name.startswith(f"{key}.") or name == key
@@ -275,7 +275,8 @@ class Decision:
 
 @dataclass
 class Record:
-    """The precision with which a run will train. It contains one decision for each role.
+    """The precision with which a run will train: for each role (such as `compute` or `optimizer`),
+    the value and the reason for it.
 
     adapter         whether adapters are trained; None if no setting says so
     quantised_bits  the bits per weight of a quantised base model; None if it is not quantised
@@ -390,7 +391,7 @@ def mixed_flag(facts: Facts, tool: str = "hf") -> Setting | None:
 
 
 def launcher_mode(facts: Facts) -> Setting | None:
-    """The mixed precision mode of accelerate's configuration, launcher or environment."""
+    """Returns the mixed precision mode of accelerate's configuration, launcher or environment."""
     return facts.get("env.ACCELERATE_MIXED_PRECISION", "accelerate.mixed_precision")
 
 

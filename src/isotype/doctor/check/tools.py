@@ -94,8 +94,9 @@ _MIN_DISTINCTIVE = 4
 
 
 def _has_enough_keys(data: dict[str, Any], keys: set[str], tools: list[str]) -> bool:
-    """True if one of the tools knows enough keys of the file. Only large files are checked. If a
-    large file shares only a few keys with a tool, it may belong to a tool that is not in the table.
+    """True if enough keys of the file are settings of one of the tools. Only large files are
+    checked. If a large file shares only a few keys with a tool, it may belong to a tool that is not
+    in the table.
     """
     if len(data) < _MANY_KEYS or {"checkpoint", "model"} & set(tools):
         return True
@@ -184,8 +185,8 @@ def _is_torchtitan(data: dict[str, Any]) -> bool:
 
 
 def _is_aitoolkit(data: dict[str, Any]) -> bool:
-    """True if the file is a job of ai-toolkit. Such a file has a word as the value of `job`, and a
-    list of processes.
+    """True if the file is a configuration file of ai-toolkit (a job). Such a file has a word as the
+    value of `job`, and a list of processes.
     """
     config = data.get("config")
     return "job" in data and isinstance(config, dict) and isinstance(config.get("process"), list)

@@ -275,8 +275,8 @@ class _ErrorCollector:
 
 
 def _error_text(incident: Incident) -> str:
-    """The text of the exception. If an assertion has no message, the expression that it asserts is
-    added to the text.
+    """Returns the text of the exception. If an assertion has no message, the expression that it
+    asserts is added to the text.
     """
     code = incident.frames[-1].code if incident.frames else ""
     if incident.text == "AssertionError" and code.startswith("assert "):

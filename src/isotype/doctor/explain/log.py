@@ -1,5 +1,5 @@
-"""Reads a log of any length as a stream of incidents. An incident is an exception with its frames,
-or a passage of text without a traceback.
+"""Reads a log of any length and divides it into incidents. An incident is an exception with its
+frames, or a passage of text without a traceback.
 
 Memory does not grow with the length of the log. At any time, the module holds at most one passage
 of text, and one unfinished traceback per process. Several tracebacks can be unfinished, because the

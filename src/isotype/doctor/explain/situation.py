@@ -1,6 +1,6 @@
-"""Reads facts from a traceback. The facts tell whose code failed, what the program was doing
-(generate, backward, callback, ...), and which function the user's line called with which tensors.
-`RecognisedError` contains these facts together with the operator and the dtypes from the message.
+"""Reads from a traceback whose code failed, what the program was doing (generate, backward,
+callback, ...), and which function the user's line called with which tensors. `RecognisedError`
+contains this information together with the operator and the dtypes from the message.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Situation:
 
     @property
     def user_frame(self) -> Frame | None:
-        """The innermost frame of the user's code."""
+        """Returns the innermost frame of the user's code."""
         return next((f for f in reversed(self.frames) if not is_library(f.file)), None)
 
     @property
@@ -96,7 +96,7 @@ class Situation:
         return f"{frame.function or 'code'} at {frame.file}:{frame.line}"
 
     def find_frame(self, pattern: str) -> Frame | None:
-        """The innermost frame whose code, function or file matches the pattern."""
+        """Returns the innermost frame whose code, function or file matches the pattern."""
         return next(
             (
                 f
@@ -154,8 +154,9 @@ _CALLBACK_NAMES = re.compile(
 
 
 def _frame_flags(frame: Frame, outer: Frame | None, inner: Frame | None) -> set[str]:
-    """Returns the flags for which a frame is evidence, such as `trainer` or `custom backward`.
-    `outer` is the frame that called this frame, and `inner` is the frame that this frame called.
+    """Returns names such as `trainer` or `custom backward` that describe what the program was doing
+    in a frame. `outer` is the frame that called this frame, and `inner` is the frame that this
+    frame called.
     """
     code = frame.code
     function = frame.function.rpartition(".")[2]
@@ -269,8 +270,8 @@ def find_quoted_code(text: str) -> Frame | None:
 def read_situation(
     frames: Sequence[Frame], report_flags: frozenset[str] = frozenset(), text: str = ""
 ) -> Situation:
-    """Reads facts about a failure from its traceback. If there is no traceback, the function
-    searches for a quoted line of code in `text`, the text around the error.
+    """Reads from a traceback what the program was doing when it failed. If there is no traceback,
+    the function searches for a quoted line of code in `text`, the text around the error.
     """
     evidence: dict[str, Frame] = {}
     for index, frame in enumerate(frames):
@@ -421,7 +422,7 @@ class RecognisedError:
 
     @property
     def half(self) -> str:
-        """The 16-bit float dtype that the error names, or bf16 if it names none."""
+        """Returns the 16-bit float dtype that the error names, or bf16 if it names none."""
         return next((d for d in self.dtypes.values() if d in ("bf16", "fp16")), "bf16")
 
     @property
@@ -434,8 +435,8 @@ class RecognisedError:
 
     @property
     def autocast(self) -> str:
-        """The code that switches autocast on for the device that the text names. If the text names
-        no device, the code is for CUDA.
+        """Returns the code that switches autocast on for the device that the text names. If the
+        text names no device, the code is for CUDA.
         """
         device = next(
             (kind for kind in ("cpu", "mps") if kind in self.situation.report_flags), "cuda"

@@ -369,8 +369,8 @@ def _suggest_widening(
 
 
 def _wider_dtype(first: str, second: str) -> str:
-    """The dtype to which both values should be cast. If the wider dtype is fp64, the result is
-    fp32, because fp64 is rarely intended.
+    """Returns the dtype to which both values should be cast. If the wider dtype is fp64, the result
+    is fp32, because fp64 is rarely intended.
     """
     order = ["bool", "int8", "int16", "int32", "int64", "fp16", "bf16", "fp32"]
     ordered = [dtype for dtype in (first, second) if dtype in order]

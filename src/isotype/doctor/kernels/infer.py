@@ -267,7 +267,7 @@ class _UseReader(ast.NodeVisitor):
         return parameters
 
     def find_loaded_pointers(self, node: ast.AST, depth: int = 0) -> set[str]:
-        """The pointers from which values in an expression are loaded."""
+        """Returns the pointers from which values in an expression are loaded."""
         pointers: set[str] = set()
         for child in ast.walk(node):
             if call_name(child) == "load":

@@ -146,7 +146,7 @@ def _root_error(error: BaseException) -> BaseException:
 
 
 def _error_message(error: BaseException) -> str:
-    """The message of a failure, without the excerpt of the source that Triton prints before it."""
+    """Returns the message of a failure, without the source code that Triton prints before it."""
     text = str(getattr(error, "error_message", None) or error)
     with contextlib.suppress(SyntaxError, ValueError):
         # for Python's assertions Triton stores the repr: AssertionError('initial value ...')

@@ -93,7 +93,8 @@ class Escape:
 def find_offset_overflows(
     kernel: str, parameters: Sequence[str], shape: LaunchShape, observation: Observation
 ) -> list[Fault]:
-    """Returns a fault KN022 for each line that computes an offset in int32 that does not fit.
+    """Returns a fault KN022 for each line that computes in int32 an offset that is too large for
+    it.
 
     parameters  the names of the kernel's run-time parameters, in order
     """

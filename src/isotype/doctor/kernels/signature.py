@@ -83,7 +83,7 @@ def shared_bytes(target: GPUTarget) -> int:
 
 
 def require_triton() -> str:
-    """The version of the installed Triton.
+    """Returns the version of the installed Triton.
 
     Raises  UsageError if Triton is not installed, or has an untested version
     """
@@ -178,7 +178,7 @@ def unwrap_kernel(kernel: Any) -> UnwrappedKernel:
 
 
 def locate_kernel(function: Any) -> tuple[str, int]:
-    """The file of a kernel and the line of its `def`, below the decorators."""
+    """Returns the file of a kernel and the line of its `def`, below the decorators."""
     source, first_line = inspect.getsourcelines(function.fn)
     offset = next((i for i, text in enumerate(source) if text.lstrip().startswith("def ")), 0)
     return function.fn.__code__.co_filename, first_line + offset
@@ -244,7 +244,7 @@ class Combination:
 
     @property
     def type_summary(self) -> str:
-        """The types without the constexprs: `logits_ptr *bf16, scale fp32`."""
+        """Returns the types without the constexprs: `logits_ptr *bf16, scale fp32`."""
         return ", ".join(
             f"{name} {type_name}"
             for name, type_name in self.types.items()

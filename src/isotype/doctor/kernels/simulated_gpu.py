@@ -170,8 +170,8 @@ _REAL_DEVICE = torch.Tensor.device
 
 
 def _simulated_device(tensor: torch.Tensor) -> Any:
-    """The device of a tensor for the user's code. torch computes some operators of meta tensors in
-    Python, and this code must see the real device.
+    """Returns the device of a tensor for the user's code. torch computes some operators of meta
+    tensors in Python, and this code must see the real device.
     """
     if _is_meta(tensor) and _is_torch_code(sys._getframe(1)):
         return _REAL_DEVICE.__get__(tensor)
@@ -247,7 +247,7 @@ def _device_properties(target: Any) -> SimpleNamespace:
 
 
 def _simulated_driver(target: Any) -> SimpleNamespace:
-    """A Triton driver that reports a GPU of this target."""
+    """Returns a Triton driver that reports a GPU of this target."""
     properties = _device_properties(target)
     limits = {
         "max_shared_mem": shared_bytes(target),
@@ -280,7 +280,7 @@ _NOOP_FUNCTIONS = (
 
 
 def _cuda_replacements(target: Any) -> dict[str, Any]:
-    """The replacements for functions of `torch.cuda`."""
+    """Returns the replacements for functions of `torch.cuda`."""
     properties = _device_properties(target)
     replacements: dict[str, Any] = {
         "is_available": lambda: True,

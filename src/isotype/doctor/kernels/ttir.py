@@ -50,12 +50,12 @@ class Operation:
 
     @property
     def values(self) -> list[str]:
-        """The names of all values that the operation's first line mentions, in order."""
+        """Returns the names of all values that the operation's first line mentions, in order."""
         return _VALUE.findall(self.text)
 
     @property
     def types(self) -> str:
-        """The text after the last ` : `, which contains the types."""
+        """Returns the text after the last ` : `, which contains the types."""
         return self.text.rpartition(" : ")[2]
 
 

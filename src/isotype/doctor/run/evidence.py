@@ -1,6 +1,6 @@
-"""Collects the facts about one exception from its stack frames, which still hold their variables.
-The facts are the operands of the expression that failed, the module, the autocast state, and the
-precision settings.
+"""Collects information about one exception from its stack frames, which still hold their variables.
+This information is the operands of the expression that failed, the module, the autocast state, and
+the precision settings.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Evidence:
         return self.producers[key]
 
     def to_dict(self) -> dict[str, Any]:
-        """The facts for JSON."""
+        """Returns the collected information in a form that can be written as JSON."""
         return {
             "error": f"{type(self.error).__name__}: {self.message}",
             "operation": self.operation,
@@ -175,8 +175,8 @@ def describe_autocast(state: AutocastState) -> str:
 
 
 def collect_evidence(error: BaseException) -> Evidence | None:
-    """Returns the facts about an exception, or None if neither the exception nor one of its causes
-    is about dtypes.
+    """Collects the information about an exception. Returns None if neither the exception nor one of
+    its causes is about dtypes.
     """
     for cause in iterate_causes(error):
         text = f"{type(cause).__name__}: {cause}"
@@ -251,7 +251,7 @@ def _argument_names(frame: CallFrame) -> list[str]:
 
 
 def _split_expression(node: ast.AST | None, frame: CallFrame) -> tuple[str, list[ast.AST]]:
-    """The name of the operation, and the expressions of its operands."""
+    """Returns the name of the operation, and the expressions of its operands."""
     statement = frame.statement
     match node:
         case ast.Call(function, arguments, keywords):

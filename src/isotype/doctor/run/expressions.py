@@ -269,5 +269,5 @@ def _read_conversion(node: ast.Call, owner: Any, frame: CallFrame) -> Any:
 
 
 def node_keyword(node: ast.Call, name: str) -> ast.expr | None:
-    """The value of a keyword argument."""
+    """Returns the value of a keyword argument."""
     return next((keyword.value for keyword in node.keywords if keyword.arg == name), None)

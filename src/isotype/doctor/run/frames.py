@@ -76,7 +76,7 @@ class CallFrame:
 
     @property
     def scope(self) -> Scope | None:
-        """The syntax tree of the function, or of the module."""
+        """Returns the syntax tree of the function, or of the module."""
         return _find_scope(self.code)
 
     @property
@@ -95,7 +95,7 @@ class CallFrame:
 
     @property
     def statement(self) -> ast.stmt | None:
-        """The innermost statement that contains the line that was running."""
+        """Returns the innermost statement that contains the line that was running."""
         scope = self.scope
         if scope is None:
             return None
@@ -108,7 +108,7 @@ class CallFrame:
 
     @property
     def text(self) -> str:
-        """The source code of the statement, on one line."""
+        """Returns the source code of the statement, on one line."""
         statement = self.statement
         if statement is None:
             return linecache.getline(self.file, self.line).strip()

@@ -53,8 +53,8 @@ class ModelNames:
         self._owners[id(tensor)] = owner
 
     def module_path(self, module: nn.Module) -> str:
-        """The path of a module inside its model. For the model itself, the path is the name of its
-        class.
+        """Returns the path of a module inside its model. For the model itself, the path is the name
+        of its class.
         """
         return self._modules.get(id(module)) or type(module).__name__
 
@@ -70,12 +70,12 @@ class ModelNames:
         return path
 
     def tensor_owner(self, tensor: Any) -> nn.Module | None:
-        """The module that owns a parameter or buffer."""
+        """Returns the module that owns a parameter or buffer."""
         return self._owners.get(id(tensor))
 
     @property
     def majority_dtype(self) -> torch.dtype | None:
-        """The floating-point dtype that most of the parameter elements have."""
+        """Returns the floating-point dtype that most of the parameter elements have."""
         counts = [
             (count, dtype) for dtype, count in self.dtype_counts.items() if dtype.is_floating_point
         ]
@@ -96,7 +96,7 @@ class ModelNames:
 
 
 def floating_weight_dtypes(module: nn.Module) -> set[torch.dtype]:
-    """The floating-point dtypes of the parameters of a module and of its submodules."""
+    """Returns the floating-point dtypes of the parameters of a module and of its submodules."""
     return {p.dtype for p in module.parameters() if p.is_floating_point()}
 
 

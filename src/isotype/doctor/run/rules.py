@@ -124,7 +124,7 @@ def _differ(operands: Sequence[Operand]) -> bool:
 
 
 def _first_of_other_dtype(operands: Sequence[Operand]) -> Operand:
-    """The first operand whose dtype is not that of `operands[0]`."""
+    """Returns the first operand whose dtype is not that of `operands[0]`."""
     return next(operand for operand in operands if operand.dtype != operands[0].dtype)
 
 
@@ -179,8 +179,8 @@ def find_changed_checkpoint(evidence: Evidence) -> Finding | None:
 
 
 def _checkpointed_function(evidence: Evidence) -> str:
-    """The name of the checkpointed function. The name is read from the closure with which torch
-    runs the forward again.
+    """Returns the name of the checkpointed function. The name is read from the closure with which
+    torch runs the forward again.
     """
     for frame in reversed(evidence.frames):
         holder = frame.variables.get("frame")
@@ -439,7 +439,7 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
 
 
 def _owner_of_dtype(node: ast.expr, frame: CallFrame) -> ast.expr | None:
-    """The expression `x` of `x.dtype`, if `x` is a tensor that can be read."""
+    """Returns the expression `x` of `x.dtype`, if `x` is a tensor that can be read."""
     if not isinstance(node, ast.Attribute) or node.attr != "dtype":
         return None
     return node.value if is_tensor(read_value(node.value, frame)) else None

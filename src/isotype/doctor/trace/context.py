@@ -351,5 +351,5 @@ class Watcher:
         """Called after an optimizer has stepped."""
 
     def findings(self) -> list[Finding]:
-        """The findings so far."""
+        """Returns the findings so far."""
         return list(self.reports.values())

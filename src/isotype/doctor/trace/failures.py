@@ -121,7 +121,7 @@ def find_odd_operand(
 
 
 def describe_majority(dtype_counts: Counter[torch.dtype]) -> str:
-    """A sentence such as `99% of the parameters are bf16`."""
+    """Returns a sentence such as `99% of the parameters are bf16`."""
     if not dtype_counts:
         return ""
     dtype, count = dtype_counts.most_common(1)[0]
@@ -287,8 +287,8 @@ class Failures:
         self.explained_origins: set[Any] = set()
 
     def explain_op_error(self, error: Exception, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Explains an error of an op. `args` are the arguments after PyTorch's dispatcher has
-        applied autocast and split composite ops, so they are exactly what the op received.
+        """Explains an error that an op raised. `args` are the arguments after PyTorch's dispatcher
+        has applied autocast and split composite ops, so they are exactly what the op received.
         """
         self._explain(error, op.name, list(op.operands(args, kwargs)))
 

@@ -116,11 +116,11 @@ class Origin:
         return self.site is not None and bool(_FOLLOWING_CAST.search(self.site.text or ""))
 
     def describe(self) -> str:
-        """A description of the origin without its location."""
+        """Returns a description of the origin without its location."""
         return f"{format_dtype(self.dtype)}: {_KIND_TEMPLATES[self.kind].format(what=self.creator)}"
 
     def location(self) -> str:
-        """The module path, the file and the line, if they are known."""
+        """Returns the module path, the file and the line, if they are known."""
         parts = [
             self.module and f"in {self.module}",
             str(self.site) if self.site else "",
@@ -192,7 +192,7 @@ class Provenance:
             tensor.untyped_storage().__dict__[ORIGIN_ATTRIBUTE] = origin
 
     def get(self, tensor: torch.Tensor) -> Origin:
-        """The origin of a tensor. If no origin was recorded, the origin is inferred."""
+        """Returns the origin of a tensor. If no origin was recorded, the origin is inferred."""
         entry: tuple[Origin, Any] | None = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
         if entry is not None and entry[0].dtype == tensor.dtype:
             return entry[0]
@@ -210,7 +210,7 @@ class Provenance:
         return entry[0] if entry is not None and entry[0].dtype == tensor.dtype else None
 
     def last_writer(self, tensor: torch.Tensor) -> str:
-        """The op that wrote the values of the tensor last, such as `mul in layers.0`."""
+        """Returns the op that wrote the values of the tensor last, such as `mul in layers.0`."""
         entry = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
         if entry is None or entry[1] is None:
             return ""

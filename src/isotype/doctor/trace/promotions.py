@@ -24,7 +24,7 @@ from .origin import ORIGIN_ATTRIBUTE, Origin
 
 @dataclass(slots=True)
 class Promotion:
-    """All promotions in which the same op at the same line of code widens an activation.
+    """Counts how often the same op at the same line of code widens an activation.
 
     spread  the places that used the widened tensor before it was cast back
     """
@@ -120,9 +120,10 @@ class Promotions(Watcher):
             )
 
     def findings(self) -> list[Finding]:
-        """Returns one finding for each line of code that caused promotions. Only promotions whose
-        wide results were used further are reported. Lines that the explanation of an error already
-        contains are not reported again.
+        """Returns one finding for each line of code that caused promotions. A promotion is only
+        reported if its wide result was used in another module or in a matrix product, or was
+        returned by the model. Lines that the explanation of an error already contains are not
+        reported again.
         """
         explained = self._context.failures.explained_origins
         decisions: dict[tuple[str, Any, torch.dtype], list[Promotion]] = {}

@@ -68,15 +68,15 @@ class trace:
 
     @property
     def failure(self) -> Finding | None:
-        """The explanation of the dtype error that ended the block, or None if there was no such
-        error.
+        """Returns the explanation of the dtype error that ended the block, or None if there was no
+        such error.
         """
         return self._failure
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings, the worst first. A fault is left out if the explanation of the error
-        already describes it.
+        """Returns the findings, the worst first. A fault is left out if the explanation of the
+        error already describes it.
         """
         findings = list(self._silent_findings)
         if self._failure is not None:
@@ -158,7 +158,7 @@ class Outcome:
 
     @property
     def status(self) -> int:
-        """The exit status of the program."""
+        """Returns the exit status of the program."""
         code = self.error.code if isinstance(self.error, SystemExit) else self.error
         if isinstance(code, int):
             return code

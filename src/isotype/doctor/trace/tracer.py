@@ -73,10 +73,10 @@ class WatchSchedule:
     The tracer uses PyTorch's modes, which call Python code for every op. Most of the time of a
     trace is spent in these calls. So only the first eight forwards of each kind are watched. Most
     later forwards of this kind, their backwards and the optimizer steps run without the modes and
-    hooks. Other code of the program (losses, metrics, averages, assignments, casts) is always
-    watched. A forward is also watched while the program adds up a low-precision sum over several
-    forwards. If a dtype error occurs in an unwatched forward, this forward runs again with the
-    tracer to explain the error.
+    hooks. Code of the program outside of forwards, backwards and steps (losses, metrics, averages,
+    assignments, casts) is always watched. A forward is also watched while the program adds up a
+    low-precision sum over several forwards. If a dtype error occurs in an unwatched forward, this
+    forward runs again with the tracer to explain the error.
     """
 
     def __init__(self, context: Context) -> None:

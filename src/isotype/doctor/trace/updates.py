@@ -270,8 +270,8 @@ class Updates(Watcher):
         )
 
     def _archive(self, key: tuple[int, str]) -> None:
-        """Removes an entry from the tensors that are watched. If rounding has made updates of the
-        tensor ineffective, the entry is kept so that it can be reported.
+        """Stops watching a tensor. If rounding has made updates of the tensor ineffective, they are
+        still reported.
         """
         updated_tensor = self._updated_tensors.pop(key, None)
         if updated_tensor is not None and self._is_lost(updated_tensor):

@@ -380,9 +380,9 @@ def make_fault(
     details: tuple[tuple[str, str], ...] = (),
     **values: Any,
 ) -> Fault:
-    """Returns a finding and its key. Two findings with the same key describe the same fault. The
-    returned key contains the code and the arguments `key`. Without these arguments, it contains the
-    code, the location and the severity.
+    """Returns (key, finding). Two findings with the same key describe the same fault. The returned
+    key contains the code and the arguments `key`. Without these arguments, it contains the code,
+    the location and the severity.
 
     values  values for the placeholders in the text that findings.txt has for this code
     """

@@ -20,8 +20,9 @@ from .samples import LOW, Sample, Setting, Subject
 
 
 def compile_faults(function: Callable[..., Any], numerics: Numerics, sample: Sample) -> list[Fault]:
-    """Runs a function with and without torch.compile, as built and under bf16 autocast. Returns a
-    fault if it raises, or if a result has another dtype or other values.
+    """Runs a function with and without torch.compile, both in its original dtypes and under bf16
+    autocast. Returns a fault if the compiled function raises an error, or if its results have other
+    dtypes or values.
     """
     plain = Subject(function)
     compiled_function = torch.compile(function, backend="aot_eager", dynamic=False)

@@ -49,7 +49,7 @@ class Failure:
 
     @property
     def expression(self) -> str:
-        """The source code of the expression that failed, without comments."""
+        """Returns the source code of the expression that failed, without comments."""
         return self.source.split("#")[0].strip()
 
 

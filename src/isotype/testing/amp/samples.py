@@ -68,7 +68,7 @@ class Sample:
 
     @property
     def device(self) -> str:
-        """The device type of the first tensor."""
+        """Returns the device type of the first tensor."""
         for leaf in self.leaves:
             if isinstance(leaf, Tensor):
                 return leaf.device.type
@@ -76,7 +76,7 @@ class Sample:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups whose dtype may change, without duplicates."""
+        """Returns the groups whose dtype may change, without duplicates."""
         groups = [slot.group for slot in self.slots]
         return tuple(group for group in dict.fromkeys(groups) if group != FIXED)
 
@@ -400,7 +400,7 @@ class Setting:
 
     @property
     def group_dtypes(self) -> dict[str, torch.dtype] | None:
-        """The dtype of each group, or None if all tensors keep their original dtypes."""
+        """Returns the dtype of each group, or None if all tensors keep their original dtypes."""
         if self.dtypes is None:
             return None
         return dict(self.dtypes)
@@ -568,7 +568,7 @@ class Subject:
 
     @property
     def location(self) -> Place:
-        """The place at which the checked function is defined, if `inspect` can find it."""
+        """Returns the place at which the checked function is defined, if `inspect` can find it."""
         target = self.target
         if self.function_class is not None:
             target = self.function_class
@@ -589,7 +589,7 @@ class Subject:
 
     @property
     def argument_names(self) -> list[str]:
-        """The names of the positional parameters, as far as the signature contains them."""
+        """Returns the names of the positional parameters, as far as the signature contains them."""
         if self.function_class is not None:
             # without setup_context the first parameter is ctx
             skip = 0 if self.sets_up_context else 1
@@ -609,8 +609,8 @@ class Subject:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The tuple (`param`,) if the function has floating-point parameters, otherwise an empty
-        tuple.
+        """Returns the tuple (`param`,) if the function has floating-point parameters, otherwise an
+        empty tuple.
         """
         if self.parameter_dtypes():
             return (PARAM,)

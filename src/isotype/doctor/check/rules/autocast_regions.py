@@ -72,7 +72,7 @@ def autocast_around_backward(text: str, display_path: str) -> Iterator[Finding]:
 def _find_autocast_regions(
     tree: ast.Module, names: set[str]
 ) -> Iterator[tuple[ast.With | ast.FunctionDef, str]]:
-    """The `with` statements and decorated functions that switch autocast on, each with the
+    """Returns the `with` statements and decorated functions that switch autocast on, each with the
     qualified name of the enclosing function or class.
     """
 
@@ -119,8 +119,9 @@ def _find_autocast_regions(
 
 
 def _method_calls(region: ast.AST, is_disabled: bool = False) -> Iterator[tuple[ast.Call, bool]]:
-    """Yields the method calls of a region. Each call comes with a flag that tells whether it is
-    inside `autocast(enabled=False)`. Functions that are defined inside the region are skipped.
+    """Yields the method calls in an autocast region. Each call comes with a flag that tells whether
+    it is inside `autocast(enabled=False)`. Functions that are defined inside the region are
+    skipped.
     """
     for child in ast.iter_child_nodes(region):
         if isinstance(child, _OTHER_SCOPES):
@@ -139,8 +140,8 @@ def _method_calls(region: ast.AST, is_disabled: bool = False) -> Iterator[tuple[
 
 
 def _classify_call(call: ast.Call) -> tuple[str, str, Severity] | None:
-    """Returns the name, cause and severity for a call that does not belong in the region, or None
-    for other calls.
+    """If a call does not belong inside an autocast region, returns its name, the cause and the
+    severity. Returns None for other calls.
     """
     assert isinstance(call.func, ast.Attribute)
     receiver = _last_name(call.func.value)

@@ -46,7 +46,7 @@ def _find_early_evaluation(record: Record) -> Setting | None:
 
 
 def _find_indivisible_size(record: Record) -> Setting | None:
-    """A size of the model that is not divisible by the FP8 block size."""
+    """Returns a size of the model that is not divisible by the FP8 block size."""
     block_size = record.facts.value("checkpoint.quantization_config.weight_block_size")
     if not isinstance(block_size, list) or len(block_size) != 2:
         return None

@@ -332,7 +332,7 @@ def _forward_site() -> Site | None:
 
 
 def _node_metadata(node: Any) -> dict[str, Any]:
-    """Returns the dict in which facts about a node of autograd's graph are stored."""
+    """Returns the dict in which this module stores information about a node of autograd's graph."""
     metadata: dict[str, Any] = node.metadata
     return metadata
 

@@ -379,7 +379,7 @@ def _line(event: Event) -> str:
 
 
 def _statement(site: Site) -> str:
-    """The statement at a line, without a comment."""
+    """Returns the statement at a line, without a comment."""
     return read_statement(site).partition("  # ")[0]
 
 

@@ -1,8 +1,8 @@
 """Computes each operator of a step a second time, in fp32.
 
-A tensor that is narrower than fp32, or was computed from such a tensor, has a shadow. The shadow is
-the tensor that the same operators compute in fp32. For all other tensors, the tensor itself is used
-as its shadow.
+For each tensor that is narrower than fp32, or was computed from such a tensor, the module stores a
+second tensor, which is called the shadow. The shadow has the values that the same operators compute
+in fp32. All other tensors need no shadow.
 """
 
 from __future__ import annotations
