@@ -267,8 +267,8 @@ class Continuity:
     def _choose_keys(self, keys: list[Key]) -> list[Key]:
         """Chooses at most SAMPLED_TENSORS tensors of each kind (weights, averages and buffers).
         Tensors that were written outside an update are chosen first. The other tensors are chosen
-        in turn, so that after some updates every tensor has been checked. If a parameter is chosen,
-        its optimizer states are sampled as well.
+        in turn, so that later samples contain other tensors. If a parameter is chosen, its
+        optimizer states are sampled as well.
         """
         chosen: list[Key] = []
         for kind in (WEIGHT, AVERAGE, BUFFER):

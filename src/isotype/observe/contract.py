@@ -15,9 +15,9 @@ These are violations:
 Other arithmetic that is not in the dtype `compute` is only counted. `observer` checks stored
 tensors, and `continuity` checks changes between steps.
 
-Some matrix products outside `compute` are common practice and are not reported. These are fp32
-matrix products of a router, which is recognised by a later top-k; fp32 matrix products of tables,
-which do not depend on an activation; and matrix products for which the code of transformers
+Some matrix products in other dtypes than `compute` are common practice and are not reported. These
+are fp32 matrix products of a router, which is recognised by a later top-k; fp32 matrix products of
+tables, which do not depend on an activation; and matrix products for which the code of transformers
 switches autocast off. PyTorch's own backward is not checked, because it computes in the dtypes of
 the forward. Python code that runs in backward is checked.
 """
@@ -863,7 +863,7 @@ class ContractChecker:
 
     def _check_round_trip(self, call: Call, lineage: Lineage) -> Lineage:
         """Reports values that the user's code casts to a narrower dtype and then back in the same
-        function. Returns the lineage of the result, which says from what it was computed.
+        function. Returns the `Lineage` of the result, which says from what it was computed.
         """
         lineage = replace(lineage, rounding=None)
         target, source = _cast_operands(call)

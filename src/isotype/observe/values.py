@@ -1,6 +1,6 @@
-"""Describes the values of a training step that is observed. It finds the tensors in nested
-arguments, finds the storage of a tensor, and describes one call of an operator. For each tensor it
-tracks the lineage, that is, whether it was computed from inputs, weights or buffers.
+"""Contains functions and classes for the tensors of a training step. They find the tensors in
+nested arguments, find the storage of a tensor, and describe one call of an operator. For each
+tensor, `Lineages` stores whether it was computed from inputs, weights or buffers.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ EMPTY_LINEAGE = Lineage()
 
 
 def merge_lineages(lineages: list[Lineage]) -> Lineage:
-    """Returns the lineage of a value that was computed from several other values. `lineages` has
-    the lineage of each of them.
+    """Combines the lineages of several values. The result is the lineage of a value that was
+    computed from all of them.
     """
     if len(lineages) < 2:
         return lineages[0] if lineages else EMPTY_LINEAGE
@@ -163,12 +163,11 @@ def merge_lineages(lineages: list[Lineage]) -> Lineage:
 
 
 class Lineages:
-    """For the memory of each tensor, stores what the values were computed from (the lineage, see
-    `Lineage`).
+    """Stores for each tensor what its values were computed from (see `Lineage`).
 
-    A lineage is stored for each storage and not for each tensor, so that views and in-place
-    operators need no special rules. A weak reference to the storage prevents PyTorch from reusing
-    its address, but does not keep its memory alive.
+    Tensors that share memory share one `Lineage`, so that views and in-place operators need no
+    special rules. A weak reference to the storage prevents PyTorch from reusing its address, but
+    does not keep its memory alive.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads the sheets (text files) that contain the messages of `isotype doctor trace` and `ampcheck`."""
+"""Reads the text files that contain the messages of `isotype doctor trace` and `ampcheck`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checks a section of a rule sheet when it is loaded: every name must be known, and every variable
-must be used.
+"""Checks a section of a text file of rules when it is loaded: every name must be known, and every
+variable must be used.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Gradients are summed over processes in buckets. A bucket can be sent while backw
 the gradients of other buckets. A bucket is sent as soon as all its gradients are computed and all
 previous buckets are sent. So all processes send the same buckets in the same order, whichever
 gradient is computed first. The sums are bit-identical, whether or not buckets are sent during
-backward. In the first step, the buckets are sent only after the backward. This step also checks
-that each gradient is computed once.
+backward. In the first step, the buckets are sent only after the backward, and the step checks that
+each gradient is computed once.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Part:
-    """One part.
+    """One part of `isotype proof`.
 
     description  one line about what it does
     function     `module:function` in this folder; called with a `Scale`, it yields rows. A row has

@@ -3,9 +3,9 @@ Unsloth and Liger, and their memory with the memory that `isotype plan` expects.
 
 All libraries do the same work. They train LoRA of rank 16 on every linear layer of the decoder,
 with fp32 adapters, bf16 compute, AdamW, one row of tokens and no recomputation. PEFT runs under
-autocast. Weights are random. A time is the median of several steps, and each step is measured until
-the card has finished it. A model that does not fit into the card's memory gets as many layers as
-fit.
+autocast. Weights are random. Each step is measured until the card has finished it, and the result
+is the median of several steps. If a model does not fit into the card's memory, it gets as many
+layers as fit.
 """
 
 from __future__ import annotations
@@ -83,12 +83,16 @@ def measure_8b_nf4(scale: Scale) -> Iterator[Row]:
 
 
 def measure_unsloth(scale: Scale) -> Iterator[Row]:
-    """Unsloth changes torch and transformers when it is imported, so it has a process of its own."""
+    """Measures Unsloth. This runs in its own process, because Unsloth changes torch and
+    transformers when it is imported.
+    """
     yield from _compare(scale, SIZES_8B_WITH_HEAD, "nf4-lora", ("unsloth",))
 
 
 def measure_liger(scale: Scale) -> Iterator[Row]:
-    """Liger replaces functions of transformers' modules, so it has a process of its own."""
+    """Measures Liger. This runs in its own process, because Liger replaces functions of
+    transformers' modules.
+    """
     if torch.device(scale.device).type == "cpu":
         yield {"name": "liger", "skipped": "its kernels need a GPU"}
         return
@@ -168,8 +172,8 @@ def _wait(is_gpu: bool) -> None:
 
 
 def _gpu_milliseconds(step: Step) -> float:
-    """Returns the time in which the GPU computes during one step. If the step takes longer than
-    this time, the GPU waits for the host.
+    """Returns how long the GPU computes during one step. If the step takes longer, the GPU had to
+    wait for the CPU.
     """
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,4 +1,6 @@
-"""The result of `isotype proof` as text, as JSON, and as a row of the table in docs/cards.md."""
+"""Converts the result of `isotype proof` to text, to JSON, and to a row of the table in
+docs/cards.md.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`isotype doctor gate` compares a function with its reference in several respects. It answers the
 following questions, and combines the answers into one verdict.
 
-fp64       is it the same function as the reference, where rounding plays no part
-precision  is its error no larger than four times that of the reference in the same dtypes
+fp64       does it compute the same function as the reference, if both run in fp64
+precision  is its error at most four times as large as that of the reference in the same dtypes
 gradients  do gradients have the right dtype, and do they stay right if inputs are frozen
 dtypes     does it run under every combination of dtypes and autocast that a trainer produces
 kernels    do the Triton kernels that it launches compile for these dtypes
@@ -49,7 +49,7 @@ class Question:
     """One question and its answer.
 
     detail       what was measured, or why the question was not asked
-    is_required  whether the verdict cannot be `pass` if the question is not asked
+    is_required  True if the verdict can only be `pass` when the question was asked
     """
 
     name: str

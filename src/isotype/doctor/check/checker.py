@@ -331,7 +331,7 @@ _SUFFIXES = {
 
 @dataclass
 class Collection:
-    """The documents of all files that were read, each with its folder.
+    """The settings in all files that were read, with the folder of each file.
 
     findings    findings about files that look like configurations but cannot be read
     file_count  the number of files that were read

@@ -1,6 +1,6 @@
-"""Determines the precision of each role in a training run, from the settings of the tools that the
-run uses. A role is a part of training that has its own dtype, such as the loaded weights, the
-trained weights or the computation.
+"""Determines the dtypes of a training run from the settings of the tools that the run uses. A role
+is a part of training that has its own dtype, such as the loaded weights, the trained weights or the
+computation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _SWIFT_METHOD_KEYS = ("hf.train_type", "hf.tuner_type", "hf.sft_type", "hf.finet
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """The half-precision dtype of a Trainer, with the setting and the reason that decided it.
+    """Contains the half-precision dtype in which a Trainer computes, the setting that decides this
+    dtype, and the reason.
 
     compute            the dtype; None if no setting switches half precision on
     deepspeed_section  the bf16 or fp16 setting that DeepSpeed's configuration enables by itself
@@ -283,8 +284,7 @@ def _set_hf_fsdp_roles(
 
 
 def _loop_autocast(facts: Facts) -> Setting | None:
-    """Returns the dtype argument of `torch.autocast(...)` in a training loop that uses no trainer.
-    """
+    """Returns the dtype argument of `torch.autocast(...)` in a training loop that uses no trainer."""
     dtype = facts.get("code.autocast.dtype")
     if dtype is not None and not facts.has("hf") and parse_dtype(dtype.value):
         return dtype

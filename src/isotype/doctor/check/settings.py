@@ -162,7 +162,7 @@ def parse_dtype(value: Any) -> str | None:
 
 @dataclass
 class Facts:
-    """All documents of one run. `facts.get("hf.bf16")` looks up a setting."""
+    """Contains all settings of one run. `facts.get("hf.bf16")` looks up a setting."""
 
     documents: list[Document] = field(default_factory=list)
     device: str | None = None
@@ -235,7 +235,7 @@ class Facts:
                 yield from document.settings.items()
 
     def nested_settings(self, prefix: str) -> list[Setting]:
-        """Returns every setting below `tool.key.`."""
+        """Returns all settings whose names begin with `tool.key.`."""
         tool, _, key = prefix.partition(".")
         return [
             s for name, s in self.tool_settings(tool) if name.startswith(f"{key}.") or name == key

@@ -174,7 +174,7 @@ def _collect_log_flags(lines: Iterable[str], flags: set[str]) -> Iterator[str]:
 
 
 class _ErrorCollector:
-    """The distinct dtype errors of a log, in the order of their last occurrences.
+    """Collects the distinct dtype errors of a log, in the order of their last occurrences.
 
     log_flags  the flags that occurred in the lines that were read so far
     """
@@ -426,8 +426,8 @@ _OTHER_FRAMEWORK = re.compile(r"\b(?:jax|jnp|lax|tensorflow|tf)\b|zero-based\) w
 
 
 def decides_cause(causes: Sequence[Cause]) -> bool:
-    """True if the text proves the first cause. The text proves a cause if it contains evidence for
-    this cause that does not fit another cause.
+    """True if the text proves the first cause. This is so if the text contains evidence for this
+    cause, and this evidence fits no other cause.
     """
     best_cause = causes[0]
     if not best_cause.evidence:
@@ -458,8 +458,8 @@ def describe_confidence(causes: Sequence[Cause], command: str) -> str:
 
 
 def find_deciding_command(error: RecognisedError, code: str) -> str:
-    """Returns a command that can tell which of the possible causes is true. This command uses facts
-    that a log does not contain.
+    """Returns a command that can tell which of the possible causes is true. This command can find
+    out more than a log contains.
     """
     if _OTHER_FRAMEWORK.search(error.text):
         return ""

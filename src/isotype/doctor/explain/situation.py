@@ -46,7 +46,7 @@ def package_name(file: str) -> str | None:
 
 @dataclass(frozen=True)
 class Situation:
-    """The facts of one traceback.
+    """Contains what a traceback tells about a failure.
 
     evidence      flag -> the frame that shows it
     report_flags  flags that the lines around the traceback state: autocast, resumed, sharded,

@@ -49,7 +49,8 @@ class Launch:
     """One call `kernel[grid](...)`, stored as the kernel function and its arguments. The arguments
     include the values that an autotuning configuration sets.
 
-    is_traced_by_compile  whether torch.compile sees the launch, so that Inductor passes its scalars
+    is_traced_by_compile  whether torch.compile would trace the launch, so that Inductor passes its
+                          scalars
     """
 
     function: Any
@@ -134,7 +135,8 @@ def _mock_tensor(value: Any) -> Any:
 
 def _is_traced_by_compile() -> bool:
     """False if the current call comes from a custom operator, or from a function for which
-    torch.compile is switched off. torch.compile calls these functions without reading them.
+    torch.compile is switched off. torch.compile calls these functions as they are, and does not
+    trace the code inside them.
     """
     frame: FrameType | None = sys._getframe(1)
     is_inside_operator = False
@@ -238,8 +240,8 @@ class WrapperCalls:
     @contextlib.contextmanager
     def record(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Iterator[None]:
         """Records the launches inside this context, on a simulated GPU. If the code raises an
-        error, the wrapper counts as not supporting this combination, and the error is stored in
-        `refused`. At the end of the context, the combinations of the launches are added to
+        error, the error is stored in `refused`, because the wrapper does not support this
+        combination. At the end of the context, the combinations of the launches are added to
         `launched`.
         """
         # imported first, because its table of torch's functions must hold the unpatched functions

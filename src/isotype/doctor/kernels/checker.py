@@ -226,9 +226,9 @@ def build_offset_findings(
 
 
 def _is_due_to_guess(group: FaultGroup, observations: Sequence[Observation]) -> bool:
-    """True if a failure was probably caused by the arguments that this module guessed. A failure is
-    probably due to the guess if it is not a dtype error, the combination was inferred from the
-    source, and other combinations compile.
+    """True if a failure was probably caused by the arguments that this module guessed. This is so
+    if the failure is no dtype error, the combination was inferred from the source, and other
+    combinations compile.
     """
     some_compile = any(not o.failed for o in observations)
     return (
@@ -262,7 +262,7 @@ def _decide_severity(
 def _one_pointer_in_fp32_compiles(function: Any, group: FaultGroup) -> bool:
     """True if the kernel compiles with one pointer in fp32 and all other pointers in bf16.
 
-    Two pointers of a kernel may have different dtypes. In many libraries gates, decays and
+    In many libraries, the pointers of a kernel have different dtypes: gates, decays and
     intermediate gradients are fp32 by design, for example dA of `chunk_gla_bwd_kernel_intra` in
     flash-linear-attention. This module only guesses that all pointers have the same dtype.
     """

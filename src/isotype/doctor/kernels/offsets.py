@@ -70,7 +70,7 @@ Value = Interval | Pointer | None
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """The numbers of one launch.
+    """The numbers that describe one launch of a kernel.
 
     values   parameter -> integer argument
     extents  pointer parameter -> number of elements that its tensor spans

@@ -232,8 +232,8 @@ class Combination:
 
     @property
     def key(self) -> str:
-        """A key for comparison. Two combinations have the same key if Triton compiles them to the
-        same program.
+        """Returns a key for comparisons. Two combinations have the same key if Triton compiles them
+        to the same program.
         """
         return repr(
             [

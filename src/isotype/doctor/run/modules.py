@@ -20,7 +20,8 @@ _WRAPPER_NAMES = frozenset(
 
 
 class ModelNames:
-    """The paths of the modules, parameters and buffers of the models in the frames.
+    """Knows the paths of the modules, parameters and buffers of the models in the frames of a
+    traceback.
 
     dtype_counts  the number of elements of the parameters by dtype
     """

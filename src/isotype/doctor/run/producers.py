@@ -3,8 +3,7 @@ goes backward through the source code. It goes from a name to its assignment, fr
 the dtype to its operand, and from a parameter to the argument that the caller passed.
 
 Variables are read with the values that they had at the failure. The search continues at an
-expression only if the value of this expression has the dtype that is searched for, or if the value
-cannot be read.
+expression only if its value has the same dtype as the tensor, or if the value cannot be read.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def find_assigned_call(node: ast.AST, frame: CallFrame) -> ast.Call | None:
 
 
 class _Search:
-    """One search for a producer."""
+    """Searches the code for the expression that gave a tensor its dtype."""
 
     def __init__(self, frames: Sequence[CallFrame], dtype: torch.dtype, names: ModelNames) -> None:
         self.frames = frames

@@ -1,4 +1,5 @@
-"""Watches autocast, the default dtype and torch.compile, which are settings of the whole process.
+"""Finds faults in the use of autocast and of the default dtype, and handles torch.compile. These
+are settings of the whole process.
 
 `Autocast` finds recomputations (by activation checkpointing) that ran under another autocast state
 than the forward. `Autocast` also finds ops that use a cached copy of a weight after the weight has

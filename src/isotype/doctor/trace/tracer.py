@@ -2,8 +2,8 @@
 
 Each op runs once and its result is returned unchanged. While the program repeats the same forwards
 and steps, the tracer switches its PyTorch modes off (`WatchSchedule`). The tracer tells the
-watchers what happens in the program, and each watcher detects one kind of fault. The watchers read
-the state of the trace from the tracer, which is their `Context`.
+watchers what happens in the program, and each watcher detects one kind of fault. The tracer is also
+the `Context` object from which the watchers read the state of the trace.
 """
 
 from __future__ import annotations

@@ -99,7 +99,9 @@ class Report:
 
 
 class Occurrence(NamedTuple):
-    """A finding under one setting. Occurrences with the same key belong to the same fault."""
+    """A finding under one combination of dtypes and autocast. Occurrences with the same key belong
+    to the same fault.
+    """
 
     key: tuple[object, ...]
     finding: Finding
@@ -107,8 +109,8 @@ class Occurrence(NamedTuple):
 
 
 def merge_findings(occurrences: Sequence[Occurrence]) -> list[Finding]:
-    """Merges all findings about the same fault into one finding. The result is the most severe of
-    these findings, with a list of all settings in which the fault occurred.
+    """Merges all findings about the same fault into one finding: the most severe one, with a list
+    of all dtype combinations in which the fault occurred.
     """
     worst: dict[tuple[object, ...], Finding] = {}
     settings_by_key: dict[tuple[object, ...], dict[str, None]] = {}
@@ -208,7 +210,7 @@ _OWN_WEIGHTS = (
 
 @dataclass
 class _Check:
-    """The check of one function on one sample."""
+    """Checks one function with one set of arguments."""
 
     subject: Subject
     reference: Subject | None
@@ -275,7 +277,7 @@ class _Check:
         )
 
     def _record(self, faults: Sequence[Fault], setting: Setting) -> None:
-        """Stores the faults that were found under one setting."""
+        """Stores the faults that were found under one combination of dtypes and autocast."""
         label = setting.describe()
         self.occurrences += [Occurrence(key, finding, label) for key, finding in faults]
 
@@ -387,7 +389,7 @@ class _Check:
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    """True if two runs with different random seeds have the same result."""
+    """True if two results that were computed with different random seeds are equal up to rounding."""
     actual = actual.detach().double()
     expected = expected.detach().double()
     distance = torch.nan_to_num(actual - expected).norm()

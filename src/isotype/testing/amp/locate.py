@@ -283,8 +283,8 @@ def locate(
     """Returns the line at which the result lost its precision. Returns None if the two runs do not
     call the same operators, or if the code does not consist of operators.
 
-    is_long_sum  whether the error grew with the number of rows. The function then returns the line
-              that adds most often to a low-precision tensor, if there is one
+    is_long_sum  whether the error grew with the number of rows. In this case the function returns
+              the line that adds most often to a low-precision tensor, if there is one
     """
     narrow_recorder = _Recorder()
     wide_recorder = _Recorder()
@@ -317,8 +317,8 @@ def locate(
 
 
 def _last_of_busiest_sum(steps: list[_Step]) -> int | None:
-    """Finds the line that adds most often to a low-precision tensor, and returns the number of the
-    last step at this line. Returns None if no line adds more than once.
+    """Finds the line that adds most often to a low-precision tensor. Returns the index of the last
+    addition at this line, or None if no line adds more than once.
     """
     counts: Counter[Place] = Counter()
     last: dict[Place, int] = {}
@@ -337,8 +337,8 @@ def _last_of_busiest_sum(steps: list[_Step]) -> int | None:
 def _first_inexact(
     located_steps: list[int], errors: list[float], input_errors: list[float]
 ) -> int | None:
-    """Returns the first step at which the error grows a lot. The error of this step is much larger
-    than the error of its inputs, and not much smaller than the error of the final result.
+    """Returns the first step whose error is much larger than the error of its inputs, and not much
+    smaller than the error of the final result.
     """
     if not located_steps:
         return None

@@ -1,4 +1,4 @@
-"""Rules about numerical errors.
+"""Defines the rules about numerical errors.
 
 AC006, AC007  results whose error is too large to be caused by rounding to their dtypes
 AC022         a value that is computed from a weight and is rounded before it is used. An example is
@@ -8,10 +8,9 @@ AC022         a value that is computed from a weight and is rounded before it is
 The error of a result is its difference from the exact result. To get the exact results, the inputs
 are rounded to the narrow dtypes, and then the reference (or the function itself) computes in fp64.
 The allowed error is `SLACK` times the error that plain PyTorch code makes with the same dtypes.
-This plain code is called the yardstick. The yardstick is the reference, if there is one. Otherwise
-it is the forward of the function, run as ordinary code that autograd differentiates (the plain twin
-of the function). If there is no reference and no plain twin, errors are not checked. There is no
-other tolerance.
+This plain code (called `yardstick` below) is the reference, if there is one. Otherwise it is the
+forward of the function, run as ordinary code that autograd differentiates. If neither exists,
+errors are not checked. There is no other tolerance.
 
 For AC022, a linear regression over many rows computes, for each column, how the error depends on
 the exact value. Rounding errors of activations differ from row to row and average out. The rounding
@@ -81,7 +80,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of a result from the reference in fp64.
+    """How far a result is from the result of the reference in fp64.
 
     factor  the number by which the reference's result must be multiplied to get the result; None if
             there is no such number
@@ -435,9 +434,9 @@ def long_sum_faults(numerics: Numerics, setting: Setting) -> tuple[list[Fault], 
 def _grows_linearly(
     short_outcome: Outcome, outcome: Outcome, sample: Sample, long_sample: Sample
 ) -> bool:
-    """True if the number of output elements grew in proportion to the number of rows. In attention,
-    the number of elements grows with the square of the number of rows. The same happens if weights
-    were mistaken for rows. Then a run with thousands of rows would take too long.
+    """True if the number of output elements grew in proportion to the number of rows. If the
+    outputs grow faster, as in attention or if weights were mistaken for rows, a run with thousands
+    of rows would take too long.
     """
     growth = _count_rows(long_sample) * _count_results(short_outcome)
     return _count_results(outcome) * _count_rows(sample) <= 1.5 * growth
@@ -574,9 +573,7 @@ def rounded_weight_faults(numerics: Numerics, setting: Setting) -> list[Fault]:
 
 
 def _are_correlated(slopes: Tensor, repeated_slopes: Tensor) -> bool:
-    """True if the slopes that were measured on one set of rows are similar to the slopes that were
-    measured on another set of rows.
-    """
+    """True if two sets of rows give similar slopes."""
     if slopes.shape != repeated_slopes.shape:
         return False
     coefficients = torch.corrcoef(torch.stack([slopes, repeated_slopes]))

@@ -1,4 +1,4 @@
-"""Rules that find faults with exceptions, dtypes, memory and frozen inputs.
+"""Defines the rules about exceptions, dtypes, writes to inputs, and frozen inputs.
 
 AC001, AC002  exceptions in forward and in backward
 AC003, AC004  gradients and outputs in the wrong dtype
