@@ -415,10 +415,10 @@ def wait_passively(
     """Makes OpenMP's threads sleep while they wait, if other programs use the cores and the user
     has not set how threads wait. Returns whether the function changed the setting.
 
-    OpenMP reads the environment variable `OMP_WAIT_POLICY` when torch is loaded. By default a
-    thread that has finished its part of a loop spins for about a millisecond. On shared cores it
-    then occupies the core on which the last thread has to run. The number of threads does not
-    change, so the results are bit-identical.
+    OpenMP reads the environment variable `OMP_WAIT_POLICY` when torch is loaded. By default, a
+    thread that has finished its part of a loop runs an empty loop for about a millisecond while it
+    waits. If other programs use the cores, it keeps a core busy that another thread of the loop
+    needs. The number of threads does not change, so the results are bit-identical.
 
     is_forced  also changes the setting if the cores are idle
     load     the number of processes that are ready to run; by default the first number of

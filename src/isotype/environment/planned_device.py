@@ -41,8 +41,8 @@ def is_planned(device: torch.device) -> bool:
 
 
 def planned_device_type(device: torch.device) -> str:
-    """Returns the type of device that decides which code tensors on `device` use. For meta tensors
-    this is the planned type, and for other tensors it is the device's own type.
+    """Returns the device type for which an op chooses its code. For tensors on the meta device, it
+    is the type of the planned device. For all other tensors, it is the type of `device`.
     """
     if device.type == "meta":
         return _PlanState.device_type or device.type

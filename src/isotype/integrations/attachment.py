@@ -27,7 +27,7 @@ READ_ONLY = ("ref_model", "teacher_model")
 
 @dataclass(frozen=True)
 class Claim:
-    """A setting that claims to decide the precision of a trainer.
+    """A setting that is meant to decide the precision of a trainer.
 
     owner    where the setting is made, for example in the trainer's arguments
     value    the value of the setting

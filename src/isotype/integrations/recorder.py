@@ -157,7 +157,9 @@ class StepRecorder(TrainerCallback):
             _set_random_state(state)
 
     def _publish(self, finding: Finding, error: RunError) -> None:
-        """Adds the finding to the error, and writes it to the folder of the record."""
+        """Adds the report about the operator at fault to the error, and writes it to the folder of
+        the record.
+        """
         error.add_note(finding.render())
         if self.trainer.is_world_process_zero():
             folder = Path(self.trainer.args.output_dir) / "isotype"

@@ -2,11 +2,11 @@
 
 A non-finite loss or gradient stops the run before any weight changes. Trainer itself would log a
 loss of 0.0 in place of such a loss; this filter is switched off. The computation of the logits is
-delayed in every `compute_loss`, whether or not the forward gets labels. This includes the
-`compute_loss` of ORPO, of CPO and of a user. `linear_divergence` computes the loss of TRL's
-distillation.
+delayed in every `compute_loss`, whether or not the forward gets labels. Examples are the
+`compute_loss` of TRL's ORPO and CPO trainers, and a `compute_loss` that a user wrote.
+`linear_divergence` computes the loss of TRL's distillation.
 
-With the arguments for a full evaluation in bf16 or fp16, Trainer would cast the weights. In an
+With `bf16_full_eval` or `fp16_full_eval`, a Trainer casts the weights before an evaluation. In an
 attached trainer the weights keep their dtype, and the evaluation computes in `precision.compute`.
 """
 
@@ -357,8 +357,9 @@ def divergence_from_logits(
 
 
 def _reduce_divergence(divergence: Tensor, tokens: Tensor, items: Tensor | int | None) -> Tensor:
-    """Reduces the divergence to one number in the same way as TRL. This is the sum divided by the
-    step's number of items, or the mean over these tokens if this number is not known.
+    """Returns the divergence as one number, which is computed in the same way as in TRL. It is the
+    sum divided by the step's number of items, or the mean over these tokens if this number is not
+    known.
     """
     if items is None:
         items = tokens.clamp(min=1)

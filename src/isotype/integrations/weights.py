@@ -1,10 +1,10 @@
 """Casts a trainer's weights to the dtypes of a precision, and moves autocast to the inner model.
 Both changes can be undone.
 
-`bf16-pure` trains bf16 weights. A trainer sums their gradients in bf16, in `.grad`. With
-`grads: fp32`, Isotype instead uses a hook that adds each gradient to an fp32 buffer. Gradient
-clipping reads the gradients, in either place. Isotype's AdamW, which rounds stochastically, reads
-them too. The trainer gets this AdamW through its attribute `optimizer_cls_and_kwargs`.
+`bf16-pure` trains bf16 weights. A trainer sums their gradients in bf16, in `.grad`. With `grads:
+fp32`, Isotype instead uses a hook that adds each gradient to an fp32 buffer. Gradient clipping and
+Isotype's AdamW (which rounds stochastically) read the gradients from `.grad` or from these buffers.
+The trainer gets this AdamW through its attribute `optimizer_cls_and_kwargs`.
 
 accelerate wraps the forward of one object in autocast, and `generate` does not call this wrapper.
 The attribute `native_amp` of the trainer's accelerator decides whether accelerate adds the wrapper.

@@ -11,9 +11,9 @@ scale and dropout. The attached forward is a bound method. A deepcopy of the lay
 that is bound to the copy.
 
 Layers with the same input are called siblings. The sibling that is called first computes the
-outputs of all siblings and stores them. If another sibling is called with the same input tensor, it
-returns its stored output. Otherwise it computes its output itself. No attention or MLP class is
-changed.
+outputs of all siblings and stores them. If another sibling is then called with the same input
+tensor, it returns its stored output. With another input tensor, it computes its output itself. No
+attention or MLP class is changed.
 """
 
 from __future__ import annotations
@@ -387,8 +387,8 @@ def served_weight(layer: nn.Module) -> ServedWeight | None:
 
 
 def observed_formats(model: nn.Module) -> list[tuple[str, str, str]]:
-    """Returns (role, path of a layer, format of the weight that it multiplied by) for each layer
-    that multiplied by a rounded weight.
+    """For each layer that multiplied by a rounded weight, returns its kind (role), its path, and
+    the format of the rounded weight.
     """
     formats = []
     for path, layer in lora_layers(model):
@@ -418,8 +418,9 @@ class LayerPlan(DroppedOnCopy):
     active_adapters  PEFT's names of the active adapters when the plan was created
     reason           the reason why the layer runs PEFT's code although its adapter is enabled, or
                      None. The fields with the layer's modules are set if the reason is None, and
-                     for DoRA
-    is_dora          whether DoRA is the only reason; the layer then runs the function for DoRA
+                     also if `is_dora` is true
+    is_dora          whether the only reason is that the adapter uses DoRA. The layer then runs the
+                     function for DoRA
     """
 
     __slots__ = (
@@ -464,7 +465,7 @@ def read_projection(
     for_served: bool = False,
 ) -> Projection | None:
     """Reads the tensors of a fused layer whose input is x. Returns None if PEFT's code has to run,
-    or if the layer multiplies by the rounded weight of a served format.
+    or if the layer multiplies by a weight that is rounded to the format of the exported file.
 
     in_graph    whether Dynamo is tracing the call. The plan is then not used, since the guards of
                 the compiled graph check the same conditions

@@ -10,8 +10,8 @@ In a decoder layer that is recomputed (gradient checkpointing), backward may ove
 of gate and up. On a GPU, backward writes the gradients of gate and up into the memory of their
 outputs. It computes h and its gradient for a few tokens at a time. So at most two tensors with the
 shape [tokens, inner features] exist at once, instead of six. If nothing reads the output of the
-recomputed layer, the recompute skips the matrix product of h with the base weight of `down`.
-Backward needs only the matrix product of h with the LoRA matrix A of `down`.
+recomputed layer, the recompute does not multiply h by the base weight of `down`. Backward needs
+only h multiplied by the LoRA matrix A of `down`.
 
 T is the number of tokens, K the number of input features, I the number of inner features, and R the
 rank. h is activation(gate) * up.

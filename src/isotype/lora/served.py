@@ -10,7 +10,7 @@ dx = dy Q(W + s B A)      dA = s (dy B)ᵀ x      dB = s dyᵀ (x Aᵀ)
 
 The rounded weight is computed once after each update, and kept in its packed form until A or B
 change again. It takes 4.5 bits per value in Q4_0. Forward, backward and the recompute of gradient
-checkpointing dequantise it, like the weight of a packed base.
+checkpointing dequantise it, in the same way as the weights of a quantised base model.
 
 T is the number of tokens, K the number of input features, O the number of output features, and R
 the rank.

@@ -152,8 +152,8 @@ PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 @contextmanager
 def force_backend(backend: str) -> Iterator[None]:
-    """Within this block every op takes its "triton", "cpp" or "eager" implementation on any
-    device. It is for tests and comparisons.
+    """Within this block every op uses the given implementation ("triton", "cpp" or "eager") on any
+    device. Tests and comparisons use this function.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r}: expected {', '.join(BACKENDS)}")
@@ -266,7 +266,9 @@ def _check_triton_kernels(op: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 def wrong_triton_kernels() -> dict[str, str]:
-    """Maps each op whose Triton kernels are wrong on a GPU to the disagreement."""
+    """Returns the ops whose Triton kernels give wrong results on a GPU. Each op is mapped to a text
+    that describes its error.
+    """
     return {op: verdict for (op, _, _), verdict in _triton_verdicts.items() if verdict}
 
 

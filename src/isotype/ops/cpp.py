@@ -295,8 +295,8 @@ class CppKernels:
     The last argument of every C++ function is the number of threads that torch uses.
 
     in_graphs  whether compiled graphs call the kernels too, if these are already built. It is False
-               for kernels of row-wise formulas, since PyTorch's compiler fuses these formulas with
-               neighbouring operations.
+               for row-wise formulas such as norms, since PyTorch's compiler fuses them with the
+               operations before and after them.
     """
 
     def __init__(

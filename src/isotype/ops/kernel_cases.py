@@ -1,10 +1,10 @@
 """Contains a case for each op, with which `isotype proof` and the first run on a device check the
 op's kernels.
 
-An op and its plain PyTorch reference compute the same inputs. Their errors are the differences from
-the reference in fp64. The op passes if its error is at most twice the error of the plain reference.
-The sizes of `isotype proof` are those of real models. There are rows of 4,096 values, vocabularies
-of 128,256 tokens and of an odd number of tokens, and 16,384 rows.
+An op and its reference in plain PyTorch run on the same inputs. The error of each is its difference
+from the reference in fp64. The op passes if its error is at most twice the error of the plain
+reference. `isotype proof` uses the sizes of real models: rows of 4,096 values, vocabularies of
+128,256 tokens and of an odd number of tokens, and 16,384 rows.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ _RECIPE_ATTRIBUTE = "_isotype_recipe"
 
 
 class Recipe(NamedTuple):
-    """Describes how a tensor is recomputed. `compute(*tensors)` is differentiable and returns
-    exactly the same values.
+    """Describes how a tensor is recomputed. `compute(*tensors)` returns exactly the values of the
+    tensor, and is differentiable.
 
     version  the tensor's `_version` (its number of in-place writes) when the recipe was stored
     """
@@ -106,8 +106,8 @@ def propagate_recomputable(
 def saved_or_recomputed(
     x: Tensor, saved: Tensor | None
 ) -> tuple[Callable[..., Tensor] | None, tuple[Tensor | None, ...]]:
-    """Returns (the function that recomputes x in backward, or None; the tensors to save for
-    backward).
+    """Returns two values: the function that recomputes x in backward, or None, and the tensors to
+    save for backward.
 
     saved  x in the shape and dtype that backward reads, which is saved if x cannot be recomputed;
            None if backward does not read x

@@ -98,8 +98,8 @@ def is_output_unused(node: Any) -> bool:
     """Whether the current run is a recompute in which the output of this matrix product is not
     needed. Each matrix product whose output can be skipped calls this function once per run.
 
-    node  the context of the autograd function that computes the product; it becomes the output's
-          `grad_fn`
+    node  the context (`ctx`) of the autograd function that computes the matrix product. It is also
+          the `grad_fn` of the output
     """
     layer = current_layer()
     if layer is None:

@@ -100,8 +100,8 @@ def linear_log_probs_reference(
 class Forward(NamedTuple):
     """The results of forward.
 
-    dhidden_TH  for each row, the gradient of one of its values with respect to its hidden state;
-                empty if it is not needed
+    dhidden_TH  for each row, the gradient of the requested value (`gradient_of`) with respect to
+                the hidden state of the row; empty if no gradient was requested
     recomputed  the logits that the C++ kernels recomputed in fp32; empty if none was recomputed
     """
 

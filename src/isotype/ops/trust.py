@@ -4,8 +4,8 @@ A kernel can give wrong results on one machine although it gives right results o
 a compiler, a driver or a processor. Each kernel is therefore checked before its first use on a
 device. Forward and backward run at small sizes and are compared with fp64, in the same way as in
 `isotype proof`. If the kernel disagrees, the op runs in plain PyTorch. The result is stored in the
-user's cache, under a hash of the device, the versions and the sources. A later process only reads
-it.
+user's cache, under a hash of the device, the versions and the sources. Later processes read this
+result and do not check again.
 
 The check of all C++ kernels takes 0.2 s of CPU time, once per machine.
 """
@@ -170,7 +170,9 @@ def _result_name(op: str, key: str) -> str:
 
 
 def _read_result(op: str, key: str) -> str | None:
-    """Returns the stored reason, or None if the kernels were not checked with these facts."""
+    """Returns the stored result, or None if the kernels were not checked yet on this device with
+    these versions.
+    """
     with suppress(OSError, BuildError, NotPrivateError, ValueError, KeyError, TypeError):
         with open_private_folder(library_folder()) as folder:
             content = json.loads(read_private_file(folder / _result_name(op, key)))

@@ -29,9 +29,9 @@ __all__ = ["Manifest", "check_placed", "deferring", "optimize", "restore"]
 
 
 class _Callable(ModuleType):
-    """Makes this package callable. Before this package is imported, `isotype.optimize` is the
-    function `optimize`. Afterwards `isotype.optimize` is the package, so the package must accept
-    the same call as the function.
+    """Makes this package callable. `isotype.optimize` is the function `optimize` until this package
+    is imported, and the package after that. So the package must accept the same calls as the
+    function.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Manifest:

@@ -72,9 +72,9 @@ def is_candidate(module: nn.Module, device_type: str) -> bool:
 def place_attention(
     path: str, module: nn.Module, device_type: str, replacements: list[Replacement]
 ) -> Placement:
-    """Adds a replacement of transformers' table of attention functions to `replacements`. The
-    caller later creates a copy of the module's forward that uses these replacements. On a GPU, the
-    returned manifest entry names the attention back ends.
+    """Adds a new table of attention functions to `replacements`. The caller then creates a copy of
+    the module's forward that uses this table instead of transformers' table. On a GPU, the returned
+    manifest entry names the attention back ends.
     """
     reason = replacement_blocker(module) or rebuild_blocker(type(module).forward)
     if reason is not None:
@@ -172,8 +172,9 @@ def _run_original(
 def wrap_attention(
     original: Callable[..., tuple[Tensor, None]], *, is_eager: bool
 ) -> Callable[..., Any]:
-    """Wraps transformers' attention function (module, query, key, value, mask) -> ([B S N D],
-    None). The wrapper calls the op `attention` if the op supports the call.
+    """Wraps an attention function of transformers. Its arguments are (module, query, key, value,
+    mask), and it returns ([B S N D], None). The wrapper calls the op `attention` if the op supports
+    the call.
 
     is_eager  whether the original is the eager attention function in the file of the model
     """

@@ -5,7 +5,8 @@
 `linear_cross_entropy` computes their cross-entropy. A single logit, the logsumexp or a
 log-probability of each row is computed without storing all logits (`deferred_values`). The result
 is still deferred after a scale, a softcap, a lossless cast, a reshape or a selection of rows. Any
-other operation computes the real tensor, once, as part of the forward's graph.
+other operation needs the values. They are then computed once and stored, and autograd records this
+computation.
 
 The tensor has the shape, dtype and device of the logits, but no memory. Its values can be read
 until an optimizer changes the head's weight. To keep the values, use `logits.detach().clone()`.
@@ -233,8 +234,8 @@ class DeferredLogits(DeferredTensor):
         return logits
 
     def materialise(self, function_name: str = "materialise") -> Tensor:
-        """Computes the real tensor once. In a training step, this computation is counted for a
-        report, together with the line of code that needed the tensor.
+        """Computes the real tensor once. In a training step, it also stores the line of code that
+        needed the tensor, for a report.
         """
         if self.computed is None:
             self.check()

@@ -1,6 +1,6 @@
 """Replaces the forward of the stacked experts of a mixture-of-experts layer. In transformers, the
-experts of all model families have the same signature and the same five flags. So one new forward
-can replace the forwards of all families.
+experts of all model families take the same arguments, so one new forward can replace the forwards
+of all families.
 
 PEFT wraps the experts once for each stack that has an adapter. If there are adapters, the new
 forward is installed on the outermost of PEFT's wrappers. It reads A and B of each wrapper in every
@@ -189,8 +189,8 @@ def compute_experts(
 
 
 def read_adapter(wrapper: Any) -> Adapter:
-    """Reads a wrapper's adapter. PEFT stores A [(E R) N] and B [O (R E)]. So the rows of one expert
-    are adjacent in A, and the columns of one rank are adjacent in B.
+    """Reads a wrapper's adapter. PEFT stores A as [(E R) N] and B as [O (R E)]. E is the number of
+    experts, and R the rank.
     """
     name = active_adapter(wrapper)
     a = wrapper.lora_A[name].weight

@@ -39,9 +39,9 @@ logger = logging.get_logger(__name__)
 
 
 def check_placed(model: nn.Module) -> None:
-    """`optimize` replaces forwards on instances only. This function checks that the forwards of
-    their classes have not been changed since then. The training loop and an attached trainer call
-    this in each step.
+    """`optimize` replaces the forwards of module instances, not of classes. This function checks
+    that nobody has replaced the forward of one of these classes since. The training loop and an
+    attached trainer call it in each step.
 
     If a hook or another child module is added to a LoRA layer, the layer runs PEFT's code from then
     on. When the hook or the child is removed, the layer runs the fused code again.
@@ -70,7 +70,7 @@ USUAL_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class NormSettings:
-    """Describes how a norm runs `rms_norm`.
+    """The settings with which a norm calls the op `rms_norm`.
 
     eps_attribute  the name of the attribute that contains epsilon; every call reads it again,
                    because it may change. None if epsilon is a constant in the code of the class
@@ -93,9 +93,9 @@ def norm_forward(
 ) -> Tensor:
     """Replaces the forward of a norm.
 
-    residual_slot  a list with one item, which is a tensor or None; the call adds the tensor to the
-                   input before the norm, stores the sum in the list, and backward also uses the
-                   gradient of the sum
+    residual_slot  a list with one item, which is a tensor or None. The call adds the tensor to the
+                   input, computes the norm of the sum, and stores the sum in the list. Backward
+                   then adds the gradient of the sum
     """
     if args or kwargs:
         normed: Tensor = type(self).forward(self, hidden_states, *args, **kwargs)
@@ -283,8 +283,8 @@ def run_layer(
 
 
 def _add_scaled(self: nn.Module, settings: LayerSettings, residual: Tensor, term: Tensor) -> Tensor:
-    """Computes residual + scale * term and rounds the result once. The code of the class rounds
-    scale * term as well.
+    """Computes residual + scale * term and rounds the result once. The model's own code rounds
+    twice: scale * term, and then the sum.
     """
     if settings.scale is None:
         total: Tensor = residual + term
@@ -413,8 +413,8 @@ def wrap_rotary(original: Callable[..., Any], pairs: Pairs, form: Form) -> Calla
 
 class TrainingStateHook:
     """A forward hook of the input embeddings. It stores the state of the random generators in
-    training. The hook is on the embeddings because every forward calls them, while TRL's fused loss
-    never calls the head. The hook is an object and not a function, so that deepcopy copies it.
+    training. The hook is on the embeddings, because every forward calls them. TRL's fused loss does
+    not call the head. The hook is an object and not a function, so that deepcopy copies it.
     """
 
     def __init__(self, stream: Any) -> None:

@@ -191,8 +191,8 @@ def _widen_layer(layer: nn.Module, undo: list[Callable[[], None]]) -> None:
 
 
 def use_fp32_layers(model: nn.Module, names: Collection[str]) -> None:
-    """Lets these decoder layers compute in fp32 from now on. `declared_dtype` of their weights is
-    then fp32, and the observation of dtypes expects fp32 in them.
+    """Lets these decoder layers compute in fp32 from now on. The declared dtype of their weights
+    (`declared_dtype`) is then fp32, so that the check of observed dtypes does not report them.
     """
     layers = find_layers(model)
     ordered = list(layers)

@@ -41,8 +41,8 @@ def linear_sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def activation_names(module: nn.Module) -> list[str]:
-    """Returns the names of the children and attributes that may be the activation. Such children
-    and attributes can be called and have no weights.
+    """Returns the names of the children and attributes that may be the activation. These are all
+    that can be called and have no weights.
     """
     children = [
         n

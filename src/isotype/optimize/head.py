@@ -273,9 +273,9 @@ class Targets:
 def compute_loss(model: nn.Module, inputs: dict[str, Any], targets: Targets) -> Tensor:
     """Runs the model and returns the loss or the log-probabilities (see `Targets`).
 
-    If the model's forward cannot take targets, the manifest states the reason. The loss is then
-    computed from deferred logits. If the model's head was not replaced either, the loss is computed
-    from the real logits.
+    Some models cannot take targets in their forward. The manifest (the list of what `optimize`
+    replaced) then states the reason, and the loss is computed from deferred logits. If the head was
+    not replaced either, the loss is computed from the real logits.
     """
     if targets.dtype != "fp32":
         return targets.loss_from_logits(model(**inputs).logits)
@@ -301,9 +301,7 @@ class LogitTransform:
 
 
 class _TargetRequest:
-    """Holds the targets of a forward that is running. After the head has computed the loss, it also
-    holds the loss.
-    """
+    """Holds the targets of a running forward, and the loss after the head has computed it."""
 
     def __init__(self, targets: Targets, transform: LogitTransform) -> None:
         self.targets = targets

@@ -98,7 +98,7 @@ def make_probe_copy(
     module: nn.Module, modules: dict[str, nn.Module], parameters: dict[str, nn.Parameter]
 ) -> nn.Module:
     """Returns a shallow copy of the module with tiny children and parameters in fp64. A test runs
-    the forward of the class on this copy, and compares the new forward with the result.
+    the forward of the class and the new forward on this copy and compares their results.
 
     The module itself is never called, because on some CPUs a forward in evaluation mode permanently
     repacks 4-bit layers. Children that are not replaced are copied too, so that training or
@@ -274,7 +274,9 @@ class Replacement:
 
     @property
     def form(self) -> str:
-        """Returns a text that is different for different replacements of the same global variable."""
+        """Returns a text that identifies this replacement among all replacements of the same global
+        variable.
+        """
         return "-".join((self.name, self.make.__name__, *map(str, self.options)))
 
 
@@ -299,9 +301,9 @@ def install_rebuilt_forward(module: nn.Module, replacements: list[Replacement]) 
 
 
 def rebuild_forward(forward: Any, replacements: list[Replacement]) -> Any:
-    """Returns a copy of a forward that uses these replacements of global variables. If the module
-    in which the forward is defined does not have these global variables, other code has installed
-    the forward later. The forward is then returned unchanged.
+    """Returns a copy of a forward in which these global variables are replaced. If the Python
+    module of the forward has no such global variables, other code has replaced the forward. It is
+    then returned unchanged.
     """
     if rebuild_blocker(forward) or any(r.name not in forward.__globals__ for r in replacements):
         return forward

@@ -39,8 +39,9 @@ PLACE_KIND = "rotary"
 class Tables:
     """The layout of a model's tables of cos and sin.
 
-    form    `runs` if a row repeats all its values after each other, `values` if it repeats each
-            value, `once` if it repeats none; None if it is unknown
+    form    how often a row contains each value: `runs` if all values come a second time after the
+            first time, `values` if each value comes twice in succession, `once` if each comes once;
+            None if it is unknown
     reason  why the layout is unknown
     """
 

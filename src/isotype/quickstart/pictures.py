@@ -111,8 +111,8 @@ def write_pictures(folder: Path, shapes: Iterable[str], *, count_each: int, seed
 
 def classify_picture(picture_HWC: NDArray[np.uint8]) -> str:
     """Returns a description of the shape in a picture, such as `a red circle`, or `no shape`. The
-    shape is that of the nearest template. The colour is the one that is nearest to the mean of the
-    shape's pixels.
+    shape is found by comparing the picture with a template of each shape. The colour is the one
+    that is nearest to the mean colour of the shape's pixels.
 
     picture_HWC  uint8[SIDE SIDE 3]
     """

@@ -105,7 +105,7 @@ def _write_inputs(folder: Path) -> None:
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary: int = 4096) -> Any:
     """Trains a byte-level BPE tokenizer on `texts`, with the special tokens and the template of
-    ChatML. The token for the end of a turn also ends a text.
+    ChatML. The token that marks the end of a chat turn also marks the end of a text.
 
     Every digit is a separate token, as in Llama, which makes the vocabulary smaller.
     """
@@ -206,7 +206,9 @@ def _print_full_run(folder: Path, other_answers: dict[str, str]) -> None:
 
 
 def read_full_run() -> dict[str, Any]:
-    """The record of a run that no time limit ended: its questions and answers, and its last loss."""
+    """Reads the results of a run that was not stopped by a time limit: its questions and answers,
+    and its last loss.
+    """
     record: dict[str, Any] = json.loads(FULL_RUN.read_text(encoding="utf-8"))
     return record
 

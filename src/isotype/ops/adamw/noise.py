@@ -13,7 +13,7 @@ _64_BITS = (1 << 64) - 1
 
 
 def noise_keys(seed: int) -> tuple[int, int, int]:
-    """Returns three numbers of 32 bits. Each of them depends on every bit of the seed.
+    """Returns three 32-bit numbers. Each of them depends on every bit of the seed.
 
     Source: SplitMix64, Steele et al. 2014, "Fast splittable pseudorandom number generators".
     """
@@ -51,9 +51,9 @@ def draw_noise_bits(
     """Returns 16 random bits for the weight, for the mean and for the square of each of `count`
     elements from `first_index` on, as int32[count].
 
-    The bits depend only on the seed and on the index of the element. Several processes may hold
-    parts of one tensor. For each element, they then draw the same bits as a single process that
-    holds the whole tensor. All implementations draw the same bits. They repeat after 2^32 elements.
+    The bits depend only on the seed and on the index of the element. So processes that hold parts
+    of one tensor draw the same bits as a single process that holds all of it. The C++, Triton and
+    PyTorch implementations draw the same bits. The bits repeat after 2^32 elements.
     """
     index_key, low_key, high_key = (_signed(key) for key in noise_keys(seed))
     index = torch.arange(first_index, first_index + count, device=device)

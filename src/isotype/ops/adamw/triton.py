@@ -31,7 +31,9 @@ def mix(x):
 
 @triton.jit
 def round_up_or_down(x_fp32, noise):
-    """Adds 16 random bits to the 16 bits that bf16 drops, and drops them."""
+    """Rounds fp32 numbers to bf16 stochastically. Adds 16 random bits to the lower 16 bits of each
+    number, and then drops these lower bits.
+    """
     bits = x_fp32.to(tl.uint32, bitcast=True) + noise
     rounded_fp32 = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
     # the addition of noise would turn an infinity into nan, and might turn a nan into an infinity

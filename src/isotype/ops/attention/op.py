@@ -43,8 +43,8 @@ ATTENTION = OpContract(
 
 
 def mask_outside_window(allowed_ST: Tensor, window: int) -> Tensor:
-    """Returns `allowed` with False for keys that are `window` or more positions before their query.
-    For keys after the query, `allowed` does not change.
+    """Returns a copy of `allowed` that is False for each key that is `window` or more positions
+    before its query. For keys after the query, `allowed` does not change.
     """
     return allowed_ST.triu(1 - window)
 

@@ -148,8 +148,9 @@ def reduce_losses(
     num_items: int | float | Tensor | None,
     ignore_index: int,
 ) -> Tensor:
-    """Reduces the row losses fp32[T] (0 for ignored rows) to their mean or sum, or returns them
-    unreduced. This function is plain PyTorch, which autograd differentiates.
+    """Returns the mean or the sum of the row losses fp32[T], or the row losses themselves. Ignored
+    rows have the loss 0. The function consists of PyTorch operations, so autograd computes its
+    gradient.
     """
     if reduction == "none":
         return loss_T

@@ -79,8 +79,8 @@ class LossRule:
 
     @property
     def arguments(self) -> RuleArguments:
-        """Returns the rule as arguments of a library op, which can only be numbers and lists of
-        numbers.
+        """Returns the fields of the rule in the form that `torch.library` accepts: numbers and
+        lists of numbers.
         """
         return self.ignore_index, (
             self.label_smoothing,
@@ -392,7 +392,7 @@ def allocate_row_values(
     rows: int, dtype: torch.dtype, device: torch.device, requested: RequestedValues
 ) -> RowValues:
     """Allocates outputs for `rows` rows. All tensors are filled with 0, except top1, which is
-    filled with -1. Rows that are not written later keep these values.
+    filled with -1. Rows to which nothing is written later, such as ignored rows, keep these values.
     """
 
     def zeros(is_requested: bool) -> Tensor:
@@ -452,7 +452,7 @@ def row_value_gradients(
     first_class: int = 0,
 ) -> Tensor:
     """Writes the gradient of the logits to `out_NV`, which may be `logits_NV` itself, and returns
-    it. Column 0 is the class `first_class`.
+    it. Column 0 contains the logits of the class `first_class`.
 
     An ignored row has inf as its logsumexp. Its gradient is 0, even if its logits are not finite.
     """

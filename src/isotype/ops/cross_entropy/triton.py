@@ -598,7 +598,7 @@ def row_value_gradients(
     first_class: int = 0,
 ) -> Tensor:
     """Writes the gradient of the logits to `out_NV`, which may be `logits_NV` itself, and returns
-    it. Column 0 is the class `first_class`.
+    it. Column 0 contains the logits of the class `first_class`.
     """
     logits_NV, targets_N, lse_N = (
         _make_rows_contiguous(logits_NV),

@@ -50,8 +50,8 @@ def activation_reference(g: Tensor, kind: Activation) -> Tensor:
 
 
 def apply_activation(g_TG: Tensor, kind: Activation) -> Tensor:
-    """Computes the activation as F[T I]. It has no autograd graph, since the caller computes the
-    backward.
+    """Returns the activation, with the shape [T I] and the dtype of the input. Autograd does not
+    record it, because the caller computes the gradients itself.
     """
     arguments = _kernel_arguments(kind)
     if arguments is not None and (

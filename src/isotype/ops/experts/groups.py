@@ -120,8 +120,8 @@ def _cpp_shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
     fake=lambda *_: None,
 )
 def _cpp_expand_(y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, ends: list[int], scale: float) -> None:
-    """Adds scale xa Bᵀ to y in place, where each row uses the B of its expert. One of B's last two
-    strides must be 1.
+    """Adds scale xa Bᵀ to y in place. Each row is multiplied by the matrix B of its expert. One of
+    B's last two strides must be 1.
     """
     c_ends, address = _make_c_array(ends)
     expert_step, step, rank_step = b_EMR.stride()

@@ -8,8 +8,9 @@ are in memory at once.
 
 The gradient of a routing weight is the inner product of the expert's result and the incoming
 gradient. It is computed as <h, dh>, plus <d, bias> if there is a bias. Here h is the input of the
-second layer, dh the gradient of h without the routing weight, and d the incoming gradient. So the
-outputs of the experts need not be saved, and nothing is divided by the routing weight.
+second layer, dh the gradient of h without the routing weight, and d the incoming gradient. With
+this formula, the outputs of the experts need not be saved, and no value is divided by a routing
+weight.
 
 These tensors are saved for backward: x, the order of the rows, the output of the first layer, x Aᵀ
 and h Aᵀ (rows x rank), and A and B in the dtype of the matrix products.
@@ -73,8 +74,8 @@ class Adapter(NamedTuple):
 
 
 class ExpertsOptions(NamedTuple):
-    """The options of a call. `states` has one entry for each stack of weights. It is the state of
-    the stack if the stack is packed (quantised), and None otherwise.
+    """The options of a call. `states` has one entry for each stack of weights: its state if the
+    stack is packed (quantised), or None if it is not.
     """
 
     activation: Activation

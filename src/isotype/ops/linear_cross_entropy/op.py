@@ -369,9 +369,9 @@ def loss_divisor(
     ignore_index: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the number by which the mean divides the sum of the losses. For reduction="sum",
-    returns the number by which the caller will probably divide the sum. The result is a scalar
-    tensor on the device of the targets.
+    """Returns the number by which the sum of the losses is divided to get their mean. For
+    reduction="sum", returns the number by which the caller will probably divide the sum. The result
+    is a scalar tensor on the device of the targets.
     """
     if isinstance(num_items, Tensor):
         divisor = num_items.detach().to(targets_T.device, dtype).reshape(())

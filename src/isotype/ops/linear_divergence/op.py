@@ -131,7 +131,7 @@ class Heads(NamedTuple):
     def from_tensors(
         cls, tensors: Sequence[Any], rules: Sequence[float], chunk: int, gradients: bool
     ) -> Heads:
-        """Creates the chunks of both heads.
+        """Creates a `Chunks` object for each of the two heads.
 
         tensors    hidden, weight and bias of the student, then of the teacher
         gradients  whether the gradient of the student's logits is computed

@@ -1,5 +1,6 @@
-"""Triton kernels for the divergence of two rows of logits. For the value, each Triton program
-computes a row. For the gradient, each program computes a block of a row.
+"""Triton kernels for the divergence of two rows of logits. In the kernel for the divergence, each
+Triton program computes a row. In the kernel for its gradient, each program computes a block of a
+row.
 
 V is the vocabulary size. Row offsets are computed in int64. Values are converted to fp32 when they
 are loaded, and results are rounded when they are stored. The cross-entropy kernel computes the

@@ -263,8 +263,8 @@ def _apply_by_group(
     layout: Layout,
     apply: InPlace,
 ) -> Tensor:
-    """Calls `apply`, which combines each of the values [rows K] in place with the value of its
-    group. `group_values` [rows G] has the values of the groups.
+    """Changes the values [rows K] in place. `apply`, for example `Tensor.mul_`, combines each of
+    them with the value of its group in `group_values` [rows G].
     """
     size = layout.block[1]
     if column_groups is not None:
@@ -291,8 +291,8 @@ def _apply_by_block(
     layout: Layout,
     apply: InPlace,
 ) -> Tensor:
-    """Calls `apply`, which combines each value in place with the value of its block. `block_values`
-    [O/block K/block] has the values of the blocks.
+    """Changes the values in place. `apply`, for example `Tensor.mul_`, combines each of them with
+    the value of its block in `block_values` [O/block K/block].
     """
     height = layout.block[0]
     first = rows.start // height

@@ -58,8 +58,9 @@ def _read_fp16(blocks: Tensor, offset: int) -> Tensor:
 
 
 def _extract_bit_fields(packed: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor:
-    """Extracts bit fields. Each group of `width` consecutive bytes is returned once per shift,
-    after it was shifted and masked. The result is uint8[B len(shifts) * bytes].
+    """Extracts numbers of a few bits from bytes. For each group of `width` consecutive bytes and
+    each shift, the result contains the bytes shifted to the right by this number of bits and
+    masked. The result is uint8[B len(shifts) * bytes].
     """
     shift = torch.tensor(shifts, dtype=torch.uint8, device=packed.device)[:, None]
     return ((packed.reshape(packed.shape[0], -1, 1, width) >> shift) & mask).reshape(
@@ -102,10 +103,10 @@ def _decode_q3_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
 
 
 def _decode_q4_q5_k(blocks: Tensor, d: list[Tensor], wide: torch.dtype) -> Tensor:
-    """Decodes Q4_K and Q5_K. Each block has eight scales and eight minima of 6 bits. The first four
-    scales and the first four minima are the low 6 bits of a byte. The last four scales and minima
-    are split: their high 2 bits are the high bits of the same bytes, and their low 4 bits are in
-    the bytes that follow.
+    """Decodes Q4_K and Q5_K. Each block has eight scales and eight minima of 6 bits, which are
+    stored in 12 bytes. The low 6 bits of the first eight bytes are the first four scales and the
+    first four minima. The last four scales and minima are split: their high 2 bits are the high
+    bits of the first eight bytes, and their low 4 bits are in the last four bytes.
     """
     first = blocks[:, 4:8]
     second = blocks[:, 8:12]

@@ -42,12 +42,13 @@ def _inverse(d: Tensor) -> Tensor:
 
 
 def _scale_bytes(d: Tensor) -> Tensor:
-    """fp32[B 1] -> uint8[B 2], the bytes of an fp16 number."""
+    """Rounds scales, fp32[B 1], to fp16 and returns their bytes, uint8[B 2]."""
     return d.half().view(torch.uint8)
 
 
 def _signed_largest(blocks: Tensor) -> Tensor:
-    """Returns the first value of each block with the largest magnitude, with its sign, as [B 1].
+    """For each block, returns the value with the largest magnitude, including its sign, as [B 1].
+    If several values have this magnitude, the first of them is returned.
 
     On a CPU argmax takes two thirds of the time of a quantiser. So it is called only for blocks in
     which the largest and the smallest value have the same magnitude.
@@ -68,7 +69,9 @@ def _first_largest(blocks: Tensor) -> Tensor:
 
 
 def _join_halves(numbers: Tensor) -> Tensor:
-    """uint8[B 32] of 4 bits -> uint8[B 16]. The first 16 numbers are in the low half of the bytes."""
+    """Packs blocks of 32 4-bit numbers, uint8[B 32], into uint8[B 16]. The first 16 numbers are in
+    the low half of the bytes.
+    """
     return numbers[:, :16] | (numbers[:, 16:] << 4)
 
 
@@ -172,8 +175,9 @@ def _pack_integers(
 
 
 def _fp4_codes(values: Tensor) -> Tensor:
-    """Returns the codes of the nearest 4-bit floats as uint8. A value in the middle of two numbers
-    gets the one with an even mantissa."""
+    """Returns the codes of the nearest 4-bit floats as uint8. A value exactly between two 4-bit
+    floats is rounded to the one with an even mantissa.
+    """
     magnitude = values.abs()
     codes = (magnitude > 0.25).to(torch.uint8)
     codes += magnitude >= 0.75
@@ -212,7 +216,9 @@ def _pack_nvfp4(weight: Tensor) -> tuple[Tensor, PackedState]:
 
 
 def _pack_mxfp4(weight: Tensor) -> tuple[Tensor, PackedState]:
-    """The exponent of a block's scale is that of its largest value, less the exponent of 6."""
+    """Packs a weight as MXFP4. The exponent of a block's scale is the exponent of the largest value
+    in the block minus the exponent of 6, which is the largest 4-bit float.
+    """
     blocks = weight.unflatten(1, (-1, MXFP4_BLOCK))
     _, exponent = torch.frexp(blocks.abs().amax(-1))  # in 0.5 to 1 times 2^exponent
     stored = (exponent - 1 - _FP4_EXPONENT + 127).clamp_(0, 254).to(torch.uint8)

@@ -177,8 +177,8 @@ def _widen_by_kernel(tensors: Tensors, rows: slice, layout: Layout, out: Tensor)
 
 
 class PackedState:
-    """The layout and the scales of a packed weight. The bytes of the weight are the layer's
-    parameter and not part of the state.
+    """Holds the layout and the scales of a packed weight. The packed bytes are not part of the
+    state: they are the parameter of the layer.
 
     shape       of the dequantised weight
     dtype_name  one of `fp8 int8 int4 nvfp4 mxfp4 gguf`, as in the setting `precision.base`
