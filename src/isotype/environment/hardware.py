@@ -146,8 +146,8 @@ def _compact_name(spec: str) -> str:
 
 
 def _make_geforce(model: str, memory_gib: float, bandwidth_gbs: float, fp32: float) -> Hardware:
-    """Returns a GeForce card. The rates of its tensor cores, with sums in fp32, are multiples of its
-    fp32 rate that are the same for all cards of a generation.
+    """Returns a GeForce card. The speed of its tensor cores (with sums in fp32) is computed by
+    multiplying its fp32 speed by a factor. The factor is the same for all cards of a generation.
 
     Source  NVIDIA's white papers of Turing (TU102), Ampere (GA102), Ada (AD102) and Blackwell
             (GB202)

@@ -95,8 +95,9 @@ def autocast_off() -> AbstractContextManager[Any]:
 
 
 def keep_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `function` so that every later call runs under the planned autocast dtype that is set
-    at the time of wrapping. Outside `plan_device` it returns `function` itself.
+    """Returns a wrapper of `function`. Each call of the wrapper uses the autocast dtype that is
+    planned now, even if another one is planned at the time of the call. Outside `plan_device` it
+    returns `function` itself.
     """
     if _PlanState.device_type is None:
         return function

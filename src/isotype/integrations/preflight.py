@@ -85,8 +85,8 @@ _ID_COLUMNS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "complet
 
 
 def _read_first_rows(dataset: Any) -> tuple[list[Any], str]:
-    """Returns the first rows and "", or no rows and the reason. A stream is not read, because this
-    would remove rows from it.
+    """Returns the first rows of the dataset and an empty text. If they cannot be read, returns no
+    rows and the reason. A stream is not read, because this would remove rows from it.
     """
     if dataset is None:
         return [], "no dataset"
@@ -587,8 +587,9 @@ def find_learnt_picture_tokens(subject: PreflightSubject) -> Iterator[Finding]:
 
 
 def find_unloadable_names(subject: PreflightSubject) -> Iterator[Finding]:
-    """Reports an adapter that is trained on a family's text-only class, if the names of its layers
-    do not exist in the released class (PF024).
+    """Some model families have a text-only class and a released class with other layer names.
+    Reports an adapter that is trained on the text-only class and whose layer names do not exist in
+    the released class (PF024).
     """
     from transformers import AutoConfig
 

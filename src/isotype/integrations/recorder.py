@@ -2,15 +2,16 @@
 
 The recorder keeps the batches of the current step and the states of the random generators. The
 error NF001 stops the training before the weights change. Then the recorder runs the step again with
-these batches, operator by operator, in the dtypes of the run and in fp32. The first operator at
-which the two differ is in the error, and in `output_dir/isotype/not_finite.json`.
+these batches, operator by operator, in the dtypes of the run and in fp32. It compares the results
+of each operator. The first operator whose results differ is named in the error, and in
+`output_dir/isotype/not_finite.json`.
 
 An update can also produce NaN from finite gradients. The recorder therefore keeps a copy of the
 trained weights of the last good step in host memory. If an update is not finite, the copy is
 written back, so that the weights can still be saved.
 
-The user of this is everybody who sees a loss of NaN after thousands of steps (pytorch 182156,
-torchtitan 3863).
+The recorder is useful if a loss becomes NaN after thousands of steps, as in pytorch issue 182156
+and torchtitan issue 3863.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Wraps the steps, losses and evaluations of an attached trainer.
 
-A non-finite loss or gradient stops the run before any weight changes. Trainer itself would log a
-loss of 0.0 in place of such a loss; this filter is switched off. The computation of the logits is
-delayed in every `compute_loss`, whether or not the forward gets labels. Examples are the
-`compute_loss` of TRL's ORPO and CPO trainers, and a `compute_loss` that a user wrote.
-`linear_divergence` computes the loss of TRL's distillation.
+A non-finite loss or gradient stops the run before any weight changes. By default, Trainer replaces
+such a loss in its log by another value (`logging_nan_inf_filter`). This filter is switched off. The
+computation of the logits is delayed in every `compute_loss`, whether or not the forward gets
+labels. Examples are the `compute_loss` of TRL's ORPO and CPO trainers, and a `compute_loss` that a
+user wrote. `linear_divergence` computes the loss of TRL's distillation.
 
 With `bf16_full_eval` or `fp16_full_eval`, a Trainer casts the weights before an evaluation. In an
 attached trainer the weights keep their dtype, and the evaluation computes in `precision.compute`.

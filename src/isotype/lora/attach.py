@@ -362,8 +362,8 @@ def _link_siblings(parent: nn.Module, path: str) -> None:
 
 
 def serve_layer(layer: Any, pack: Pack) -> None:
-    """Makes a fused LoRA layer multiply by the weight that `pack` rounds. Raises UsageError for a
-    layer that runs PEFT's code.
+    """Makes a fused LoRA layer multiply by a rounded weight. `pack` is the function that rounds it.
+    Raises UsageError for a layer that runs PEFT's code.
     """
     reason = "it has no fused op" if not is_fused(layer) else fusion_blocker(layer)
     if reason is not None:
@@ -381,7 +381,9 @@ def set_serving(model: nn.Module, *, is_active: bool) -> None:
 
 
 def served_weight(layer: nn.Module) -> ServedWeight | None:
-    """Returns the `ServedWeight` of a layer; None if the layer is not trained for a served format."""
+    """Returns the `ServedWeight` of a layer, or None if the layer does not multiply by a rounded
+    weight.
+    """
     served: ServedWeight | None = vars(layer).get(_SERVED)
     return served
 

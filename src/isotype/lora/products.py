@@ -101,9 +101,9 @@ def can_run_kernels(x: Tensor) -> bool:
 
 def can_call_kernels_directly(dtype: torch.dtype, x: Tensor) -> bool:
     """Whether matrix products with the operand x in `dtype` may call the C++ kernels without
-    PyTorch's dispatcher. They may not if a dispatch mode (of observation or memory planning) or a
-    compiler has to see the operators. An autograd function calls this once for all its matrix
-    products.
+    PyTorch's dispatcher. The dispatcher is needed if a compiler or a dispatch mode has to see the
+    operators. (Isotype observes dtypes and plans memory with dispatch modes.) An autograd function
+    calls this once for all its matrix products.
     """
     if dtype is not torch.bfloat16 or not x.is_cpu or torch.compiler.is_dynamo_compiling():
         return False

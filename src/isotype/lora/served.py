@@ -96,7 +96,9 @@ class ServedWeight(DroppedOnCopy):
 
 @torch.no_grad()
 def merged_weight(projection: Projection) -> Tensor:
-    """Returns W + s B A in fp32, with the same bits as the merge of an export."""
+    """Returns W + s B A in fp32. The values are bit-identical to the merged weight that `isotype
+    export` computes.
+    """
     assert projection.a is not None
     assert projection.b is not None
     with autocast_off(projection.a):
@@ -168,7 +170,9 @@ def _branch_dtype(dtypes: LoraDtypes) -> torch.dtype:
 def apply_served(
     x: Tensor, projection: Projection, served: ServedWeight, dtypes: LoraDtypes
 ) -> Tensor:
-    """Computes a LoRA layer with the weight that is served. x: F[*n K] -> F[*n O]."""
+    """Computes a LoRA layer with the rounded weight that the exported file will contain. x: F[*n K]
+    -> F[*n O].
+    """
     packed, state = served.round_weight(projection)
     y: Tensor = ServedLinear.apply(
         x,

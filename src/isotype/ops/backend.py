@@ -107,8 +107,9 @@ def unsafe_view(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Returns `x` in another shape, in the same memory. The forward of an autograd function uses
     this function to reshape its result.
 
-    If forward returns an ordinary view, PyTorch rejects in-place writes to it. Some models make
-    such writes (OLMo clamps its queries in place). `F.linear` returns an unsafe view too.
+    If the forward of an autograd function returns an ordinary view, PyTorch raises an error when a
+    model changes it in place. Some models do this: OLMo clamps its queries in place. `F.linear`
+    also returns a view that can be changed in place.
     """
     reshaped: Tensor = _UNSAFE_VIEW_OP(x, list(shape))
     return reshaped
@@ -277,8 +278,8 @@ def choose_implementation(
 ) -> Implementation:
     """Returns the implementation that an op uses for these tensors, in forward and in backward.
 
-    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a compiled graph, the op runs
-    as its formula in plain PyTorch, which Inductor fuses.
+    fp64 runs as plain PyTorch, since the kernels compute in fp32. In a compiled graph, the op also
+    runs in plain PyTorch, and PyTorch's compiler (Inductor) fuses its operations.
 
     out_dtype  dtype of the op's result, if it differs from the dtype of the tensors
     """
@@ -356,8 +357,8 @@ def has_fp32_output(operand: torch.dtype, device: torch.device) -> bool:
 
 
 def can_count_rows(x: Tensor) -> bool:
-    """Whether the host can count the elements of `x` that fulfil a condition without waiting for a
-    device. It can only do so if `x` is on a CPU.
+    """Whether the program can count elements of `x`, such as labels that are not ignored, without
+    waiting for a GPU. This is only possible if `x` is on a CPU.
     """
     return planned_device_type(x.device) == "cpu"
 

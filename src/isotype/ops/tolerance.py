@@ -1,4 +1,4 @@
-"""The relative error of a result, and the error that is allowed."""
+"""Computes the relative error of an op's result, and the largest error that is allowed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def relative_error(result: Tensor, truth: Tensor) -> float:
 
 
 def allowed_error(plain_error: float, dtype: torch.dtype) -> float:
-    """`MAX_RATIO` times PyTorch's own error. An error below half a rounding step of the dtype, or
-    below four rounding steps of fp32, is always allowed. No result in this dtype is exact, and the
-    exponential functions of a GPU have errors of two steps of fp32.
+    """Returns the largest error that the op may have, which is `MAX_RATIO` times PyTorch's own
+    error. An error below half a rounding step of the dtype, or below four rounding steps of fp32,
+    is always allowed. Errors of this size are unavoidable: every result is rounded to the dtype,
+    and the exponential functions of a GPU have an error of two rounding steps of fp32.
     """
     smallest = max(torch.finfo(dtype).eps / 2, 4 * torch.finfo(torch.float32).eps)
     return MAX_RATIO * max(plain_error, smallest)

@@ -74,9 +74,10 @@ def find_disagreement(
 
 
 def check_kernels(op: str, device: torch.device, dtypes: Sequence[torch.dtype]) -> str:
-    """Runs the cases of an op and returns the first disagreement, or "".
+    """Runs the test cases of an op. Returns a text that describes the first wrong result, or "" if
+    all results are right.
 
-    Raises  OutOfMemoryError. Every other error of a kernel is a disagreement.
+    Raises  OutOfMemoryError. Any other exception in a kernel counts as a wrong result
     """
     module: Any = import_module(_CASE_MODULES.get(op, "isotype.ops.kernel_cases"))
     for name, case in module.CASES.items():
@@ -181,7 +182,9 @@ def _read_result(op: str, key: str) -> str | None:
 
 
 def _store_result(op: str, key: str, content: dict[str, Any]) -> None:
-    """Stores a result. Without a folder that can be written, each process checks again."""
+    """Stores a result. If no folder is writable, nothing is stored, and each process checks the
+    kernels again.
+    """
     with suppress(OSError, BuildError, NotPrivateError):
         with open_private_folder(library_folder()) as folder:
             file = folder / _result_name(op, key)

@@ -5,9 +5,9 @@ place       `optimize` and `restore`, which go through all modules of a model
 manifest    the list of replaced modules, with the reasons why others were not replaced
 instances   comparison of modules with small test inputs, and copies of forwards with their own
             globals
-layers, norms, gated, rotary, attention, head, denoiser, joint_attention one kind of module each:
-            they recognise the kind by its structure, compare a module with the op for a small test
-            input, and replace the instance's forward
+layers, norms, gated, rotary, attention, head, denoiser, joint_attention
+            one kind of module each. They recognise this kind by its structure, compare a module
+            with the op for a small test input, and replace the forward of the instance
 forwards    the forwards of replaced modules, and the check in each step that they are unchanged
 deferred, deferred_tensor, deferred_values
             logits that are computed only when needed, for losses in other libraries' loops

@@ -318,9 +318,9 @@ def _needs_memory(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _materialise_before_write(name: str, arguments: tuple[Any, ...]) -> None:
-    """Computes deferred logits before they are changed in place. Views of these logits that are
-    still deferred then raise an error when their values are needed. Raises an error if a gradient
-    hook is registered on deferred logits.
+    """Computes deferred logits before they are changed in place. If a view of these logits is not
+    computed yet, it raises an error later, when its values are needed. Raises an error if a
+    gradient hook is registered on deferred logits.
     """
     for x in arguments:
         if isinstance(x, DeferredLogits):

@@ -93,8 +93,8 @@ def is_last_dimension(x: Any, dim: Any) -> bool:
 
 
 def classes_per_row(x: Any, dim: Any, index: Any) -> Tensor | None:
-    """If `gather` with this index selects one logit of each row, the index contains one class per
-    row. The function then returns these classes as int64[*n]. Otherwise returns None.
+    """Returns the class of each row, as int64[*n], if this is an index with which `gather` selects
+    one logit of each row. Otherwise returns None.
     """
     is_supported = (
         is_last_dimension(x, dim)

@@ -100,9 +100,9 @@ def _add_gated(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
 def _add_gated_recomputable(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     """Computes the same as `_add_gated`. The result is the input of the next norm of the same
     block, and that norm recomputes it in backward. This costs no memory, because the previous norm
-    saves the residual, and x is saved for the gradient of the gate. This function is not used for
-    the output of a block. Gradient checkpointing saves this output as the next block's input. It
-    would then keep the residual and x in memory too.
+    saves the residual, and x is saved for the gradient of the gate. Do not use this function for
+    the output of a block. Gradient checkpointing saves that output, because it is the input of the
+    next block. The residual and x would then stay in memory too.
     """
     total = _add_gated(residual, x, gate)
     if gate.requires_grad and find_recipe(residual) is None:

@@ -132,8 +132,8 @@ def norm_forward(
 def norm_with_residual(
     norm: nn.Module, x: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Computes (norm(x + residual), x + residual). It calls the module, so that observers see the
-    call.
+    """Returns (norm(x + residual), x + residual). The norm is computed by a call of the module, so
+    that hooks on the module run.
     """
     method = norm.__dict__.get("forward")
     is_norm_op = (

@@ -175,7 +175,8 @@ def disable_checkpointing(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def use_fast_linears(model: nn.Module) -> Iterator[None]:
     """Within this block, linear layers in bf16 on a CPU use the C++ kernel for a few rows. The
-    layers inside a LoRA layer are not changed, since the LoRA layer computes their products.
+    linear layers inside a LoRA layer are not changed, since the LoRA layer computes their matrix
+    products.
     """
     parts_of_adapters = {
         id(part) for layer in model.modules() if is_lora(layer) for part in layer.modules()

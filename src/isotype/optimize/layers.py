@@ -115,8 +115,8 @@ def enumerate_forms(
 def _norm_orders(
     names: Sequence[str],
 ) -> Iterator[tuple[tuple[str | None, str | None], tuple[str | None, str | None]]]:
-    """Yields the possible pairs (norm before, norm after) of both halves. The order of the norms is
-    always the given order.
+    """Yields the possible pairs (norm before, norm after) of both halves. The norms always keep the
+    given order.
     """
     if len(names) == 4:
         yield (names[0], names[1]), (names[2], names[3])

@@ -189,7 +189,8 @@ def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def _print_full_run(folder: Path, other_answers: dict[str, str]) -> None:
-    """After a shortened run, says what a full run learns, from the record of another machine.
+    """Prints what a full run learns, after a run that the time limit stopped. The results of the
+    full run were recorded on another machine.
 
     other_answers  the recorded answers to questions that this run was not asked
     """

@@ -116,7 +116,8 @@ def _make_rows_contiguous(*tensors: Tensor) -> list[Tensor]:
 
 def _mask_bytes(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
     """Returns the mask as bytes [B T S'], where S' is S rounded up to whole blocks. For each key,
-    the values of all queries are adjacent in memory, in the same way as the scores.
+    the values of all queries are adjacent in memory. The kernels store the scores in this order
+    too.
     """
     mask_BST = mask[:, 0].expand(mask.shape[0], queries, keys)
     bytes_BTS = mask_BST.transpose(1, 2).view(torch.uint8)

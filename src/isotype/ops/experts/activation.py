@@ -20,8 +20,9 @@ from .groups import KERNELS as EXPERT_KERNELS
 
 
 class Clamped(NamedTuple):
-    """gpt-oss's activation, (up + 1) * gate * sigmoid(alpha * gate). gate contains the even
-    columns, clamped to at most `limit`. up contains the odd columns, clamped to -limit..limit.
+    """The activation function of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate). gate contains
+    the even columns, clamped to at most `limit`. up contains the odd columns, clamped to
+    -limit..limit.
     """
 
     alpha: float

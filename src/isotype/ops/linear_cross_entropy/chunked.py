@@ -279,8 +279,8 @@ def shape_if(is_needed: bool, shape: Sequence[int]) -> Sequence[int]:
 def empty_gradients(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates the gradients of hidden, weight and bias. The last two values of `rest` are two
-    flags, whether the gradient of hidden and the gradient of weight are needed.
+    """Allocates the gradients of hidden, weight and bias. The last two values of `rest` are
+    booleans. They say whether the gradient of `hidden` and the gradient of `weight` are needed.
     """
     want_dhidden, want_dweight = rest[-2:]
     fp32 = arithmetic_dtype(hidden_TH.dtype)

@@ -22,8 +22,9 @@ _E4M3, _E5M2, _INT8, _FP4 = (KINDS[kind] for kind in ("e4m3", "e5m2", "int8", "f
 def decode_small_float(
     magnitude, sign, MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Converts a small float to fp32. A subnormal number is an integer times UNIT. A normal number
-    has the bits of an fp32 after BIAS is added to the exponent.
+    """Converts a number in a 4-bit or 8-bit float format to fp32. A subnormal number is an integer
+    times UNIT. For a normal number, BIAS is added to the exponent, and the bits are moved to their
+    positions in an fp32 number.
     """
     subnormal_bits = (magnitude.to(tl.float32) * UNIT).to(tl.int32, bitcast=True)
     bits = tl.where(
