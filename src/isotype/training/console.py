@@ -1,8 +1,9 @@
-"""Prints the output of a run. In a terminal, this is a header, one line that is updated in place,
-evaluations and samples. If the output is not a terminal, only plain lines are printed.
+"""Prints the output of a run. In a terminal, the output consists of a header, a progress line that
+is updated in place, the evaluations and the samples. If the output is not a terminal, only plain
+lines are printed.
 
-This module also handles the signals that end a run (Ctrl-C, SIGTERM, a closed terminal). Libraries
-that would print between the lines are also silenced.
+This module also handles the signals that end a run (Ctrl-C, SIGTERM, a closed terminal). It also
+silences libraries that would print between the lines.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class Loop:
 
     @property
     def is_stopped_early(self) -> bool:
-        """True if early stopping ends the run at this step. Also returns True if a run that early
-        stopping has already ended is resumed.
+        """Returns True if early stopping ends the run at this step. Also returns True if the user
+        resumes a run that early stopping has already ended.
         """
         patience = self.config.train.patience
         return patience is not None and self.progress.without_gain >= patience
@@ -364,8 +364,8 @@ class Loop:
                 self.trackers.log_row(row)
 
     def _evaluate_sample_save(self, *, evaluate: bool, sample: bool, save: bool) -> bool:
-        """After a step, does what is due: an evaluation, a round of samples, a checkpoint. Returns
-        True if the run should stop early.
+        """Evaluates, generates samples and saves a checkpoint, each of them only if the schedule
+        requires it after this step. Returns True if the run should stop early.
         """
         is_best = should_stop = False
         if evaluate and self.task.eval_rows:

@@ -163,8 +163,8 @@ def choose_parallel(task: Task, device_setup: DeviceSetup, world: World) -> Para
 def choose_by_plan(
     upper_bound: int, available: int, peak: Callable[[], int], *, config: RunConfig
 ) -> Parallel:
-    """Returns the choice for `auto`. If the whole model fits, each process has it, because a step
-    then exchanges the least data.
+    """Returns the choice for `auto`. If the whole model fits into the memory of a process, each
+    process gets the whole model, because the processes then exchange the least data.
 
     upper_bound  an upper bound on the bytes that a process needs
     available    the bytes that its device has; 0 if unknown

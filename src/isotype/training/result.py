@@ -37,7 +37,7 @@ class ResultWriter:
 
     world     the processes of the run
     sharding  how the processes share the model; None if each has the whole model
-    record    the observed dtypes, for the model card
+    record    the dtypes that were recorded during training, for the model card
     """
 
     task: Task

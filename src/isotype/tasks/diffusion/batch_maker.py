@@ -57,9 +57,9 @@ class BatchMaker:
         return self._drawn_row(row, entry, latents, noise, sigma, text)
 
     def make_evaluation_batch(self, draws: Sequence[EvaluationDraw]) -> Batch:
-        """Makes a batch for an evaluation, without random choices. Each entry has the mean of the
-        posterior for the row's first window, and the row's first caption. Its noise depends only on
-        the seed and on the number of the draw.
+        """Makes a batch for an evaluation, without random choices. For each row, it uses the first
+        window, with the mean of the VAE's posterior, and the first caption. The noise depends only
+        on the seed and on the number of the draw.
         """
         drawn = []
         for number, row, level in draws:

@@ -24,8 +24,8 @@ from .pixels import Size
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the data. It contains the keys under which the store has the row's latents and
-    captions. Each time the row is used, one window and one caption are chosen at random.
+    """A row of the data. It contains the keys of the row's latents and captions in the store. Each
+    time the row is used, one window and one caption are chosen at random.
 
     latents   the key of the latents of each window
     mirrored  the keys of the windows' mirror images; empty if pictures are not mirrored
@@ -121,12 +121,10 @@ def group_by_size(items: Iterable[Item], size_of: Callable[[Item], Size]) -> dic
 
 
 class PictureStream(RowStream[Row]):
-    """Yields rows with their positions. As in any stream of rows, its only state is the current
-    position.
+    """Yields rows with their positions. The only state of the stream is its current position.
 
-    step_rows  the number of rows of a step. All rows of a step have the same size. An exception are
-               the rows of each size that do not fill a whole step; these come at the end of an
-               epoch
+    step_rows  the number of rows of a step. All rows of a step have the same size. Rows that do not
+               fill a whole step with rows of their size come at the end of an epoch
     """
 
     def __init__(

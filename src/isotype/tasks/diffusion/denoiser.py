@@ -1,6 +1,6 @@
-"""Builds the denoiser for training. This module adds nf4 layers, the adapter, exact noise levels,
-Isotype's ops and the precision to the denoiser. The denoiser is built either with its weights, or
-without them on the meta device.
+"""Builds the denoiser for training. This module quantises the denoiser, adds the adapter and
+Isotype's ops, applies the precision, and makes the denoiser use exact noise levels. The denoiser is
+built either with its weights, or without them on the meta device.
 
 diffusers can quantise only on a GPU. Therefore this module makes bitsandbytes' layers from the
 loaded weights itself, one layer at a time, on the device of the run.
@@ -8,7 +8,7 @@ loaded weights itself, one layer at a time, on the device of the run.
 Flux computes `timestep.to(hidden_states.dtype) * 1000`. In bf16, 1000 different noise levels are
 rounded to only 498 different values, and a level between 0 and 1000 has an error of up to 3.5. So
 the forward of the denoiser object stores the exact level, and the sinusoidal embedding uses this
-stored level. No class is changed.
+stored level. The classes of diffusers are not changed.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def install_ops_and_precision(
     device_type: str,
     part: Part | None = None,
 ) -> Manifest:
-    """Installs exact noise levels, ops and precision in a denoiser. The denoiser must already have
-    its adapter.
+    """Makes a denoiser use exact noise levels, Isotype's ops and the run's precision. The denoiser
+    must already have its adapter.
     """
     family.prepare(denoiser)
     if family.time_scale is not None:
@@ -189,7 +189,9 @@ def _with_encoder_outlines(outline: Any, folder: PipelineFolder, config: RunConf
 
 
 def block_layers(denoiser: Any, classes: tuple[str, ...]) -> dict[str, nn.Linear]:
-    """Returns the linear layers inside modules whose class is one of `classes`, by name."""
+    """Returns a mapping from name to linear layer. It contains the layers inside modules whose
+    class is in `classes`.
+    """
     blocks = tuple(
         f"{name}." for name, module in denoiser.named_modules() if type(module).__name__ in classes
     )
@@ -201,8 +203,9 @@ def block_layers(denoiser: Any, classes: tuple[str, ...]) -> dict[str, nn.Linear
 
 
 def quantised_layers(denoiser: Any, family: Family, precision: Precision) -> dict[str, nn.Linear]:
-    """Returns the linear layers whose weights are packed in a packed base model, by name. These are
-    the linear layers of the blocks, except for layers that the model keeps in fp32.
+    """Returns a mapping from name to linear layer. It contains the layers whose weights are packed
+    in a packed base model. These are the linear layers of the blocks, except for layers that the
+    model keeps in fp32.
     """
     in_fp32 = names_kept_in_fp32(denoiser, to_torch(precision.unquantised))
     layers = block_layers(denoiser, family.adapted_classes(denoiser))
@@ -332,8 +335,8 @@ def _load_published(
 def _place_waiting_layers(
     denoiser: nn.Module, folder: PipelineFolder, quantisation: Quantisation
 ) -> dict[str, nn.Linear]:
-    """Returns the packed layers by name. If Isotype itself reads their format, each of these layers
-    is replaced in the denoiser by a placeholder, which gets the layer's tensors later.
+    """Returns a mapping from name to packed layer. If Isotype itself reads their format, each of
+    these layers is replaced in the denoiser by a placeholder, which gets the layer's tensors later.
     """
     label = f"model.name: {folder.path / folder.denoiser_part}"
     parts = read_tensor_parts(folder.denoiser_files())
@@ -392,8 +395,8 @@ class _ExactNoiseLevels:
 
 
 def keep_time_exact(denoiser: nn.Module, scale: float) -> None:
-    """Makes the sinusoidal embeddings of `denoiser` use its inputs `timestep` and `guidance` in
-    fp32, multiplied by `scale`. Call it before `apply_precision`.
+    """Makes the sinusoidal embeddings of `denoiser` use the denoiser's inputs `timestep` and
+    `guidance` in fp32, multiplied by `scale`. Call it before `apply_precision`.
     """
     levels = _ExactNoiseLevels(scale)
     denoiser.__dict__[_LEVELS_ATTRIBUTE] = levels
@@ -467,7 +470,7 @@ class ForwardCost:
 
 
 class _OutputBytes(TorchDispatchMode):
-    """While this mode is active, adds up the bytes of the results of all operators."""
+    """Adds up the bytes of the results of all operators that run while this mode is active."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ def picture_card(
     step: int,
     observed: Mapping[str, Mapping[str, int]],
 ) -> str:
-    """The model card of a result. It replaces PEFT's card, whose fields are empty.
+    """Returns the model card of a result. This card replaces PEFT's card, whose fields are empty.
 
     folder    the folder of the saved result
     observed  for each key of `precision` and each dtype, how many tensors had this dtype

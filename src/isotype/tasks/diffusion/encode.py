@@ -73,7 +73,7 @@ def entry_key(parts: Any) -> str:
 
 
 class Store:
-    """The latents and text embeddings of a run, by key.
+    """Contains the latents and text embeddings of a run. Each entry has a key.
 
     folder  the folder of the entries; None if they are only in memory
     """

@@ -201,7 +201,7 @@ def refuse_unknown_prediction(file: Path, settings_repository: str | None) -> No
 
 def _zero_snr_settings(scheduler: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the scheduler settings for zero terminal SNR. If the scheduler's class does not
-    support this, the settings contain another class.
+    support this, the settings name another scheduler class.
 
     Source  Lin et al. 2023
     """

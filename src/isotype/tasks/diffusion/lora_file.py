@@ -63,7 +63,7 @@ class LoraModule:
 
 @dataclass(frozen=True)
 class LoraFile:
-    """The content of a file, by the names of the model's modules.
+    """The content of a LoRA file, with the names that the modules have in the model.
 
     has_alphas  whether the file contains alphas; without them alpha is the rank
     """
@@ -232,7 +232,7 @@ def _convert_by_diffusers(
     path: Path, tensors: Mapping[str, Tensor], pipeline: PipelineFolder
 ) -> dict[str, Tensor]:
     """Converts the names of the original models to the names that diffusers uses. Returns the
-    tensors unchanged if the pipeline reads no LoRA. The matrices are in fp32, because some
+    tensors unchanged if the pipeline cannot read LoRA files. The matrices are in fp32, because some
     converters multiply them by alpha / rank.
     """
     from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft

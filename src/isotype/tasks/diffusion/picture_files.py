@@ -316,8 +316,8 @@ def read_table_pictures(
 
 
 def _read_rows(file: Path) -> Iterator[tuple[Record, tuple[int, int]]]:
-    """Yields each row with the number of its row group and its position in this group. For files
-    other than Parquet, both are 0.
+    """Yields each row with the number of its row group and its position in this group. If the file
+    is not a Parquet file, both numbers are 0.
     """
     positions = _parquet_positions(file) if file_suffix(file) == ".parquet" else repeat((0, 0))
     return zip(read_records(file, str(file)), positions)

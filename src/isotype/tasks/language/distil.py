@@ -225,10 +225,10 @@ def _select_rows(x_BTH: Tensor, rows: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentTargets(Targets):
-    """An object of this class is passed to the student in place of the targets of a loss. It
-    computes the student's loss from the recorded inputs of the teacher's head. If a vocabulary is
-    padded, the two heads may have different numbers of classes. In this case, only the classes that
-    both heads have are compared.
+    """Computes the student's loss from the recorded inputs of the teacher's head. The student gets
+    an object of this class in place of the targets. If a vocabulary is padded, the two heads may
+    have different numbers of classes. In this case, only the classes that both heads have are
+    compared.
     """
 
     teacher_head: HeadInputs

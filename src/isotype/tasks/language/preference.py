@@ -52,8 +52,8 @@ LOGPS = ("logps/chosen", "logps/rejected")
 
 
 class BatchOfAnswers:
-    """The common base of batches of pairs and batches of labelled answers. `answers` contains the
-    rows of the model's input, and `rows` is the number of rows of the data.
+    """The base class for batches of pairs and for batches of labelled answers. `answers` contains
+    the rows of the model's input, and `rows` is the number of rows of the data.
     """
 
     answers: Batch
@@ -136,9 +136,9 @@ def answer_log_probs(model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
 
 
 def row_sums(values_BT: Tensor) -> Tensor:
-    """Returns the sum of each row, fp32[B]. To compute it, the first half of a row is added to the
-    second half, again and again. In this way, padding with zeros does not change the result. The
-    sum of a row is bit for bit the same in batches of any length.
+    """Returns the sum of each row, fp32[B]. This function adds the first half of each row to its
+    second half, and repeats this until one number is left. In this way, padding with zeros does not
+    change the result. The sum of a row is bit for bit the same in batches of any length.
     """
     length = values_BT.shape[1]
     width = 1 << max(0, length - 1).bit_length()
@@ -358,8 +358,8 @@ def pair_losses(objective: str, settings: PreferenceSection, log_probs: PairLogP
 
     The reward of an answer is beta times the difference between its log-probabilities under the
     model and under the reference. If the objective does not use a reference, the reference's
-    log-probability is 0. The objectives simpo and orpo use the mean over the tokens of an answer in
-    place of the sum.
+    log-probability is 0. In this reward, the objectives simpo and orpo use the mean log-probability
+    of an answer's tokens, and all other objectives use the sum.
     """
     beta = settings.beta
     smoothing = settings.label_smoothing

@@ -55,8 +55,8 @@ def load_result(
     part: Part | None = None,
     adapter: AdapterSection | None = None,
 ) -> nn.Module:
-    """Loads the result of a run under the run's precision. This is a model, or an adapter for a
-    base model that is loaded again.
+    """Loads the result of a run in the run's precision. The result is a model or an adapter. For an
+    adapter, its base model is loaded too.
 
     If the base model comes with its own code (remote code), this code is saved next to the model.
     The saved code is executed only if the run executed the code of the base model.

@@ -91,7 +91,7 @@ def sample(
     pictures: Pictures | None = None,
 ) -> list[Sample]:
     """Generates answers to the prompts, several prompts at a time. Decoding is greedy by default.
-    The training steps after it are bit-identical to those of a run without samples.
+    The training steps after the samples are bit-identical to those of a run without samples.
 
     min_new_tokens  the smallest number of tokens of an answer
     world           the processes that share the model and call this together; all processes

@@ -500,8 +500,8 @@ class LanguageTask:
         return str(getattr(architecture, "model_type", "model")), notes
 
     def plan_facts(self) -> dict[str, Any]:
-        """Returns the numbers of rows and tokens for `isotype plan`. If rows are packed, packed
-        rows are counted. For a stream, only its first rows are counted.
+        """Returns the numbers of rows and tokens for `isotype plan`. If rows are packed, the number
+        of rows is the number of packed rows. For a stream, only its first rows are counted.
         """
         data = self.data
         return {

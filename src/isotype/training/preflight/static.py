@@ -31,7 +31,7 @@ SAMPLED_ELEMENTS = 4096  # number of elements that are tested in each tensor
 
 
 def check_device(subject: PreflightSubject) -> Iterator[Finding]:
-    """Runs the check PF001, which finds an error if `model.device: auto` chose the CPU although
+    """Runs the check PF001, which reports an error if `model.device: auto` chose the CPU although
     there is a GPU. If the user names a device, it is checked earlier, when the run is prepared.
     """
     if subject.config.model.device != "auto" or subject.prepared.device.type != "cpu":

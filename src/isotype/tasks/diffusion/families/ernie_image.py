@@ -14,8 +14,8 @@ from .family import Conditioning, Denoiser, Family, PatchedLatents, Text
 
 
 class ErnieLatents(PatchedLatents):
-    """Latents as those of Flux.2. They are normalised with a constant of 1e-5 in place of the
-    constant in the VAE's configuration, as in the pipeline.
+    """Latents like those of Flux.2. Their normalisation adds the constant 1e-5 to the variance.
+    Like the pipeline, it ignores the constant in the VAE's configuration.
     """
 
     def epsilon(self, vae: Any) -> float:
@@ -38,8 +38,8 @@ class ErnieImage(Family):
     block_classes = ("ErnieImageSharedAdaLNBlock",)
 
     def prepare(self, denoiser: Any) -> None:
-        """Replaces the table of positions in a memory plan: it switches autocast off for its device,
-        which PyTorch does not support for the meta device.
+        """In a memory plan, replaces the computation of the table of positions. This computation
+        switches autocast off for its device, and PyTorch does not support this for the meta device.
         """
         super().prepare(denoiser)
         if denoiser.final_linear.weight.is_meta:

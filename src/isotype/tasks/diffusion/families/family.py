@@ -107,8 +107,8 @@ class VideoLatents(Latents):
 
 
 class DeepCompressionLatents(Latents):
-    """The latents of a deep compression autoencoder (Sana). It has no posterior, so an encoded
-    picture is a single latent.
+    """The latents of a deep compression autoencoder (Sana). This autoencoder has no posterior: it
+    encodes a picture as one latent and not as a distribution.
     """
 
     vae = "AutoencoderDC"
@@ -175,9 +175,8 @@ class PatchedLatents(Latents):
 
 
 def patchify(x_NCHW: Tensor) -> Tensor:
-    """Combines each patch of 2 x 2 pixels into one pixel, F[N C H W] -> F[N 4C H/2 W/2]. In the
-    order of the new channels, the old channel comes first, then the row and the column within the
-    patch.
+    """Combines each patch of 2 x 2 pixels into one pixel, F[N C H W] -> F[N 4C H/2 W/2]. The new
+    channels are sorted by the old channel, then by the row within the patch, then by the column.
     """
     n, c, h, w = x_NCHW.shape
     return (
@@ -347,7 +346,7 @@ class Family:
         return ()
 
     def clip_windows(self, clip_length: int, max_length: int) -> int:
-        """Returns the number of windows in which a CLIP encoder reads a caption.
+        """A CLIP encoder reads a long caption in several windows. Returns their number.
 
         clip_length  the length of a window, including its begin and end token
         max_length   the largest length of a caption, not including begin and end tokens; 0 if it is
@@ -401,13 +400,14 @@ class Family:
         self, pipe: Any, captions: list[str], pictures: list[Any]
     ) -> Mapping[str, Sequence[Tensor]]:
         """Encodes each caption together with the picture before the edit, which is a PIL image.
-        This is for families with `encodes_control`. Returns the same as `encode_text`.
+        This method is called only for families with `encodes_control`. Returns the same as
+        `encode_text`.
         """
         raise NotImplementedError
 
     def encode_tokens(self, encoders: Mapping[str, nn.Module], ids_NPS: Tensor) -> Text:
-        """Encodes tokens, and computes gradients. This is for families with `trainable_encoders`.
-        Returns the same as `encode_text`.
+        """Encodes tokens, and computes gradients. This method is called only for families with
+        `trainable_encoders`. Returns the same as `encode_text`.
 
         encoders  the P text encoders, with the names in `trainable_encoders`
         """

@@ -32,8 +32,8 @@ from .family import (
 
 
 def pack_latents(latents_NCHW: Tensor) -> Tensor:
-    """Packs latents into tokens of 2 x 2 latent pixels, F[N C H W] -> F[N HW/4 4C]. Within a token,
-    the channel is the first index.
+    """Packs latents into tokens of 2 x 2 latent pixels, F[N C H W] -> F[N HW/4 4C]. The values of a
+    token are sorted by their channel.
     """
     n, c, h, w = latents_NCHW.shape
     return (
@@ -147,8 +147,8 @@ def position_ids(rows: int, columns: int, device: torch.device, axes: int = 3) -
 
 
 class Chroma(Flux):
-    """The family Chroma, which is like Flux but has no CLIP encoder. Its text is masked after the
-    first padding token. The negative text for the guidance is empty.
+    """The family Chroma, which is like Flux but has no CLIP encoder. All text tokens after the
+    first padding token are masked. The negative text for the guidance is empty.
     """
 
     pipeline = "ChromaPipeline"

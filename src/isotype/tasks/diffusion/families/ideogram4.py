@@ -21,8 +21,8 @@ from .family import (
 
 
 class IdeogramLatents(PatchedLatents):
-    """Latents as those of Flux.2. The channels are sorted by the row within the patch, then by the
-    column, then by the VAE's channel.
+    """Latents like those of Flux.2. The channels are sorted by the row within the patch, then by
+    the column, then by the VAE's channel.
     """
 
     def patchify(self, x_NCHW: Tensor) -> Tensor:
@@ -37,9 +37,9 @@ class IdeogramLatents(PatchedLatents):
 
 
 class Ideogram4(Family):
-    """Ideogram 4. Text and picture are one sequence, with the padding before the text. The time is 0
-    for noise and 1 for the latent. A second denoiser, which gets no text, is used for guidance only.
-    It is not loaded, and samples are generated without guidance.
+    """Ideogram 4. The text tokens and the picture tokens form one sequence, with the padding before
+    the text. The time is 0 for noise and 1 for the latent. A second denoiser, which gets no text,
+    is used for guidance only. It is not loaded, and samples are generated without guidance.
     """
 
     pipeline = "Ideogram4Pipeline"
@@ -52,8 +52,8 @@ class Ideogram4(Family):
     comfyui_blocker = "we have not checked which names ComfyUI reads for it"
 
     def prepare(self, denoiser: Any) -> None:
-        """Replaces the table of positions in a memory plan: it switches autocast off for its device,
-        which PyTorch does not support for the meta device.
+        """In a memory plan, replaces the computation of the table of positions. This computation
+        switches autocast off for its device, and PyTorch does not support this for the meta device.
         """
         super().prepare(denoiser)
         if denoiser.input_proj.weight.is_meta:

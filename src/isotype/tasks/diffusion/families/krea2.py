@@ -63,8 +63,8 @@ class Krea2(PackedTokens):
         generator: Any,
         control: Tensor | None = None,
     ) -> Tensor:
-        """Generates latents. The pipeline's guidance is smaller by 1 than that of other pipelines:
-        with 0 it uses no guidance.
+        """Generates latents. The guidance scale of this pipeline is smaller by 1 than the scale of
+        other pipelines. The scale 0 means that no guidance is used.
         """
         settings = replace(settings, guidance=max(0.0, settings.guidance - 1))
         return super().sample(pipe, text, empty, settings, generator, control)
