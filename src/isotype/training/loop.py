@@ -46,7 +46,7 @@ from .trackers import Trackers
 
 
 class Loop:
-    """A run during its training."""
+    """Trains one run, from its first or its resumed step to its last step."""
 
     def __init__(
         self,

@@ -228,12 +228,16 @@ def _whole_matrix(matrix: Tensor) -> Sequence[Tensor]:
 
 
 def _split_experts_a(experts: int, a: Tensor) -> Sequence[Tensor]:
-    """Splits PEFT's stacked A, [(E R) in], into one matrix per expert."""
+    """Splits a LoRA matrix A, in which PEFT stacks all experts, [(E R) in], into one matrix per
+    expert.
+    """
     return a.view(experts, -1, a.shape[1]).unbind(0)
 
 
 def _split_experts_b(experts: int, b: Tensor) -> Sequence[Tensor]:
-    """Splits PEFT's stacked B, [out (R E)], into one matrix per expert."""
+    """Splits a LoRA matrix B, in which PEFT stacks all experts, [out (R E)], into one matrix per
+    expert.
+    """
     return b.view(b.shape[0], -1, experts).unbind(2)
 
 
@@ -572,8 +576,8 @@ def convert_states(
 ) -> None:
     """Converts restored states to the form that this optimizer needs. This function converts the
     dtype of the moments and the type of the step count, and moves states to paged memory if the
-    optimizer uses it. When a run is resumed, the dtype and the type may differ from those in the
-    checkpoint if the user accepts this change.
+    optimizer uses it. This is needed if the user has accepted that the resumed run uses other
+    dtypes than the checkpoint.
 
     counters  the result of `group_counters` that the checkpoint contains
     """

@@ -121,7 +121,7 @@ class RunState:
         return bool(name == self.stepper.train.optimizer)
 
     def has_same_precision(self, checkpoint: Checkpoint) -> bool:
-        """Returns True if the run that wrote the checkpoint had the same dtypes."""
+        """Returns True if the checkpoint was written with the same precision as this run."""
         state = checkpoint.state
         roles = state.get("precision_roles")
         if roles is not None:

@@ -343,7 +343,7 @@ class PreflightSubject:
 
     @cached_property
     def longest_rows(self) -> Sequence[Any]:
-        """The rows of the largest batch that training can have."""
+        """Returns the rows of the largest batch that can occur in training."""
         rows: Sequence[Any] = self.task.largest_rows(
             self.micro_batch or self.config.train.batch_size
         )

@@ -510,7 +510,7 @@ def _resolved_text(
 def _replace_setting(
     loaded: LoadedConfig, section: str, key: str, value: str, source: str
 ) -> LoadedConfig:
-    """Returns the configuration with another value for one setting."""
+    """Returns a copy of the configuration in which one setting has another value."""
     part = getattr(loaded.config, section).model_copy(update={key: value})
     config = loaded.config.model_copy(update={section: part})
     return replace(loaded, config=config, sources={**loaded.sources, f"{section}.{key}": source})

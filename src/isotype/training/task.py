@@ -341,7 +341,7 @@ class Task(Protocol):
         """Returns the training rows in the order in which the run uses them."""
 
     def largest_rows(self, count: int) -> Sequence[Any]:
-        """Returns the rows of the largest batch that training can have."""
+        """Returns the rows of the largest batch that can occur in training."""
 
     def outline_model(self, precision: Precision, *, device_type: str) -> ModelOutline:
         """Returns the model that `build_model` would return, but without its weights. Raises

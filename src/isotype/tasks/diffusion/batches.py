@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class PlacedRow:
-    """A row with its position in the stream."""
+    """A row, with its position in the stream of training rows."""
 
     row: Row
     position: int

@@ -49,7 +49,7 @@ class Size:
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """The sides, without repetition."""
+        """Returns the height and the width, or only one number for a square."""
         return tuple(dict.fromkeys((self.height, self.width)))
 
     @classmethod

@@ -140,7 +140,7 @@ class ResolvedRun:
 
     @property
     def sample_settings(self) -> SampleSettings:
-        """The settings of a sample. A prompt may override them."""
+        """Returns the settings of the samples. A prompt may override them."""
         run = self.config.run
         side = run.sample_size or self.config.images.resolution
         return SampleSettings(

@@ -101,7 +101,7 @@ def preflight(
     world: World = ALONE,
 ) -> Outcome:
     """Runs the checks and writes preflight.json. Raises a PreflightError that contains all errors.
-    If the run is resumed, only the checks that need no step are done.
+    If the run is resumed, only the checks that need no training step are run.
 
     subject  the prepared run that is checked
     skips    for each check that is left out: its code -> the user's reason
