@@ -52,8 +52,8 @@ class NoLabel(EmptyAnswer):
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that a run does not use. `is_empty` is true if the reason is an empty answer or a
-    missing label.
+    """Represents a row that a run does not use. `is_empty` is true if the reason is an empty answer
+    or a missing label.
     """
 
     location: str
@@ -75,7 +75,7 @@ class BadRow:
 
 @dataclass
 class BadRows:
-    """The bad rows of one source or of several.
+    """Collects the bad rows of one or several sources.
 
     kinds        reason -> number of bad rows; bad rows are an error unless data.on_bad_row is skip
     empty_count  number of rows with an empty answer
@@ -160,7 +160,7 @@ def normalise_reason(reason: str) -> str:
 
 
 class BadRowFile:
-    """The file bad_rows.jsonl of a run. Each line is a JSON object with the keys `place` and
+    """Writes the file bad_rows.jsonl of a run. Each line is a JSON object with the keys `place` and
     `reason`. The place is the file and the line of a row, and each place is listed once. The file
     is created when the first bad row is found.
     """

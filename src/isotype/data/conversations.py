@@ -171,7 +171,8 @@ def describe_json_type(value: Any) -> str:
 
 def _convert_message(raw_message: Any, key: str, location: str) -> Message:
     """Converts one message to the form of chat templates. Raises RowError if the role is unknown,
-    if the content is missing, or if a turn that is not the assistant's contains tool calls.
+    if the content is missing, or if a message of another role than the assistant contains tool
+    calls.
     """
     path = f"{location}: {key}"
     if not isinstance(raw_message, dict):

@@ -101,7 +101,7 @@ def _has_picture_placeholder(message: Message) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """A row as text, with the positions of the parts that the model learns."""
+    """Contains the text of a row, and the positions of the parts that the model learns."""
 
     location: str
     text: str

@@ -65,8 +65,8 @@ class File:
 
     @property
     def estimated_rows(self) -> int:
-        """The number of rows. For a Parquet file, this number is read from the metadata. For
-        another file, it is estimated from the length of the first lines. It is 0 for a file in
+        """Returns the number of rows. For a Parquet file, this number is read from the metadata.
+        For another file, it is estimated from the length of the first lines. It is 0 for a file in
         which rows are not lines.
         """
         kind = file_suffix(self.path)

@@ -64,8 +64,8 @@ _LEARN_PAIRS_FIX = "train.objective=dpo learns from pairs (docs/preferences.md)"
 
 @dataclass(frozen=True, slots=True)
 class JudgedFormat:
-    """A format in which a person or a model has judged the answers: preference pairs, or answers
-    with labels. Only some objectives read these formats.
+    """Describes a format that says which answers are good: preference pairs, or answers with
+    labels. Only some objectives read these formats.
 
     keys  the keys by which the format is recognised
     noun  the word that messages use for a row of this format

@@ -186,8 +186,8 @@ def build_encoder(
     data: DataSection, tokenizer: Any, sources: Sequence[Source], pictures: Pictures | None = None
 ) -> Encoder:
     """Returns the encoder for these sources. If there is a chat template, rows with a prompt and a
-    completion are also converted to chats, because the template will be applied to the prompts when
-    the model is used.
+    completion are also converted to chats. The reason is that programs apply the template to the
+    prompts when they use the model.
     """
     template_formats = {"messages", "sharegpt", "alpaca"}
     if data.chat_template is not None or tokenizer.chat_template:

@@ -67,7 +67,7 @@ class Pairs(LazyRowSequence[Pair]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of tokens of each pair's longer answer, with its prompt."""
+        """Returns the number of tokens of the prompt and the longer answer, for each pair."""
         longer: np.ndarray = self.rows.lengths.reshape(-1, 2).max(1)
         return longer
 
@@ -150,8 +150,8 @@ def pair_notes(facts: dict[str, Any]) -> list[str]:
 
 
 class Answer(NamedTuple):
-    """A labelled answer and its partner, which is the same prompt with the answer to another
-    prompt.
+    """Contains a labelled answer and its partner. The partner is the same prompt with the answer to
+    another prompt.
 
     reference  log-probabilities of the answer and of its partner under the initial model; None
                until they are computed

@@ -212,7 +212,7 @@ def resolve_picture(picture: Any, folder: Path) -> Path | bytes:
 
 
 class Pictures:
-    """The pictures of a run, with the processor of its model.
+    """Reads the pictures of a run and prepares them with the model's processor.
 
     load                  a function that returns transformers' processor; it is called when the
                           first row with a picture is read, and may raise UsageError
@@ -253,7 +253,7 @@ class Pictures:
 
     @property
     def placeholder(self) -> str:
-        """The text that a chat template writes for a picture."""
+        """Returns the text that a chat template writes for a picture."""
         return str(self.processor.image_token)
 
     def settings(self) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class Row:
 
     @property
     def supervised(self) -> int:
-        """The number of tokens for which a loss is computed. The model does not predict the first
-        token of a row, so the first label is never counted.
+        """Returns the number of tokens for which a loss is computed. The model does not predict the
+        first token of a row, so the first label is never counted.
         """
         return sum(label != IGNORE_INDEX for label in self.labels[1:])
 
@@ -69,9 +69,9 @@ class SamplePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of one source in the training rows. `rows` is the number of rows of this source. In
-    the list of all rows, the rows of each source stand together, in the order of the sources.
-    `weight` says how often these rows are used, relative to the rows of other sources.
+    """Says how many of the training rows come from one source. `rows` is the number of rows of this
+    source. In the list of all rows, the rows of each source stand together, in the order of the
+    sources. `weight` says how often these rows are used, relative to the rows of other sources.
     """
 
     rows: int

@@ -1,4 +1,4 @@
-"""Tokenised rows in flat arrays, in memory or memory-mapped from a file. Rows that are
+"""Stores tokenised rows in flat arrays, in memory or memory-mapped from a file. Rows that are
 memory-mapped take up memory only while they are used. R is the number of rows, and N is the total
 number of their tokens.
 
@@ -298,9 +298,9 @@ class TokenRows(LazyRowSequence[Row]):
         return used
 
     def count_bos_and_eos(self, bos: int | None, eos: int | None) -> np.ndarray:
-        """Returns three numbers, int64[3]. The numbers count the rows that begin with `bos`, the
-        rows that begin with `bos` twice, and the rows whose last token is `eos` if the model learns
-        this token.
+        """Returns three numbers, int64[3]. The first number counts the rows that begin with `bos`.
+        The second counts the rows that begin with `bos` twice. The third counts the rows that end
+        with `eos`, if the model learns this token.
         """
         counts = np.zeros(3, np.int64)
         for i, block in enumerate(self.blocks):

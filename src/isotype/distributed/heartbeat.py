@@ -38,7 +38,7 @@ ENDED_KEY = "ended"  # prefix of the keys of the processes that end because of a
 
 @dataclass
 class Heartbeat:
-    """The state of a process, as the process itself last wrote it.
+    """Contains the state of a process, which the process itself writes from time to time.
 
     count      heartbeats written so far
     exchanges  number of exchanges of data between all processes that this process has begun so far
@@ -127,7 +127,7 @@ def read_lost_message(store: BoundedStore, ranks: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class LostProcess:
-    """A process that has died or is late, with its last heartbeat."""
+    """Describes a process that has died or is late, with its last heartbeat."""
 
     heartbeat: Heartbeat
     is_dead: bool

@@ -23,7 +23,9 @@ _TORCHRUN = "start with torchrun, which sets them all, or unset RANK and WORLD_S
 
 @dataclass(frozen=True)
 class _Scheduler:
-    """A program that starts processes, and the names of the variables that it sets."""
+    """Describes a program that starts processes: its name and the environment variables that it
+    sets.
+    """
 
     name: str
     rank: str

@@ -68,8 +68,8 @@ LEAVE_TIMEOUT = 10.0
 
 
 class World:
-    """A single process, which exchanges nothing. `JoinedWorld` has the same methods for several
-    processes.
+    """Represents a run of a single process, which exchanges no data. `JoinedWorld` has the same
+    methods for several processes.
     """
 
     rank = local_rank = 0
@@ -154,7 +154,7 @@ ALONE = World()
 
 
 class JoinedWorld(World):
-    """Several processes that share a store and a process group.
+    """Represents a run of several processes, which share a store and a process group.
 
     Raises  RunError MP001 if another process died, RunError MP002 if another process did not answer
             in time, or the error that another process raised

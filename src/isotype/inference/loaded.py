@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A loaded model with tokenizer and precision. `weights_name` says where its weights come from,
-    and is `adapter`, `model` or `checkpoint step_N`.
+    """Contains a loaded model, its tokenizer and its precision. `weights_name` says where its
+    weights come from, and is `adapter`, `model` or `checkpoint step_N`.
     """
 
     folder: Path

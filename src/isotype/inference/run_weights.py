@@ -21,7 +21,8 @@ _ORIGINAL = ".original_module."
 
 
 class RunWeights:
-    """The weights of a run by their names in the plain model, without PEFT's prefixes.
+    """Computes the weights of a run. Their names are those of the plain model, without PEFT's
+    prefixes.
 
     changed_names  the weights that training could change
     """

@@ -2,8 +2,8 @@
 tokenizer. If loading fails, a short error with a fix is raised.
 
 The processes of a sharded run load the model in the dtype of its files. transformers then maps the
-files into memory, a weight is read only when it is used, and each process casts only the rows that
-it keeps (`precision.parts`).
+files into memory, so that a weight is read only when it is used. Each process casts only the rows
+that it keeps (`precision.parts`).
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def base_source(
 ) -> Source:
     """Returns the source of the base model.
 
-    If the base is initialised at random or gets new tokens (`add_tokens`), it is created once and
-    saved as an ordinary model folder, so that it can be loaded again.
+    Some bases are initialised at random or get new tokens (`add_tokens`). Such a base is created
+    once and saved as an ordinary model folder, so that it can be loaded again.
     """
     if section.init == "pretrained":
         if section.name is None:

@@ -2,8 +2,8 @@
 if the file has packed tensors for it.
 
 transformers loads the file, but uses Isotype's quantiser instead of its own. transformers still
-renames the keys, finds the shards and chooses the devices; each tensor is copied from the file to
-the device unchanged, and no layer is ever dequantised. transformers' own quantisers need kernel
+renames the keys, finds the shards and chooses the devices. Each tensor is copied from the file to
+the device unchanged. No layer is ever dequantised. transformers' own quantisers need kernel
 packages, dequantise the model at its first forward, or read some files wrongly. For example, they
 read FP8 blocks wrongly if the size of the matrix is not a multiple of the block size. A table in
 `docs/lora.md` lists these cases.
@@ -124,7 +124,9 @@ class _PackedPlaceholder(nn.Module):
 
 
 class _PackedQuantizer(HfQuantizer):
-    """A quantiser for transformers, which calls its methods before and after weights are loaded."""
+    """Implements a quantiser for transformers. transformers calls its methods before and after it
+    loads the weights.
+    """
 
     quantization_config: Any
 

@@ -36,7 +36,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 @dataclass(frozen=True)
 class SplitRule:
-    """A rule by which llama.cpp splits text.
+    """Describes one of llama.cpp's rules for splitting text.
 
     names           its names in llama.cpp; the first of them is written to files
     patterns        regular expressions, applied one after another

@@ -61,7 +61,7 @@ _STATUS_LABELS = {"interrupted": "interrupted, can be resumed", "stopped": "stop
 
 @dataclass(frozen=True)
 class LiveState:
-    """The additional contents of a page that `isotype watch` serves.
+    """Contains what a page of `isotype watch` shows in addition to the report.
 
     log       the last lines that the run printed
     process   the id of the training process, if this program can stop it

@@ -1,4 +1,4 @@
-"""The curves of a run, and their drawing as inline SVG.
+"""Draws the curves of a run as inline SVG.
 
 Colours are CSS variables, so that a drawing fits light and dark pages. A chart needs no script: it
 is overlaid with invisible columns, and the column under the pointer shows its values.
@@ -111,7 +111,7 @@ class Plot:
 
     @property
     def legend(self) -> list[Series]:
-        """The series to show in the legend. A single series needs no legend."""
+        """Returns the series that the legend shows. A single series needs no legend."""
         labelled = [s for s in self.series if s.style != "faint"]
         return labelled if len(labelled) > 1 else []
 

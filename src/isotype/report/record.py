@@ -48,8 +48,8 @@ JSON_FILES = (
 
 @dataclass
 class RunRecord:
-    """The contents of a run's files. `damaged` lists the files that could not be read, with the
-    reasons.
+    """Contains everything that the report reads from a run's files. `damaged` lists the files that
+    could not be read, with the reasons.
     """
 
     folder: Path
@@ -104,7 +104,7 @@ class RunRecord:
 
     @property
     def best_evaluation(self) -> float | None:
-        """The lowest evaluation loss on the current evaluation rows."""
+        """Returns the lowest evaluation loss on the current evaluation rows."""
         return min((loss for _, loss in self.evaluations()), default=None)
 
     def evaluations(self) -> list[tuple[float, float]]:
@@ -140,7 +140,7 @@ class RunRecord:
 
     @property
     def resume_steps(self) -> list[int]:
-        """The steps from which the run was resumed, in order."""
+        """Returns the steps from which the run was resumed, in order."""
         return sorted(
             {
                 step
@@ -151,7 +151,7 @@ class RunRecord:
 
     @property
     def changes(self) -> list[str]:
-        """The changes that were made when the run was resumed, with their steps."""
+        """Returns the changes that the user made when the run was resumed, with their steps."""
         return [
             f"after step {change['after_step']}: {change['what']}"
             for change in rows_or_empty(self.resumes.get("changes"), "after_step", "what")

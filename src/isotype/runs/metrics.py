@@ -1,4 +1,5 @@
-"""The metrics of a run, in `metrics.jsonl`: one line per logged step and one per evaluation.
+"""Writes and reads the metrics of a run. `metrics.jsonl` has one line per logged step and one per
+evaluation.
 
 A run of 200,000 steps has 57 MB of lines. The report needs only a few thousand of these lines, and
 `isotype ls` needs only the evaluations and the last lines. Lines are therefore selected while they
@@ -125,8 +126,8 @@ def read_all_rows(file: IO[bytes]) -> MetricsRows:
 def read_thinned_rows(file: IO[bytes]) -> MetricsRows:
     """Reads every row and returns a selection. It contains about EVEN_ROWS evenly spaced steps, and
     at most MAX_OTHER_ROWS rows without a training loss. The steps are also divided into about
-    BUCKETS parts: of each part, the selection contains the steps with the lowest loss, the highest
-    loss and the first loss that is not finite.
+    BUCKETS parts. Of each part, the selection contains three steps: those with the lowest loss, the
+    highest loss and the first loss that is not finite.
     """
     line_count = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
     file.seek(0)

@@ -49,8 +49,8 @@ class PrecisionRecord:
 
     @property
     def observed(self) -> Mapping[str, Mapping[str, int]]:
-        """Returns a mapping from each role (the purpose of a tensor, such as `grads`) to the dtypes
-        that its tensors had at the last observation, with the number of tensors of each dtype.
+        """Returns the dtypes at the last observation: role (the purpose of a tensor, such as
+        `grads`) -> dtype -> number of tensors.
         """
         observed: Mapping[str, Mapping[str, int]] = self._observed.get("observed", {})
         return observed

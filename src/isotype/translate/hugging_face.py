@@ -57,8 +57,8 @@ def _read_objective(draft: ConfigDraft) -> str | None:
 
 def frozen_part_handler(target: str) -> transforms.Handler:
     """Returns a handler for a key that freezes a vision tower or projector. If the key is switched
-    off, this part is trained in the same way as the rest of the model, either with an adapter or
-    with all of its weights.
+    off, this part is trained like the rest of the model: with an adapter, or with all of its
+    weights.
     """
 
     def handler(draft: ConfigDraft, source_key: SourceKey) -> None:

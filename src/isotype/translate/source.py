@@ -294,7 +294,7 @@ def _read_script(text: str, path: Path) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """The training program that a command starts.
+    """Describes the training program that a command starts.
 
     executable    an executable such as `trl` or `axolotl`; "" for a Python script
     script        the file of a Python script; "" for an executable

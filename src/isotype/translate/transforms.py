@@ -55,15 +55,15 @@ class SourceKey:
 
 
 class Computed:
-    """Used as the value of a key if the program computes the value, so that it is unknown before
-    the program runs.
+    """Represents a value that the program computes, so that the value is unknown before the program
+    runs.
     """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one key. `result` is the resulting setting with its value, or "" if no setting
-    results.
+    """Describes how one key of the file was translated. `result` is the resulting setting with its
+    value, or "" if no setting results.
     """
 
     source_key: SourceKey
@@ -84,8 +84,8 @@ class Outcome:
 
 @dataclass
 class ConfigDraft:
-    """The configuration of Isotype while it is being translated. The handler of each key calls one
-    of the methods of the draft.
+    """Collects the configuration of Isotype while a file is translated. The handler of each key
+    calls one of the methods of the draft.
 
     source_values   every key of the file -> its value; for handlers that need the values of other
                     keys

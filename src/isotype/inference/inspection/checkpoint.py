@@ -54,7 +54,7 @@ class StoredTensor:
 
 @dataclass
 class Checkpoint:
-    """The files of a model or adapter.
+    """Describes the files of a model or adapter, without their weights.
 
     kind         MODEL, ADAPTER, SAFETENSORS or GGUF
     tensors      the tensors by their names

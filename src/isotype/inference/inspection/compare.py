@@ -51,7 +51,7 @@ class WeightDifference:
 
 @dataclass
 class CheckpointComparison:
-    """The comparison of two checkpoints.
+    """Contains the result of comparing two checkpoints.
 
     equal, rounded  the number of weights whose values are equal, and whose values differ within the
                     rounding of their dtypes

@@ -19,7 +19,7 @@ _COMPARED_BYTES = 4 << 20
 
 @dataclass
 class Inspection:
-    """The result of an inspection.
+    """Contains what `isotype inspect` found out about a checkpoint.
 
     unread    tensors whose values were not measured: integers, and kinds of blocks that are not
               decoded

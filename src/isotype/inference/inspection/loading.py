@@ -51,7 +51,7 @@ _PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": _S
 
 @dataclass
 class Scales:
-    """The scales of the weights that are stored quantised.
+    """Lists the quantised weights of a model, and problems with their scales.
 
     quantised  the layers whose weight is quantised, with all its tensors
     missing    layer -> which of its tensors is missing or has another shape

@@ -1,5 +1,6 @@
-"""Reads which tokens end an answer and fill a batch, from each file of a folder or from the header of
-a GGUF file, and whether there is a chat template. Imports no torch.
+"""Reads which token ends an answer and which token is used for padding, and whether there is a chat
+template. Each file of a folder may contain these settings, or the header of a GGUF file. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class TokenSettings:
     """The special tokens that programs use when they generate text.
 
     end_ids     the file, or `tokenizer` -> the ids that end an answer
-    pad_ids     the file, or `tokenizer` -> the id that fills a batch
+    pad_ids     the file, or `tokenizer` -> the id that is used for padding
     names       the text of each of these ids
     template    the file that has the chat template; "" without a template
     token_count the largest id of the tokenizer plus 1; 0 without a tokenizer

@@ -25,7 +25,7 @@ _BF16_REST = np.uint32(0xFFFF)
 
 @dataclass(frozen=True)
 class ValueRange:
-    """The values of one tensor, or of several tensors.
+    """Summarises the values of one tensor, or of several tensors.
 
     largest      the largest absolute value that is finite
     overflow     values that become infinite in fp16

@@ -1,4 +1,4 @@
-"""The result of a comparison with a server, as JSON and as lines for the terminal."""
+"""Writes the result of a comparison with a server as JSON or as lines for the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_GAIN = "on these rows training lowered the loss by no more than the draw of r
 
 @dataclass(frozen=True)
 class Check:
-    """The comparison of one property.
+    """Contains the result of comparing one property, for example the tokens of the prompts.
 
     name     prompt, tokens, first token, ...
     outcome  same, differs, unknown (the server has no function for it) or absent (the run does not

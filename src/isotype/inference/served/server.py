@@ -17,7 +17,7 @@ Scores = list[float | None]
 
 
 class RefusedError(UsageError):
-    """The server refuses one request: status 400, 422 or 500."""
+    """Raised if the server refuses a request with the status 400, 422 or 500."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ _TOKENS_PER_BATCH = 2048
 
 @dataclass(frozen=True)
 class Scores:
-    """The predictions of one state of the model on the evaluation rows.
+    """Contains the losses and predictions that the model with one set of weights has on the
+    evaluation rows.
 
     row_losses   fp64[rows]   the loss of each row, summed over its labelled tokens
     row_tokens   int[rows]    the number of labelled tokens of each row

@@ -1,4 +1,4 @@
-"""The result of a verification, as JSON and as lines for the terminal."""
+"""Writes the result of `isotype verify` as JSON or as lines for the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALLEST_SHOWN = 5e-5  # a change of the loss
 
 @dataclass(frozen=True)
 class Verification:
-    """The comparison of a written file with its run.
+    """Contains the result of comparing a written file with the run from which it was written.
 
     file         the file's name
     description  the file's format, such as `GGUF, Q8_0`

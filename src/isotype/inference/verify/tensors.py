@@ -49,7 +49,7 @@ _EXPERTS = re.compile(r"\.(experts|shared_expert|block_sparse_moe)\b")
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between a file and its run.
+    """Describes a difference between a file and the run from which it was written.
 
     kind      tensor or setting
     name      the tensor or the setting in the file
@@ -69,7 +69,7 @@ class Difference:
 
 @dataclass
 class TensorComparison:
-    """The comparison of all tensors.
+    """Contains the result of comparing all tensors of a file with those of its run.
 
     read_names        weights that were read from the file
     rounded_names     for each group of weights, the weights whose values in the file differ from
@@ -263,8 +263,9 @@ def _compare_values(
 def _add_changes(
     comparison: TensorComparison, merge_dtype: str, value: Tensor, trained: Tensor, base: Tensor
 ) -> None:
-    """Adds three products to the sums in `comparison`: the change that training made to a weight,
-    multiplied by itself, by the change in the file, and by the change in the merged weight.
+    """Adds three dot products to the sums in `comparison`. The change that training made to a
+    weight is multiplied by itself, by the change in the file, and by the change in the merged
+    weight.
     """
     for value_part, trained_part, base_part in _split(value, trained, base):
         run_change = (trained_part - base_part).double().flatten()

@@ -1,5 +1,6 @@
-"""The state for a bit-identical resume: the trainable weights, the optimizer, the random state, and
-the progress. The state consists only of tensors and JSON.
+"""Collects and restores the state from which a run can be resumed bit-identically: the trainable
+weights, the optimizer, the random state, and the progress. The state consists only of tensors and
+JSON.
 
 A run that is resumed with the same number of processes is bit-identical. With a different number of
 processes the run gets different random numbers. In a run of several processes, each process seeds

@@ -1,5 +1,5 @@
-"""The checkpoints of a run, in `checkpoints/step_N/`. The store retains the newest few checkpoints
-and the best one, and finds the newest complete checkpoint.
+"""Saves and loads the checkpoints of a run, in `checkpoints/step_N/`. The store retains the newest
+few checkpoints and the best one, and finds the newest complete checkpoint.
 
 Each process of a sharded run writes its rows of a tensor, and any number of processes can read
 these rows. `tensors.safetensors` has the first process's rows and every tensor that is not sharded,
