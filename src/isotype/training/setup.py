@@ -59,7 +59,7 @@ class Prepared(DeviceSetup):
 def prepare(task: Task, sources: Mapping[str, str], folder: Path, world: World = ALONE) -> Prepared:
     """Prepares everything that a run needs before its first step. Raises UsageError.
 
-    sources  for each key, where the setting was set
+    sources  for each key of the configuration, the place where its value was set
     folder   where the task stores a base model that it creates itself
     """
     train = task.config.train
@@ -259,8 +259,8 @@ class CheckedStepper(Protocol):
 
 
 class CheckedRun(Protocol):
-    """The part of a run that the checks before step 1 use. Both `Prepared` and the run of an
-    attached trainer have these attributes.
+    """The part of a run that the checks before step 1 use. Both `Prepared` and the run of another
+    library's trainer (`attach`) have these attributes.
     """
 
     @property
@@ -294,9 +294,9 @@ class Trial:
 class PreflightSubject:
     """The prepared run that the preflight checks.
 
-    task                a `training.task.Task`; for an attached trainer, an object with those parts
-                        of a task that the checks use
-    prepared            a `Prepared`, or the run of an attached trainer
+    task                a `training.task.Task`; for a trainer of another library, an object with
+                        those parts of a task that the checks use
+    prepared            a `Prepared`, or the run of a trainer of another library
     is_resuming         whether the run continues from a checkpoint; if so, some of its files
                         already exist
     micro_batch         the number of rows of a forward pass; by default train.batch_size

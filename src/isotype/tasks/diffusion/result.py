@@ -486,10 +486,10 @@ def comfyui_name(module: str, family: Family) -> str:
 
 
 def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> dict[str, Tensor]:
-    """Returns the factors of a LoKr adapter for ComfyUI. The small factor is multiplied by PEFT's
-    scale alpha / r, and no alpha is written, because ComfyUI does not use alpha as PEFT does.
-    ComfyUI divides alpha by the rank of the factor that is stored as two matrices. If neither
-    factor is stored as two matrices, ComfyUI ignores alpha.
+    """Returns the factors of a LoKr adapter for ComfyUI. The smaller of the two factors is
+    multiplied by PEFT's scale alpha / r, and no alpha is written, because ComfyUI does not use
+    alpha as PEFT does. ComfyUI divides alpha by the rank of the factor that is stored as two
+    matrices. If neither factor is stored as two matrices, ComfyUI ignores alpha.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():

@@ -284,8 +284,8 @@ def check_offload(config: RunConfig, *, device_type: str) -> None:
 
 
 def effective_train_settings(config: RunConfig) -> TrainSection:
-    """Returns the settings of training. If the blocks are kept in host memory, recomputation `auto`
-    is replaced by recomputation of all layers.
+    """Returns the settings of training. If the blocks are kept in host memory and
+    `train.gradient_checkpointing` is `auto`, the returned settings recompute all layers.
     """
     if config.model.offload == BLOCKS and config.train.gradient_checkpointing == AUTO:
         return config.train.model_copy(update={"gradient_checkpointing": LAYERS})

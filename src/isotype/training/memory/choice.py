@@ -37,8 +37,8 @@ def choose_checkpointing(
     the needed memory is far below the available memory.
 
     parts   the number of processes that share the model
-    source  the place where the setting was set. In a resumed run, `source` is the reason for the
-            choice that `auto` made at an earlier start of the run.
+    source  the place where the value of the setting was set. In a resumed run, `source` is the
+            reason for the choice that `auto` made at an earlier start of the run.
     """
     train = effective_train_settings(task.config)
     device = device_setup.device
