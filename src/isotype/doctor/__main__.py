@@ -1,5 +1,5 @@
-"""Defines `python -m isotype.doctor run SCRIPT.py`. It does the same as `isotype doctor run`, and
-launchers can start it, for example `torchrun -m isotype.doctor run train.py`.
+"""Defines `python -m isotype.doctor run SCRIPT.py`. It does the same as `isotype doctor run`.
+Launchers can also start it, as in `torchrun -m isotype.doctor run train.py`.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """Checks that a training step starts with the values that the last update wrote. Between the update
 and the step, other code may have run, such as a scheduler, a callback or an evaluation.
 
-After an update, the module copies some elements of some trained weights, of their optimizer states,
-of averages and of buffers. Before the next step, it compares the bytes of these elements with the
+After an update, the module copies some elements of a few tensors: trained weights, their optimizer
+states, averages and buffers. Before the next step, it compares the bytes of these elements with the
 copies. After each update, it chooses other tensors. It first chooses tensors that were written
 after the last update. PyTorch's version counter shows which tensors these are. The comparison does
 not make the CPU wait for the GPU. Its result is a number on the GPU, and the step reads this number
@@ -201,9 +201,9 @@ class Continuity:
         return _compare_samples(_take_sample(tensors), self._sample)
 
     def find_narrow_updates(self) -> list[Difference]:
-        """Finds fp32 weights and averages that an update rounded. An update has rounded a tensor if
-        a narrower dtype can represent every sampled element that has changed since the last sample.
-        Call it after an update.
+        """Finds fp32 weights and averages that an update rounded. A tensor counts as rounded if a
+        narrower dtype can represent all sampled elements that the update changed. Call it after an
+        update.
         """
         new_values = {key: values for key, _, values in self._resample().on_host()}
         differences = []
@@ -220,8 +220,9 @@ class Continuity:
         return differences
 
     def find_narrow_loads(self) -> list[Difference]:
-        """Checks the fp32 tensors after the state of a run was loaded. Finds out whether a narrower
-        dtype can represent all values of the weights, or all values of one kind of optimizer state.
+        """Checks the fp32 tensors after the state of a run was loaded. It finds the cases in which
+        a narrower dtype can represent all values of the weights, or all values of one kind of
+        optimizer state.
 
         All tensors of one kind are checked together, because a single tensor that no update changed
         may still have the values of a bf16 checkpoint.
@@ -299,8 +300,8 @@ class FrozenWeights:
     the weights whose elements differ from these copies later. This needs only one transfer to the
     host per device and dtype.
 
-    The check is needed because the weights may lie in files that are mapped into memory, and
-    another program can write into these files.
+    The check is needed because frozen weights may be read from files that are mapped into memory.
+    Another program can write into these files.
     """
 
     def __init__(self, model: nn.Module) -> None:

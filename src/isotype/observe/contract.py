@@ -2,8 +2,7 @@
 deviations are violations. Others are only counted.
 
 These are violations:
-- a matrix product in another dtype than `compute`; in an adapter, in another dtype than the one
-  that is declared for the adapter's branch;
+- a matrix product in another dtype than the declared one, which is `compute` outside of adapters;
 - a loss in a narrower dtype than the declared `loss`;
 - a sum in a narrower dtype than declared, for example when values are accumulated in backward, in
   an update or in a buffer, in norms of gradients, and inside a normalisation layer;
@@ -15,11 +14,11 @@ These are violations:
 Other arithmetic that is not in the dtype `compute` is only counted. `observer` checks stored
 tensors, and `continuity` checks changes between steps.
 
-Some matrix products in other dtypes than `compute` are common practice and are not reported. These
-are fp32 matrix products of a router, which is recognised by a later top-k; fp32 matrix products of
-tables, which do not depend on an activation; and matrix products for which the code of transformers
-switches autocast off. PyTorch's own backward is not checked, because it computes in the dtypes of
-the forward. Python code that runs in backward is checked.
+Some matrix products in other dtypes than `compute` are common practice and are not reported. There
+are three kinds: fp32 matrix products of a router, which is recognised by a later top-k; fp32 matrix
+products of tables, which do not depend on an activation; and matrix products for which the code of
+transformers switches autocast off. PyTorch's own backward is not checked, because it computes in
+the dtypes of the forward. Python code that runs in backward is checked.
 """
 
 from __future__ import annotations
@@ -159,8 +158,8 @@ def arithmetic_kind(op: Operator) -> str:
 
 def _is_accumulation(call: Call) -> bool:
     """Whether rounding matters in this call. Rounding matters if the call sums several numbers or
-    adds tensors. It also matters if a division in the user's code has a single number as its
-    result, for example a division by a norm.
+    adds tensors. It also matters if a division in the user's code returns a single number, for
+    example when a number is divided by a norm.
     """
     kind = arithmetic_kind(call.op)
     if kind == SUM:
@@ -588,8 +587,8 @@ class ContractChecker:
             self._check_count(call, dtype, lineage)
 
     def _check_backward(self, call: Call, dtype: str, lineage: Lineage) -> Lineage:
-        """Reports a sum in Python code that runs in backward, if the dtype of the sum is narrower
-        than the dtype of the gradients. A loop of additions counts as a sum too.
+        """Reports a sum in Python code that runs in backward, if the sum has a narrower dtype than
+        the gradients. A loop of additions counts as a sum too.
         """
         if itemsize(dtype) >= itemsize(self.precision.grads):
             return lineage
@@ -665,9 +664,9 @@ class ContractChecker:
         """Whether this call computes the loss. The loss may be computed after the forward, or
         inside the forward of a model that gets labels.
 
-        A log-softmax or logsumexp inside a submodule with weights is not regarded as a loss,
-        because it may belong to attention or to a router. Losses in the layers of transformers are
-        ignored too.
+        A log-softmax or logsumexp inside a submodule with weights may belong to attention or to a
+        router, so it does not count as a loss. Losses in the layers of transformers are ignored
+        too.
         """
         if call.region != FORWARD:
             return call.region == LOSS
@@ -780,8 +779,8 @@ class ContractChecker:
     def _check_python_numbers(
         self, function_name: str, args: tuple, kwargs: dict, tensor: Tensor
     ) -> None:
-        """Reports Python numbers that were rounded, either when `torch.tensor` or a similar
-        function created a tensor from them, or when they were written into a tensor.
+        """Reports Python numbers that were rounded when a tensor was created from them (as with
+        `torch.tensor`), or when they were written into a tensor.
         """
         position = _NUMBER_ARGUMENTS[function_name]
         value = args[position] if len(args) > position else kwargs.get("data", kwargs.get("obj"))

@@ -1,9 +1,9 @@
 """`Observer` compares a model, its gradients, its optimizer and its files with a `Precision`, and
 checks the operators of a step.
 
-`watch()` installs hooks on every module and a dispatch mode (`tape`) for one step only, so that
-other steps have no extra cost. Some computations cannot be observed. They are reported with the
-reason (`Observation.unseen`, `Observation.unobserved`) and never counted as observed.
+For one step, `watch()` installs hooks on every module, and a dispatch mode (`tape`). The other
+steps have no extra cost. Some computations cannot be observed. They are reported with the reason
+(`Observation.unseen`, `Observation.unobserved`) and never counted as observed.
 
 The observer checks the first step, every `every`-th step, one random step between two of these, and
 the step after a change of the model. Some modules compute in another dtype only in some steps. The
@@ -63,8 +63,8 @@ class ModelChanges:
     """Detects changes of the model since `snapshot`: other dtypes of parameters or buffers, other
     hooks, child modules or classes, and forwards that were replaced on an instance.
 
-    Each step checks the next 128 modules, so that the cost does not grow with the model. For
-    example, three steps are needed for 300 modules.
+    Each step checks only the next 128 modules. So the cost does not grow with the size of the
+    model. For example, three steps are needed for 300 modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -562,9 +562,9 @@ def iterate_state_dtypes(
 def _is_declared_by_class(module: nn.Module, inputs: Any, compute: str) -> bool:
     """Whether the code of a class of transformers itself converts an output to a wider dtype. Such
     code computes the tables of a rotary embedding and the scores of a router in fp32, for example.
-    The function returns True if no input and no parameter of the module is wider than `compute`. It
-    ignores the weights of matrix products: these products are computed in the dtype `compute`, so a
-    wider weight does not lead to a wider output.
+    The function returns True if no input and no parameter of the module is wider than `compute`.
+    The weights of matrix products are ignored, because these products are computed in the dtype
+    `compute` whatever dtype the weight has.
     """
     if not type(module).__module__.startswith("transformers.models."):
         return False

@@ -200,8 +200,8 @@ class Operator:
         self.on_return: Any = None
 
     def has_contract(self, base: str) -> bool:
-        """Whether an operator that is not one of PyTorch's operators belongs to Isotype, or to the
-        quantisation library that the declared `base` needs.
+        """Whether a custom operator belongs to Isotype, or to the quantisation library that the
+        declared `base` needs.
         """
         full_name = self.foreign_name or ""
         return full_name in OPERATORS_WITH_CONTRACT or base in QUANTISATION_LIBRARIES.get(

@@ -223,8 +223,8 @@ def find_custom_gradient_hook(parameters: Iterable[Any]) -> str | None:
 
 
 def _is_optimizer_library(value: Any) -> bool:
-    """Whether a class or a function belongs to a known library. The functions that a function wraps
-    are checked too, because `functools.wraps` copies the name of their module.
+    """Whether a class or a function belongs to a known library. If a function wraps another
+    function, both are checked, because `functools.wraps` copies the name of the module.
     """
     while isinstance(value, functools.partial):
         value = value.func
@@ -268,8 +268,8 @@ class Site(NamedTuple):
 
 
 def innermost_site(outer: CodeType | None = None) -> Site | None:
-    """Returns the innermost running line that is not in code of PyTorch, Python or an observer;
-    None if there is none inside the function `outer`.
+    """Returns the innermost running line outside the code of PyTorch, Python and observers. Returns
+    None if there is no such line inside the function `outer`.
     """
     for frame in running_frames():
         if frame.f_code is outer:

@@ -40,9 +40,9 @@ RunOperator = Callable[[Operator, tuple, dict], Any]
 
 
 def mark_observing(hook: Any) -> Any:
-    """Marks a hook that does not change any value. If a fused layer has a hook without this mark,
-    the layer runs PEFT's code instead of the fused code. A step that is observed must run the fused
-    code, as other steps do.
+    """Marks a hook that does not change any value. If a hook of a fused layer does not have this
+    mark, the layer runs PEFT's code instead of the fused code. A step that is observed must run the
+    fused code, as other steps do.
     """
     hook.observes = True
     return hook
@@ -186,8 +186,8 @@ class StepTracker(ModuleStack):
         return self._region_between
 
     def is_in_submodule(self) -> bool:
-        """Whether the innermost running module that has weights is a submodule of the model, and
-        not the model itself or a wrapper around it.
+        """Looks at the innermost running module that has weights. Returns True if it is a submodule
+        of the model, and not the model itself or a wrapper around it.
         """
         model = inner_model(self.model)
         call = self.innermost_call(lambda module: next(module.parameters(), None) is not None)

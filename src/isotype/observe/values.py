@@ -135,8 +135,9 @@ class Lineage:
 
     @property
     def is_activation(self) -> bool:
-        """Whether the value is an activation. An activation depends on both the inputs and the
-        weights of the model, as every hidden state does, or on a floating-point input.
+        """Whether the value is an activation. An activation depends on the inputs and the weights
+        of the model, as every hidden state does. A value that depends on a floating-point input is
+        an activation too.
         """
         return (
             bool(self.sources & FLOAT_INPUT) or (self.sources & (INPUT | WEIGHT)) == INPUT | WEIGHT

@@ -46,8 +46,8 @@ class Processes(Protocol):
 class BucketSums:
     """Sums the gradients of each step over the processes.
 
-    If a parameter has no gradient in this process, the process contributes zeros and gets the sum
-    of the other processes.
+    If a parameter has no gradient in this process, the process adds zeros, and gets the sum of the
+    other processes.
 
     dtype  the dtype of the sums
     """

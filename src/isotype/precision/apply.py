@@ -26,10 +26,10 @@ from .vision import is_vision_weight, vision_parts
 
 
 def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the blocks of a diffusers model, in the order of the model. A block is a member of a
-    module list, and `_no_split_modules` of the model contains the name of its class. If blocks are
-    nested, only the inner blocks are returned (for example, the resnet and transformer blocks of a
-    U-Net). The list is empty for other models.
+    """Returns the blocks of a diffusers model, in the order of the model. A block is a module in a
+    module list, and its class is named in `_no_split_modules` of the model. If blocks are nested,
+    only the inner blocks are returned (for example, the resnet and transformer blocks of a U-Net).
+    The list is empty for other models.
     """
     for owner in model.modules():
         if type(owner).__module__.startswith("diffusers.") and getattr(
@@ -118,8 +118,8 @@ FP32_LAYERS_KEY = "_isotype_fp32_layers"
 
 class _PrecisionState:
     """Holds the settings of a model whose forwards are wrapped. Each wrapped module stores this
-    object, and the forward that the instance had before (None if it had none). So deepcopy copies
-    both.
+    object. It also stores the forward that was set on the instance before, or None. So deepcopy
+    copies both.
 
     methods   the forwards that were installed
     settings  (module, attribute, value before) of each attribute that was changed
@@ -325,8 +325,8 @@ def remove_precision(model: nn.Module) -> None:
 
 def _separately_called_parts(inner: nn.Module) -> list[nn.Module]:
     """Returns the parts of a transformers model whose forward may be called without the forward of
-    the whole model. For example, some losses call the model without its head, and `generate` calls
-    the encoder of an encoder-decoder model and a vision tower.
+    the whole model. For example, some losses call the model without its head. `generate` calls the
+    encoder of an encoder-decoder model, or a vision tower.
     """
     parts = [getattr(inner, "base_model", None)]
     encoder = getattr(inner, "get_encoder", None)

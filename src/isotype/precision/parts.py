@@ -8,8 +8,8 @@ model is not sharded, the local part is the whole tensor.
 A model's weights come from files that are mapped into memory. A weight that keeps the dtype of the
 file takes no memory until it is read. A cast would read the whole weight in every process. `Part`
 casts only the rows of this process and writes them into a tensor with the shape of the whole
-weight. The operating system allocates only the memory pages that are written, so this tensor takes
-only the memory of these rows.
+weight. The operating system allocates only the memory pages that are written. So this tensor takes
+only as much memory as the rows of this process.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ def _fsdp_units(model: nn.Module) -> list[Any]:
 
 def loading_device(device: torch.device, part: Part | None, offload: str = "none") -> torch.device:
     """Returns the device on which a model's weights are loaded. This is the CPU if the blocks stay
-    on the CPU (`model.offload`). It is also the CPU if the model is sharded, because the local part
-    of the weights is moved to the device later. Otherwise it is the device of the run.
+    on the CPU (`model.offload`). It is also the CPU if the model is sharded. In this case, each
+    process later moves its part of the weights to the device. Otherwise it is the device of the
+    run.
     """
     if part is None and offload == "none":
         return device

@@ -177,8 +177,8 @@ def refuse_unquantisable(base: str, model: str) -> None:
 
 
 def unquantised_share(model: nn.Module) -> tuple[float, str]:
-    """Returns the share of all elements of frozen matrices that are not quantised, and the name of
-    the largest matrix that is not quantised.
+    """Looks for frozen matrices that are not quantised. Returns their share of the elements of all
+    frozen matrices, and the name of the largest of them.
 
     For example, stacked experts are not quantised by bitsandbytes. Some matrices are not counted,
     because QLoRA never quantises them. These are embeddings, the head, and the vision tower and the

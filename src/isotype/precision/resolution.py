@@ -329,8 +329,8 @@ def _list_settings(run: _RunSettings, resolved: Resolved, preset_reason: str) ->
 
 
 def _describe_preset(run: _RunSettings, preset: str, precision: Precision) -> str:
-    """Describes the preset. If the user changed roles of the preset, lists these roles instead,
-    because the description of the preset may no longer be true.
+    """Describes the preset. If the user changed values of the preset, its description may no longer
+    be true. The text then lists the changed values instead.
     """
     if run.checkpoint:
         return f"; base {precision.base}, as the checkpoint is"

@@ -98,8 +98,8 @@ def _is_numbers(value: Any) -> TypeGuard[list[int]]:
 
 
 def check_positions(path: Path, entries: Iterable[tuple[str, TensorEntry]]) -> None:
-    """Raises ValueError for a tensor that ends after the file does, and for a tensor whose number of
-    bytes does not fit its shape.
+    """Raises ValueError if a tensor would end after the end of the file, or if its number of bytes
+    does not fit its shape.
     """
     file_size = path.stat().st_size
     for name, entry in entries:

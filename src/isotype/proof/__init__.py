@@ -1,6 +1,6 @@
-"""`isotype proof` checks Isotype on a graphics card. It compares what Isotype computes there with
-fp64 references, and compares the time of training steps with the time of PEFT's steps. It runs on a
-GPU, or on a CPU with `--device cpu`.
+"""`isotype proof` checks Isotype on a graphics card. It compares Isotype's results on this card
+with fp64 references. It also compares the time of training steps with the time of PEFT's steps. It
+runs on a GPU, or on a CPU with `--device cpu`.
 
 card       the card, its versions and the dtypes that it supports
 parts      the table of the parts, in the order in which they run

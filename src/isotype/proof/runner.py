@@ -1,5 +1,5 @@
-"""Runs the parts of `isotype proof`, each in a process of its own, so that a crash or a kernel that
-hangs ends only its own part.
+"""Runs the parts of `isotype proof`. Each part has its own process. If it crashes, or if a kernel
+hangs, the other parts still run.
 
 OUT/proof.json is written after each part. A second call with the same folder runs the parts that
 have not passed.
@@ -146,8 +146,8 @@ def _run_part(name: str, part: Part, scale: Scale, max_seconds: float) -> dict[s
 
 def _environment(name: str) -> dict[str, str]:
     """Returns the environment variables for the process of a part. With them, that process imports
-    the same copy of Isotype as this process. The parts that check kernels run kernels that were
-    found to be wrong too, so that the result shows the error.
+    the same copy of Isotype as this process. The parts that check kernels also run kernels that are
+    known to be wrong, so that the result shows the error.
     """
     source = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))

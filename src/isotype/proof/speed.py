@@ -1,5 +1,5 @@
-"""Measures training steps on the card. It compares their time and memory with those of PEFT,
-Unsloth and Liger, and their memory with the memory that `isotype plan` expects.
+"""Measures training steps on the card. It compares their time and memory with the steps of PEFT,
+Unsloth and Liger. It also compares their memory with the prediction of `isotype plan`.
 
 All libraries do the same work. They train LoRA of rank 16 on every linear layer of the decoder,
 with fp32 adapters, bf16 compute, AdamW, one row of tokens and no recomputation. PEFT runs under

@@ -7,11 +7,11 @@ interpreter, so that the results are correct. Kernels need only the usual decora
 Neither TRITON_INTERPRET=1 nor a particular order of imports is needed. Within the block, ordinary
 JIT functions that are launched run in the interpreter. At the end of the block everything is
 restored. The unrepaired interpreter of Triton 3.9 has several faults. The interpreter stores bf16
-values as integers with the same bits (uint16), and it adds, multiplies, compares and reduces these
-integers. When it converts fp32 to bf16, it truncates instead of rounding. It sums fp16 in fp32. The
-interpreter does not convert Python floats to its own type, so `.to` fails on a float. In the
-repaired interpreter, every operator converts its bf16 operands to a wider dtype, computes, and
-rounds the result once, to nearest even.
+values as integers with the same bits (uint16). It then adds, multiplies, compares and reduces these
+integers as if they were the values. When it converts fp32 to bf16, it truncates instead of
+rounding. It sums fp16 in fp32. The interpreter does not convert Python floats to its own type, so
+`.to` fails on a float. In the repaired interpreter, every operator converts its bf16 operands to a
+wider dtype, computes, and rounds the result once, to nearest even.
 """
 
 from __future__ import annotations

@@ -237,8 +237,8 @@ def _may_belong_to_run(
 
 
 def _launches_main(document: Document, main: Document) -> bool:
-    """True if the document contains the options of the launcher (such as torchrun) that starts the
-    program of `main`.
+    """True if `document` contains the options of a launcher (such as torchrun), and this launcher
+    starts the program of `main`.
     """
     if not document.attributes.get("launcher") or document.file != main.file:
         return False

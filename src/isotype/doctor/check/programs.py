@@ -320,8 +320,8 @@ _SIMPLETUNER = re.compile(r"(?:^|/)simpletuner$|simpletuner/train\.py|SimpleTune
 
 
 def documents_from_script(text: str, display_path: str) -> list[Document]:
-    """Returns the environment that a script exports, and the options of the launchers and programs
-    that it runs.
+    """Reads a shell script. Returns the environment variables that it exports, and the options of
+    the launchers and programs that it starts.
     """
     script = shell.read_script(text)
     documents: list[Document] = []
@@ -385,8 +385,8 @@ def _documents_from_command(command: shell.Command, display_path: str) -> list[D
 
 
 def _add_overrides(document: Document, arguments: list[str], lines: list[int]) -> None:
-    """Adds the settings of a command `tune run RECIPE key=value`. It adds each value, and the name
-    of the recipe, because this name tells whether adapters are trained.
+    """Adds the settings of a command `tune run RECIPE key=value`. The name of the recipe is added
+    too, because it tells whether adapters are trained.
     """
     document.tool = "torchtune"
     recipe_parts: list[str] = []

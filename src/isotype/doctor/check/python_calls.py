@@ -62,7 +62,9 @@ def read_calls(text: str) -> list[Call]:
 
 
 def _call_targets(tree: ast.Module) -> dict[int, str]:
-    """Maps the id of each node that is assigned to a single variable to the name of that variable."""
+    """Finds the assignments of a value to a single variable. Returns a dict from the id of the
+    value's node to the name of the variable.
+    """
     targets = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:

@@ -96,8 +96,8 @@ def set_hf_roles(record: Record) -> None:
 
 
 def _set_swift_roles(record: Record) -> None:
-    """Sets the dtypes that a file of ms-swift gives. ms-swift decides mixed precision by its own
-    rules, and this function does not repeat these rules.
+    """Sets the dtypes that a file of ms-swift gives. This function does not know the rules by which
+    ms-swift decides mixed precision.
     """
     facts = record.facts
     record.tool = "ms-swift"
@@ -615,7 +615,7 @@ def _find_target_device(facts: Facts) -> Device | None:
 
 
 def _set_derived_roles(record: Record) -> None:
-    """Sets roles whose values can be derived from other roles, such as the dtype of the gradients
+    """Sets values that follow from other values. For example, the dtype of the gradients follows
     from the dtype of the trained weights. The same rules apply to all tools.
     """
     trained = record.value("trained")

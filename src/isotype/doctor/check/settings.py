@@ -3,11 +3,10 @@ file and line, a `Document` contains the settings of one file, `Facts` contains 
 known about one run, and a `Record` contains the precision with which the run will train.
 
 A role is a part of training that has its own dtype, such as the loaded weights or the computation.
-The record contains the dtype of each role and the setting that decided this dtype. `roles.py` makes
-the same kind of record from the settings of every tool, so each rule about precision is written
-only once. The functions at the end of the module read settings that have a different place in each
-tool. These settings are the model's dtype, half precision, quantisation, adapters, DeepSpeed and
-FSDP.
+The record contains the dtype of each role and the setting that decided this dtype. `roles.py`
+creates such a record from the settings of any tool, so each rule about precision is written only
+once. The functions at the end of the module read settings that have a different place in each tool.
+These settings are the model's dtype, half precision, quantisation, adapters, DeepSpeed and FSDP.
 """
 
 from __future__ import annotations
@@ -545,9 +544,8 @@ def find_fsdp(facts: Facts) -> Setting | None:
 
 
 def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:
-    """Returns the FSDP version and the setting that decides it. If no version is set, the version
-    is FSDP2 for the arguments of transformers 5.10 and newer, and None for a configuration file of
-    accelerate.
+    """Returns the FSDP version and the setting that decides it. If no version is set, transformers
+    5.10 and newer use FSDP2. For a configuration file of accelerate, the version is then None.
     """
     if version := facts.get(*_FSDP_VERSION_KEYS):
         return _parse_int(version), version

@@ -1,8 +1,9 @@
 """Reads JSON, YAML and TOML together with the line of every key. No content is executed.
 
-JSON may have comments and trailing commas, which several trainers allow. Unquoted values in YAML
-follow the rules of YAML 1.1, as in PyYAML and the trainers, so an unquoted `no` is False. `tomllib`
-parses TOML but does not report lines, so a second pass over the text finds them.
+JSON may have comments and trailing commas, which several trainers allow. PyYAML and the trainers
+read unquoted values in YAML by the rules of YAML 1.1, and this module does the same. For example,
+an unquoted `no` is False. `tomllib` parses TOML but does not report lines, so a second pass over
+the text finds them.
 """
 
 from __future__ import annotations

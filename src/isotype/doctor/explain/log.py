@@ -318,8 +318,8 @@ def _clean_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def _learn_prefix(head: str, prefixes: dict[str, re.Pattern[str]]) -> None:
-    """Records a pattern for the text before a traceback, such as a timestamp, a log level or the
-    name of a container. The numbers in this text may differ from line to line.
+    """Stores a pattern of the text that precedes each line of a traceback, such as a timestamp, a
+    log level or the name of a container. The numbers in this text may differ from line to line.
     """
     if not head.strip() or "Group" in head or len(prefixes) >= MAX_PREFIXES:
         return

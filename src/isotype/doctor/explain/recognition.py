@@ -1,5 +1,5 @@
-"""Recognises from the text of an error which operator raised the error and which dtypes this
-operator received. This module imports no torch.
+"""Finds out from the text of an error which operator raised it and which dtypes this operator
+received. This module imports no torch.
 
 Each line of `forms.tsv` is a template of a message. In a template, `<name>` matches a dtype in any
 of the spellings below. A text that matches no template is also recognised if it names two dtypes

@@ -62,8 +62,8 @@ class Launch:
     def combination(self, target: Any, label: str, reach: Reach = Reach.CONFIRMED) -> Combination:
         """Returns the combination for which Triton's launcher would compile the kernel with these
         arguments. A combination consists of the types of the arguments, the values of the
-        constexprs (the integer 1 and None count as constexprs), and the divisibility of integers
-        and pointers.
+        constexprs, and the divisibility of integers and pointers. The integer 1 and None count as
+        constexprs.
         """
         from triton._utils import find_paths_if, get_iterable_path
         from triton.compiler.compiler import make_backend

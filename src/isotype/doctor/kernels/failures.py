@@ -346,7 +346,7 @@ def _find_assignments(
 
 
 def _entry_origin(frame: Frame, name: str, node: ast.AST, dtype: str) -> Origin | None:
-    """Returns the step that gave a variable the dtype that it has before a branch or a loop."""
+    """Returns the step that determined the dtype of a variable before a branch or a loop."""
     probe = ast.Name(id=name, ctx=ast.Load(), lineno=getattr(node, "lineno", 1) - 1, col_offset=0)
     frame.dtypes[probe] = dtype
     return find_origin(frame, probe)
@@ -463,8 +463,8 @@ def find_low_precision_sums(kernel: str, observation: Observation) -> list[Fault
 
 
 def _iterate_sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, str]]:
-    """For each sum that is accumulated in bf16 or fp16, yields its node, its variable, its dtype,
-    and the message, cause and fix of the fault.
+    """Finds the sums that are accumulated in bf16 or fp16. For each sum, yields its node, its
+    variable, its dtype, and the message, cause and fix of the fault.
     """
     for loop in [n for n in frame.nodes() if isinstance(n, (ast.For, ast.While))]:
         for statement in [n for part in loop.body for n in ast.walk(part)]:

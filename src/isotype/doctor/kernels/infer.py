@@ -60,9 +60,9 @@ _CREATION_FUNCTIONS = (
 
 
 def find_fixed_dtypes(function: Any) -> dict[str, str]:
-    """Finds the pointer parameters for which a launch in the kernel's file passes a tensor that is
-    created with an explicit dtype. A parameter of this kind always has the same dtype. Returns the
-    type (such as `*fp32`) of each of these parameters.
+    """Finds launches in the kernel's file that pass a tensor with an explicit dtype, as in
+    `torch.empty(..., dtype=torch.float32)`. The parameter that gets this tensor always has the same
+    dtype. Returns the type (such as `*fp32`) of each such parameter.
     """
     fixed_types = dict[str, str]()
     tree = _parse_source(function)

@@ -1,5 +1,5 @@
-"""Checks the offsets of a function's kernels at the largest shape that its callers use, without
-memory for tensors of this shape.
+"""Checks whether the offsets in a function's kernels fit in int32 at the largest shape that its
+callers use. The check needs no memory for tensors of this shape.
 
 The function is called on a simulated GPU with tensors that have no memory. The module records the
 grid and the integer arguments of each kernel launch. From these numbers it computes the offsets in

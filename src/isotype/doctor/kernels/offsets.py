@@ -8,8 +8,8 @@ loop variables have a range, and a program id is one number. Several programs of
 evaluated, among them its corners.
 
 An overflow is only reported if the result is the offset of a pointer, and if the pointer's tensor
-has more than 2^31-1 elements. In a smaller tensor no element needs such an offset, so that the
-overflow is in lanes that a mask switches off.
+has more than 2^31-1 elements. In a smaller tensor no element needs such an offset. The overflow is
+then in lanes that a mask switches off.
 
 Values that are loaded from memory are unknown, and so is what is computed from them. This loses
 little: the faults that five libraries repaired came from program ids, strides and numbers of rows.
@@ -243,8 +243,8 @@ class _Evaluation:
     def _find_branches(
         self, operation: Operation, values: Mapping[str, Value]
     ) -> list[tuple[str, list[str]]]:
-        """Returns the label of each block to which a branch can lead, and the names of the values
-        that it passes.
+        """Returns the blocks to which a branch can lead: the label of each block, and the names of
+        the values that the branch passes to it.
         """
         targets = []
         for match in re.finditer(r"\^(\w+)(?:\(([^:)]*))?", operation.text):

@@ -65,8 +65,8 @@ def find_fp64_blocks(kernel: str, observation: Observation) -> list[Fault]:
 
 
 def _find_promotions(frame: Frame) -> Iterator[tuple[int, ast.expr]]:
-    """Yields the expressions whose result is an fp64 block although no operand is one, with the
-    lines of the expressions.
+    """Yields the expressions that return an fp64 block although no operand is an fp64 block, with
+    their lines.
     """
     for node, dtype in frame.dtypes.items():
         if dtype != "fp64" or not frame.shapes.get(node):

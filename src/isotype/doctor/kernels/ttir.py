@@ -1,8 +1,9 @@
 """Reads TTIR, the text of a kernel in Triton's first intermediate language, into functions,
 operations and their nested blocks.
 
-TTIR is the right level to compute offsets: every integer operation has its width (`i32` or `i64`),
-every operation has its line in the source, and values that are known when compiling are constants.
+Offsets can be computed from TTIR, because it contains the width of every integer operation (`i32`
+or `i64`) and the source line of every operation. Values that are known when compiling are constants
+in it.
 """
 
 from __future__ import annotations
@@ -161,8 +162,9 @@ def _read_location(line: str) -> str:
 
 
 def _parse_locations(text: str) -> dict[str, tuple[str, int]]:
-    """Returns the file and line of each location. A location may refer to another location, and a
-    call site refers to the called line and to the line of the call. The called line is used.
+    """Returns the file and line of each location. A location may refer to another location. The
+    location of a call refers to two lines: the called line and the line of the call. The called
+    line is used.
     """
     definitions = {}
     for line in text.splitlines():

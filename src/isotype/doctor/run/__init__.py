@@ -1,8 +1,8 @@
 """Runs a program unchanged. If the program raises an exception, its stack frames still contain
 their variables. From these variables the doctor reads the operands of the failing line with their
-dtypes, the modules, the autocast state, the optimizer and the settings of trainers. From these
-facts, rules determine the cause of the error, the location of the cause, and the smallest change
-that repairs it.
+dtypes, the modules, the autocast state, the optimizer and the settings of trainers. Rules then
+determine the cause of the error, the location of the cause, and the smallest change that repairs
+it.
 
 program      runs the program as Python does
 hook         exception hooks for programs and notebooks

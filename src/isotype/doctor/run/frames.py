@@ -81,8 +81,8 @@ class CallFrame:
 
     @property
     def expression(self) -> ast.AST | None:
-        """Returns the syntax tree of the expression that was being evaluated, or of the whole
-        statement if the interpreter does not know the expression.
+        """Returns the syntax tree of the expression that failed. If the interpreter does not know
+        the expression, returns the tree of the whole statement.
         """
         scope = self.scope
         if scope is None:

@@ -1,6 +1,7 @@
 """Finds the expression that gave a tensor its dtype. The search starts at the line that failed and
-goes backward through the source code. It goes from a name to its assignment, from a call that keeps
-the dtype to its operand, and from a parameter to the argument that the caller passed.
+goes backward through the source code. From a name, the search goes to its assignment. From a call
+that keeps the dtype, it goes to the operand, and from a parameter to the argument that the caller
+passed.
 
 Variables are read with the values that they had at the failure. The search continues at an
 expression only if its value has the same dtype as the tensor, or if the value cannot be read.
@@ -204,7 +205,7 @@ class _Search:
         return self.producer("unknown", node, index)
 
     def has_other_dtype(self, binding: Any, name: str, frame: CallFrame) -> bool:
-        """True if the assigned value has a dtype other than the dtype that is searched for."""
+        """True if the assigned value has another dtype than `self.dtype`."""
         if not isinstance(binding, ast.Assign):
             return False
         assigned = _assigned_expression(binding, name)
@@ -300,8 +301,8 @@ def _parameter_names(scope: Any) -> list[str]:
 
 
 def _argument_expression(scope: Any, call: ast.AST | None, name: str) -> ast.AST | None:
-    """Returns the expression that a call passes for a parameter. If the value may come from a
-    mapping that the call unpacks with `**`, the result is this mapping as an `ast.Starred`.
+    """Returns the expression that a call passes for a parameter. If the call unpacks a dict with
+    `**` that may contain the value, the result is this dict as an `ast.Starred`.
     """
     if not isinstance(call, ast.Call):
         return None
@@ -323,8 +324,8 @@ def _argument_expression(scope: Any, call: ast.AST | None, name: str) -> ast.AST
 
 def _earlier_bindings(scope: ast.AST, name: str, line: int) -> list[Any]:
     """Searches the code before a line for statements that assign a value to a name. The last of
-    these statements is returned first. A `for` loop that assigns the name is one of these
-    statements, also if the line is inside the loop.
+    these statements is returned first. A `for` loop that assigns the name counts too, even if the
+    line is inside the loop.
     """
     bindings: list[Any] = []
     node: Any

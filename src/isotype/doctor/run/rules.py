@@ -77,9 +77,8 @@ def _make_operand_finding(
     code: str, evidence: Evidence, operand: Operand, **values: Any
 ) -> Finding:
     """Returns a finding about one operand of the expression that failed. Its text contains the
-    user's expression for the operand, the operand's dtype, and the line at which the user's code
-    passes the operand to another function. `values` can replace these parts of the text, or add
-    others.
+    user's expression for the operand, the operand's dtype, and the line of the user's code that
+    passes it on. `values` can replace these parts of the text, or add others.
     """
     producer = evidence.producer_of(operand)
     facts = {

@@ -69,8 +69,8 @@ class ModuleNames:
 
     def register(self, root: torch.nn.Module) -> None:
         """Records the paths of all modules in a model. The model itself is called a root. If this
-        root contains a model that was registered before, the modules of that model get new, longer
-        paths.
+        model contains a model that was registered before, the modules of the inner model get new,
+        longer paths.
         """
         paths = {module: clean_path(path) for path, module in root.named_modules()}
         self.modules.update(paths)
@@ -215,9 +215,8 @@ class Context:
         return True
 
     def is_engine_cast(self) -> bool:
-        """True if autograd itself makes the running cast, to convert the gradient that the backward
-        of a custom Function returned. Autograd makes the cast if no Python frame of that backward
-        is on the stack any more.
+        """True if autograd itself casts the gradient that the backward of a custom Function
+        returned. This is so if no Python frame of that backward is on the stack any more.
         """
         if not isinstance(
             torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction
@@ -237,8 +236,8 @@ class Context:
 
     def infer_origin(self, tensor: torch.Tensor) -> Origin:
         """Determines the origin of a tensor that no traced op created. The tensor may be a
-        parameter that has no name yet, a parameter whose dtype has changed, or a tensor that was
-        created outside the trace.
+        parameter without a name, a parameter whose dtype has changed, or a tensor from outside the
+        trace.
         """
         entry = tensor.__dict__.get(ORIGIN_ATTRIBUTE)
         if entry is not None and entry[0].kind in ("parameter", "buffer"):

@@ -83,8 +83,8 @@ class Operand:
         return format_dtype(self.dtype)
 
     def describe_chain(self) -> tuple[str, str]:
-        """Returns the dtype and shape of the operand, and the steps that gave it its dtype, as text
-        for the details of a finding.
+        """Describes the dtype and shape of the operand, and the steps that gave it its dtype. This
+        text is printed below a finding.
         """
         written = f"   last written by {self.writer}" if self.writer else ""
         return self.label, "\n".join(
@@ -287,8 +287,8 @@ class Failures:
         self.explained_origins: set[Any] = set()
 
     def explain_op_error(self, error: Exception, op: Operator, args: tuple, kwargs: dict) -> None:
-        """Explains an error that an op raised. `args` are the arguments after PyTorch's dispatcher
-        has applied autocast and split composite ops, so they are exactly what the op received.
+        """Explains an error that an op raised. `args` are exactly the arguments that the op
+        received, after autocast and after composite ops were split.
         """
         self._explain(error, op.name, list(op.operands(args, kwargs)))
 

@@ -3,9 +3,9 @@ keeps the dtype, its result gets the origin of its operand. So the origins of a 
 that ends at the line that decided the dtype.
 
 An origin is stored as an attribute of its tensor. The origin is also stored on the tensor's
-storage, because autograd returns saved tensors as new Python objects that share only the storage.
-torch.save and pickle do not write origins, because they would then also write every object to which
-an origin refers.
+storage. The reason is that autograd returns saved tensors as new Python objects, which share only
+the storage with the original. torch.save and pickle do not write origins, because they would then
+also write every object to which an origin refers.
 """
 
 from __future__ import annotations

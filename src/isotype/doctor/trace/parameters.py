@@ -285,9 +285,7 @@ class Parameters(Watcher):
 
 
 def _module_tensors(module: torch.nn.Module) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
-    """Yields every parameter and buffer, with the id of the module that owns it and its name in
-    this module.
-    """
+    """Yields every parameter and buffer, with the id of its module and its name in this module."""
     for owner in module.modules():
         for leaf, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is not None:
@@ -387,9 +385,9 @@ class BlockedGradients(Watcher):
 
 
 class DequantisedLayers(Watcher):
-    """Finds models that should be quantised but are not. After a forward in training, this class
-    checks whether all weights are plain tensors although the configuration of the model says that
-    the model is quantised.
+    """Finds models that should be quantised but are not. This class checks models whose
+    configuration says that they are quantised. If all weights are plain tensors after a forward in
+    training, it reports this.
     """
 
     def on_module_exit(self, module: torch.nn.Module, args: tuple, output: Any) -> None:

@@ -58,7 +58,8 @@ class DefaultDtypeChange:
 
 class DefaultDtype(Watcher):
     """Watches `torch.set_default_dtype`. Finds functions that set a new default dtype and do not
-    restore the old one, for example because they end before the code that restores it has run.
+    restore the old one. For example, such a function ends with an error before it has restored the
+    dtype.
     """
 
     def __init__(self, context: Context) -> None:

@@ -146,9 +146,9 @@ class Positions(Watcher):
             )
 
     def _low_precision_table(self, angle: torch.Tensor) -> torch.dtype | None:
-        """Finds the low-precision buffer (such as inv_freq) of the running module from which the
-        angles were computed, and returns its dtype. Returns None if the angles are not multiples of
-        such a buffer.
+        """The angles may have been computed from a low-precision buffer of the running module, such
+        as inv_freq. Returns the dtype of this buffer. Returns None if the angles are not multiples
+        of such a buffer.
         """
         if not self._context.stack or angle.ndim == 0:
             return None

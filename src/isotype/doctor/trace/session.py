@@ -217,8 +217,8 @@ def run_as_main(target: Target, arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Redirects the program's output to stderr, also at the level of file descriptors, so that
-    stdout holds only the report.
+    """Redirects the program's output to stderr, so that stdout contains only the report. This
+    includes output that is written directly to the file descriptor.
     """
     sys.stdout.flush()
     saved_stdout = os.dup(1)

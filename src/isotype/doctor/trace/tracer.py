@@ -204,9 +204,9 @@ class WatchSchedule:
 
     # ---- backwards, and steps of an optimizer
     def should_skip_backward(self) -> bool:
-        """Called when a backward begins. Returns True if the backward should not be watched. A
-        backward is not watched after a forward that was not watched, because the tensors of this
-        forward have no recorded origins.
+        """Called when a backward begins. Returns True if the backward should not be watched. If a
+        forward was not watched, its backward is not watched either, because the origins of the
+        forward's tensors are unknown.
         """
         should_skip = self._has_unwatched_forward
         self._has_unwatched_forward = False
@@ -301,8 +301,8 @@ class Tracer(Context):
 
     def suspend(self, *, hooks: bool) -> bool:
         """Switches the modes off until `resume` is called. If `hooks` is true, the hooks of modules
-        are removed too. Returns False, and changes nothing, if the program has activated another
-        mode after these modes or if the modes are off already.
+        are removed too. If the modes are off already, or if the program has activated another mode
+        after them, returns False and changes nothing.
         """
         if self._suspended is not None or _get_current_dispatch_mode() is not self._tape:
             return False

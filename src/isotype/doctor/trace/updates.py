@@ -1,9 +1,9 @@
 """Detects updates that rounding makes ineffective. For an in-place op on a low-precision tensor,
 the module repeats the op in fp32 on a sample of the elements, and compares the two changes. The
-module also compares low-precision sums over many steps with the same sums in fp32, because many
-small errors of additions can become a large error of the sum.
+module also compares low-precision sums over many steps with the same sums in fp32. Many small
+errors of additions can become a large error of the sum.
 
-The module checks everything that is updated in place. It checks the updates by optimizers (single,
+The module checks everything that is updated in place. These are the updates by optimizers (single,
 foreach and fused) and by weight decay, and the updates of optimizer states, averaged weights and
 accumulators. Stochastic rounding is not reported. The values that it writes are exact in the low
 precision, so they change the tensor by the same amount as in fp32. The module treats a tensor as a
@@ -493,7 +493,7 @@ class Sums(Watcher):
             running_sum.is_compensation = True
 
     def is_growing(self) -> bool:
-        """True if the last forward or its backward added to a sum that grows over several forwards."""
+        """True if the last forward or its backward added to a sum over several forwards."""
         previous_forward = self._context.forward_count - 1
         return any(
             running_sum.is_in_model

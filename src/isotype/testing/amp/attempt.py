@@ -1,9 +1,9 @@
 """Runs the checked function once under one setting, and records what happens. The function may run
 unchanged, in fp64, or as plain PyTorch.
 
-The autograd engine silently casts gradients. So the module records the gradients that a
-hand-written backward receives and those that it returns, before the engine casts them. Rules return
-values of the type `Fault`.
+The autograd engine silently casts gradients. So the module records the gradients of a hand-written
+backward before the engine casts them, both those that it receives and those that it returns. Rules
+return values of the type `Fault`.
 """
 
 from __future__ import annotations
@@ -438,8 +438,8 @@ def return_location(function: type, owner: str) -> Place:
 
 
 def method_location(function: type, method: str, owner: str, *, at_return: bool = False) -> Place:
-    """Returns the location at which a method of a Function is defined, or with `at_return` the
-    location of its last `return`.
+    """Returns the location of a method of a Function. With `at_return`, this is the location of its
+    last `return`.
     """
     method_object: Any = inspect.unwrap(
         registered_function(function, method) or getattr(function, method)

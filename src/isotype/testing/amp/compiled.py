@@ -1,8 +1,8 @@
 """Compares a function under torch.compile with a plain call (AC024).
 
-The graph is captured with the backend `aot_eager`, which traces forward and backward as the default
-backend does, and runs the traced operators without generating code. A function that launches Triton
-kernels is not compared without a GPU, because torch.compile would trace the interpreter.
+The backend is `aot_eager`. Like the default backend, it traces forward and backward. It then runs
+the traced operators without generating code. Without a GPU, a function that launches Triton kernels
+is not compared, because torch.compile would trace the interpreter.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ def _user_location() -> Place | None:
     counts. Returns None if there is no such line.
 
     The frames themselves are not stored. A stored frame would keep its tensors alive, and autograd
-    would then copy gradients that it can otherwise use without a copy.
+    would then have to copy some gradients.
     """
     for frame in running_frames(2):
         if frame.f_code is attempt.__code__:

@@ -12,11 +12,11 @@ This plain code (called `yardstick` below) is the reference, if there is one. Ot
 forward of the function, run as ordinary code that autograd differentiates. If neither exists,
 errors are not checked. There is no other tolerance.
 
-For AC022, a linear regression over many rows computes, for each column, how the error depends on
-the exact value. Rounding errors of activations differ from row to row and average out. The rounding
-error of a weight is the same in every row, so it changes the slope that the regression finds for
-the column of this weight. A weight was rounded if the slopes of the columns differ by more than the
-random differences between rows can explain.
+For AC022, the module computes for each column how the error depends on the exact value, with a
+linear regression over many rows. Rounding errors of activations differ from row to row and average
+out. The rounding error of a weight is the same in every row, so it changes the slope that the
+regression finds for the column of this weight. If the slopes of the columns differ by more than
+random errors can explain, a weight was rounded.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Excess:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The relative error of one result under one setting, and the error of the plain code with the
-    same dtypes.
+    """The relative error of one result in one run, and the error of the plain code with the same
+    dtypes.
     """
 
     result: str
@@ -142,8 +142,8 @@ class Numerics:
 
     @cached_property
     def has_plain_twin(self) -> bool:
-        """True if the checked function consists of hand-written Functions, and their forward can
-        run as ordinary code from which autograd computes the same gradients.
+        """True if the checked function consists of hand-written Functions, and if their forward can
+        run as ordinary code. Autograd must compute the same gradients from this code.
         """
         function_results = self._attempt_in_fp64(fp64_arithmetic).results()
         outcome = self._attempt_in_fp64(_exact_twin)
@@ -222,9 +222,9 @@ class Numerics:
         return errors, excesses
 
     def find_captured_rows(self) -> str | None:
-        """Finds a tensor that the function refers to and that has one entry for each row. With more
-        rows, the function would read past the end of this tensor. Returns a text that says so.
-        Returns None if there is no such tensor.
+        """Searches for a tensor that has one entry for each row and is not an argument, because the
+        function refers to it directly. With more rows, the function would read past the end of this
+        tensor. Returns a text that says so. Returns None if there is no such tensor.
         """
         row_counts = count_rows(self.sample)
         subjects = [self.subject]
@@ -448,8 +448,8 @@ def _largest_excess(excesses: list[Excess]) -> Excess:
 
 
 def _count_rows(sample: Sample) -> int:
-    """Returns the number of rows, which is the size of the first dimension of the first tensor that
-    is not a scalar.
+    """Returns the size of the first dimension of the first tensor that is not a scalar. This is the
+    number of rows.
     """
     for slot in sample.slots:
         tensor = sample.tensor(slot)

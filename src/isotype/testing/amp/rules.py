@@ -9,7 +9,7 @@ AC012         gradients that depend on which other inputs are frozen
 AC014         results that differ from the OpContract
 
 AC008 to AC012 are checked under only one setting, in which the function runs without an error. The
-gradients are compared with gradients of the same function under the same setting, so the comparison
+gradients are compared with gradients of the same function in the same dtypes, so the comparison
 needs no tolerance for dtypes.
 """
 
@@ -456,8 +456,8 @@ def _declared_gradient_faults(
 ) -> list[Fault]:
     """Returns a fault AC014 for each gradient whose dtype differs from the dtype in the contract.
     Only gradients of the arguments themselves are checked. If the function first casts an argument,
-    the gradient of the cast argument is not checked, because the backward of the cast still changes
-    its dtype.
+    the gradient of the cast argument is not checked. The backward of the cast still changes the
+    dtype of this gradient.
     """
     names = {id(tensor): argument for argument, tensor in outcome.tensors.items()}
     faults = []
@@ -552,8 +552,8 @@ def _written_gradient(subject: Subject, baseline: Outcome) -> list[Fault]:
 
 def _expanded_gradient(numerics: Numerics, setting: Setting, baseline: Outcome) -> list[Fault]:
     """Returns a fault AC009 if the gradients are different when the incoming gradient is an
-    expanded tensor. For example, `f(x).sum().backward()` passes such a gradient, which is a single
-    number that is expanded to the shape of the output.
+    expanded tensor. For example, `f(x).sum().backward()` passes such a gradient: a single number
+    that is expanded to the shape of the output.
     """
     subject = numerics.subject
     sample = numerics.sample

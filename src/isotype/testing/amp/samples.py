@@ -86,8 +86,8 @@ class Sample:
         return leaf
 
     def built_dtypes(self) -> dict[str, torch.dtype]:
-        """Returns the original dtype of each group of tensors, which is the dtype of the first
-        tensor in the group.
+        """Returns the original dtype of each group of tensors, that is, the dtype of its first
+        tensor.
         """
         dtypes: dict[str, torch.dtype] = {}
         for slot in self.slots:
@@ -297,9 +297,9 @@ def _guess_groups(tensors: Sequence[Tensor]) -> list[str]:
     their groups.
 
     If the tensors have different dtypes, they are grouped by dtype. If all tensors have the same
-    dtype, the shapes decide. Then a tensor is an activation if its first dimension has the same
-    size as the first dimension of the first tensor, and otherwise it is a weight. (Trainers often
-    keep weights and activations in different dtypes.)
+    dtype, the shapes decide. A tensor whose first dimension is as large as that of the first tensor
+    is then an activation. Any other tensor is a weight. (Trainers often keep weights and
+    activations in different dtypes.)
     """
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
     if len(dtypes) > 1:
@@ -340,9 +340,9 @@ def lengthen(sample: Sample, rows: int) -> Sample | None:
     """Returns a longer sample with at least `rows` rows. The rows are drawn at random from the rows
     of the sample, with repetition. Returns None if no longer sample can be made.
 
-    The random indices select entries of the first dimension. The indices are applied to every
-    tensor whose first dimension has the same size as that of the first tensor, except weights. So
-    labels stay with the rows to which they belong.
+    The random indices select entries of the first dimension. The same indices are applied to the
+    first tensor, and to every other tensor with the same first dimension, except weights. So labels
+    stay with the rows to which they belong.
     """
     inputs = [sample.tensor(slot) for slot in sample.slots if slot.group != PARAM]
     first = next((tensor for tensor in inputs if tensor.dim()), None)

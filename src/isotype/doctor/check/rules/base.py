@@ -1,7 +1,7 @@
 """A rule is a function that receives the precision of a run (a `Record`) and yields findings, which
 are the faults that it found. The docstring of the function is the documentation page of the rule's
-code. A finding lists the settings that are involved, with their locations, and tells which of them
-takes effect.
+code. A finding lists the settings that caused the fault, with their locations, and says which of
+them takes effect.
 
 Most rules are not written in Python but in text files (`*.txt` in the folder of this module). Each
 entry of a file has a condition and several fields. `pages.sheets` parses these files. Rules that

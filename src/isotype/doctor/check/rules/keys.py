@@ -28,8 +28,8 @@ _EXCLUSIVE_PAIRS = (
 
 
 def _enabled_siblings(record: Record) -> Iterator[tuple[Setting, Setting]]:
-    """Yields each pair of a `bf16` and an `fp16` setting that are in the same section of a file and
-    are both on.
+    """Finds sections of a file in which both `bf16` and `fp16` are on. Yields the two settings of
+    each such section.
     """
     for document in record.facts.documents:
         if document.tool in ("env", "checkpoint", "code"):

@@ -1,10 +1,9 @@
 """Records the calls of each step with their inputs, and checks the loss, the gradients and the
 update of the step.
 
-If the program calls a module that no other module called, such as the model, the whole call is
-recorded as one entry, with its arguments. Functions that are called outside of modules, such as a
-loss, are recorded one by one. The entries are deleted after each backward, so that they do not keep
-autograd's graph alive.
+A call of the model, with everything inside it, is recorded as one entry. Functions that are called
+outside of modules, such as a loss, are recorded one by one. The entries are deleted after each
+backward, so that they do not keep autograd's graph alive.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Range:
 @dataclass(frozen=True, slots=True)
 class Input:
     """Describes an input of an operator. It stores the name of the input in the operator's schema,
-    its values in this run, and the values that it has if the step is computed in fp32 (its shadow).
+    its values in this run, and the values that it would have in fp32 (its shadow).
     """
 
     label: str
@@ -142,7 +142,7 @@ class Event:
         return self.parts or self.makes_nan or self.has_finite_inputs
 
     def root(self) -> Event:
-        """Goes back from this event to the event that produced one of its inputs, and so on.
+        """Goes back from this event to the event that produced one of its inputs, and repeats this.
         Returns the first event of this chain.
         """
         for item in self.inputs:
@@ -242,8 +242,8 @@ class Watch:
         inputs: list[Input] | None,
         args: tuple,
     ) -> None:
-        """Stores, for a tensor, the operator that turned some of its values into 0 although they
-        are not 0 in fp32.
+        """Some values of the tensor are 0 although they are not 0 in fp32. Stores the operator that
+        turned them into 0.
         """
         if shadow is tensor or shadow.shape != tensor.shape:
             return

@@ -128,8 +128,8 @@ def _models(step: Step) -> list[nn.Module]:
 
 
 def _find_bad_data(step: Step) -> Finding | None:
-    """Finds the first argument that contains NaN or inf and was not computed by a recorded call,
-    and returns a finding about it.
+    """Searches for bad input data, that is, for an argument with NaN or inf that no recorded call
+    computed. Returns a finding about the first such argument.
     """
     for entry in step.entries:
         bad = [(name, t) for name, t in _named_arguments(entry) if _is_bad_data(t)]
@@ -141,8 +141,8 @@ def _find_bad_data(step: Step) -> Finding | None:
 
 
 def _explain_result(entry: Entry) -> Finding | None:
-    """Returns the finding about a function that has no gradient and returns NaN or inf although all
-    its inputs are finite.
+    """Returns the finding about a function without a gradient that returns NaN or inf for finite
+    inputs.
     """
     inputs = [tensor for _, tensor in _named_arguments(entry)]
     is_bad = not all(_is_finite(tensor) for tensor in entry.outputs)
@@ -404,8 +404,8 @@ def _unknown(step: Step, reason: str) -> Finding:
 
 def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module]) -> Finding:
     """Returns the finding about an update after which weights contain NaN or inf. To find the
-    cause, the function repeats the update of the first weight with NaN or inf. The repeated update
-    uses the gradient of the weight, and the optimizer states as they are after the original update.
+    cause, the function repeats the update of the first weight with NaN or inf. For this, it uses
+    the gradient of the weight, and the optimizer states after the original update.
     """
     group, parameter = next(
         (group, p)
@@ -485,7 +485,5 @@ def _repeat_update(optimizer: Optimizer, group: dict[str, Any], parameter: Tenso
 
 
 def _zero_non_finite(tensor: Tensor) -> Tensor:
-    """Returns a copy of the tensor in which the NaN and inf that came from the update are replaced
-    by 0.
-    """
+    """Returns a copy of the tensor in which NaN and inf are replaced by 0."""
     return tensor.detach().nan_to_num(0.0, 0.0, 0.0).clone()
