@@ -1,8 +1,9 @@
 """Handles folders that only this user can change. Compiled code in such a folder may therefore be
 executed.
 
-A folder is private when nobody else can replace it, a folder above it, or a link on the way to it.
-The root user and the owner of `/` count as this user, because they can change every file anyway.
+A folder is private if no other user can replace this folder, a folder that contains it, or a link
+in its path. The root user and the owner of `/` count as this user, because they can change every
+file anyway.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class Claim:
 
 @dataclass
 class Attachment:
-    """The record of an attached trainer. `print(attachment)` shows the settings that decide its
-    precision, the replaced modules, and the modules that were not replaced.
+    """Records what `attach` changed in a trainer. `print(attachment)` shows the settings that
+    decide its precision, the replaced modules, and the modules that were not replaced.
 
     claims     the settings that decide the precision, each with its value and its effect
     manifests  for each model ("model", "ref_model", ...) what `optimize` replaced in it

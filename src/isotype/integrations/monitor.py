@@ -1,6 +1,6 @@
 """Observes an attached trainer. It observes the dtypes in the same steps as `isotype train`, and
-counts the calls of fused code in the first step. Between all steps it checks whether weights,
-states and buffers still have the values of the last update.
+counts the calls of fused code in the first step. Between two steps, it checks that nothing has
+changed the weights, optimizer states and buffers since the last update.
 
 Hooks of the trainer's optimizer mark the beginning and the end of an update, and show whether this
 optimizer runs.
@@ -383,7 +383,7 @@ class StepMonitor:
         return observation
 
     def stop(self) -> None:
-        """Removes the hooks of the observed step."""
+        """Removes the hooks with which a step was observed."""
         self._observation = None
         for hook in self._hooks:
             hook.remove()

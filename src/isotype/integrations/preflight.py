@@ -258,8 +258,8 @@ class TrainerStepper:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerRun:
-    """Presents an attached trainer as a run, with the attributes that the checks read
-    (`training.setup.CheckedRun`).
+    """Gives the checks access to an attached trainer. It has the attributes of a run that the
+    checks read (`training.setup.CheckedRun`).
     """
 
     model: nn.Module
@@ -270,7 +270,8 @@ class TrainerRun:
 
 
 class TrainerTask:
-    """Presents an attached trainer as a task, which is the form that the checks expect.
+    """Gives the checks access to the data of an attached trainer. It has the attributes of a task
+    that the checks read.
 
     data                the rows as tokens; empty if the rows do not consist of tokens
     no_tokens_reason    why the rows do not consist of tokens, or ""
@@ -365,8 +366,8 @@ def find_tokenizer(trainer: Any) -> Any | None:
 
 
 def build_subject(attachment: Attachment, folder: Path, *, resuming: bool) -> PreflightSubject:
-    """Describes the trainer as a run, which is the form that the checks expect. The configuration
-    contains the trainer's arguments that the checks read.
+    """Returns the object that the checks read. It describes the trainer in the same form as a run
+    of `isotype train`. The configuration contains the trainer's arguments that the checks read.
     """
     trainer = attachment.trainer
     args = trainer.args
@@ -503,10 +504,10 @@ def _rehearsal_blocker(task: TrainerTask) -> str:
 
 @contextmanager
 def _preserve_trainer(trainer: Any) -> Iterator[None]:
-    """Restores the state of a trainer when the block ends. This includes the random state, and the
-    plain attributes and random generators of the trainer, of its state and control, and of its
-    collator. Examples are TRL's metrics, and the generator of a collator with a seed. Nothing is
-    logged within this block.
+    """Restores the state of a trainer when the block ends. It restores PyTorch's random state, and
+    attributes of the trainer, of its state and control, and of its collator. These attributes are
+    plain values (such as TRL's metrics) and random generators (such as the generator of a collator
+    with a seed). Within this block, the trainer logs nothing.
     """
     undo: list[Callable[[], object]] = []
     for owner in (trainer, trainer.state, trainer.control, trainer.data_collator):

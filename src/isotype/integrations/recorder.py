@@ -50,7 +50,8 @@ class MicroBatch:
 class StepRecorder(TrainerCallback):
     """Keeps the current step of one trainer and the weights of the last good step.
 
-    is_replaying  whether the step runs again, so that the checks of the step must not raise
+    is_replaying  whether the recorder runs the step again; the checks of the step then raise no
+                  error
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -64,7 +65,7 @@ class StepRecorder(TrainerCallback):
 
     @property
     def kept_bytes(self) -> int:
-        """The host memory for the weights of the last good step."""
+        """The number of bytes of host memory that the weights of the last good step take."""
         parameters = (p for p in self.trainer.model.parameters() if p.requires_grad)
         return sum(p.numel() * p.element_size() for p in parameters)
 

@@ -269,8 +269,8 @@ def divergence_from_hidden_states(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Replaces TRL's loss function. It takes the same arguments, and computes the same results with
-    `linear_divergence`. Returns (loss, summed entropies of the student, tokens).
+    """Replaces TRL's loss function. It has the same arguments as that function, and computes the
+    same results with `linear_divergence`. Returns (loss, summed entropies of the student, tokens).
     """
     op_counts[OP] += 1
     is_supervised = completion_mask.reshape(-1) != 0
@@ -314,8 +314,8 @@ def divergence_from_logits(
     reduction: str = "batchmean",
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
-    """Replaces GKD's loss function. It takes the same arguments, and computes the same loss with
-    `linear_divergence`.
+    """Replaces GKD's loss function. It has the same arguments as that function, and computes the
+    same loss with `linear_divergence`.
     """
     logits = student_logits, teacher_logits
     is_supported = labels is not None and (

@@ -8,7 +8,7 @@ linear     one LoRA layer: its dtypes, the matrix product with the base weight, 
 group      several LoRA layers with the same input (such as Q, K and V) in one autograd function
 mlp        a gated MLP in one autograd function
 dora       DoRA, which multiplies each output of a LoRA layer by a trained scale
-served     LoRA layers that multiply by the weight that a served file will contain
+served     LoRA layers that multiply by the rounded weight that the exported file will contain
 quantised  packed weights, which are dequantised for each use, and linear layers with such weights
 products   matrix products with A and B that are summed in fp32, and casts of A and B
 """

@@ -63,8 +63,8 @@ class LoraDtypes(NamedTuple):
 
     compute      the dtype of both operands of the matrix product with the base weight
     output       the dtype of the result, the same as with PEFT
-    fp32_branch  whether the adapter branch is computed in fp32 (one block of rows at a time)
-                 instead of `compute`
+    fp32_branch  whether the adapter branch is computed in fp32, one block of rows at a time.
+                 Otherwise it is computed in the dtype `compute`
     """
 
     compute: torch.dtype
@@ -409,7 +409,8 @@ class LinearChoices(NamedTuple):
                     only x Aᵀ
     recipe          how backward recomputes x, or None if x itself is saved
     calls_kernels_directly  whether the C++ kernels are called without PyTorch's dispatcher
-    adapter_first   whether the adapter branch is computed before the product with the base weight
+    adapter_first   whether the adapter branch is computed before the matrix product with the base
+                    weight
     """
 
     dtypes: LoraDtypes

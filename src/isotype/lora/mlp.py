@@ -120,7 +120,7 @@ def _compute_mlp(
     """Returns (outputs of gate and up, `AdapterProducts` of gate and up, `AdapterProducts` of down,
     output of down).
 
-    skip_output  whether the output is not read; it then gets no values
+    skip_output  whether nothing reads the output; the output is then not computed
     adapters     the result of `_cast_mlp_adapters`, if several tiles share it
     """
     gate_up, inner = compute_projections(

@@ -57,10 +57,9 @@ class ServedWeight(DroppedOnCopy):
     """Rounds the weight of one LoRA layer to the format in which the model will be exported and
     served.
 
-    pack       the quantiser of the format
-    is_active  whether the layer multiplies by the rounded weight. `adapter.serve_from` is the
-               fraction of the steps after which it does so. Before that, the layer multiplies by W
-               + s B A
+    pack       the function that rounds a weight to the format
+    is_active  whether the layer multiplies by the rounded weight. It is False for the first part of
+               the steps (the fraction `adapter.serve_from`). The layer then multiplies by W + s B A
     """
 
     def __init__(self, pack: Pack) -> None:

@@ -134,8 +134,8 @@ def load_or_build_library(source: Path) -> ctypes.CDLL:
 
 
 def library_stem(source: Path, compiler: str) -> str:
-    """Returns the name of a library, which has a hash of the source, the headers, the compiler and
-    the processor.
+    """Returns the name of a library. The name contains a hash of the source, the headers, the
+    compiler and the processor.
     """
     text = source.read_bytes() + b"".join(
         header.read_bytes() for header in sorted(HEADERS.glob("*.h"))
@@ -269,8 +269,8 @@ _kernels: dict[str, CppKernels] = {}
 
 
 def fallback_reasons() -> dict[str, str]:
-    """Returns a mapping from each op that runs in plain PyTorch on this CPU to the reason. The
-    manifest (the list of what `optimize` replaced) shows each reason.
+    """Returns the ops that run in plain PyTorch on this CPU, each with the reason. The manifest
+    (the list of what `optimize` replaced) shows each reason.
     """
     return dict(_fallback_reasons)
 

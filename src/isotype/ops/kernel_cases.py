@@ -75,9 +75,9 @@ class OpCase:
     kernels        the name of the folder of the kernels that are checked
     op, reference  functions of the inputs
     shapes         the shape of each floating input
-    tiny_shapes    the same for a test
+    tiny_shapes    smaller shapes, for a test
     make_integers  (shapes, device) -> the input that holds integers, if the op has one
-    integer_place  the position of that input among all inputs
+    integer_place  the position of this integer input among all inputs
     has_head       whether pairs of inputs are hidden states and the weights of a head. The states
                    are scaled so that the logits are a few units, as in a trained model
     dtypes         the only dtypes in which the kernels run, or () for all

@@ -140,9 +140,9 @@ _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 def _output_product_node(output: Any) -> Any:
-    """Returns the autograd node of the matrix product whose result is a term of the layer's output,
-    if the output is a sum. A sum saves no tensor for backward, so the recompute can skip this
-    matrix product.
+    """If the layer's output is a sum, returns the autograd node of the matrix product whose result
+    is one of its terms. A sum saves no tensor for backward, so the recompute can skip this matrix
+    product.
 
     Gemma applies a norm to the MLP's output before the sum. The norm saves its input, so the
     recompute needs the matrix product, and this function returns None.

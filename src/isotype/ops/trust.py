@@ -3,9 +3,9 @@
 A kernel can give wrong results on one machine although it gives right results on others, because of
 a compiler, a driver or a processor. Each kernel is therefore checked before its first use on a
 device. Forward and backward run at small sizes and are compared with fp64, in the same way as in
-`isotype proof`. If the kernel disagrees, the op runs in plain PyTorch. The result is stored in the
-user's cache, under a hash of the device, the versions and the sources. Later processes read this
-result and do not check again.
+`isotype proof`. If the results of the kernel are wrong, the op runs in plain PyTorch. The result is
+stored in the user's cache, under a hash of the device, the versions and the sources. Later
+processes read this result and do not check again.
 
 The check of all C++ kernels takes 0.2 s of CPU time, once per machine.
 """

@@ -549,8 +549,9 @@ def _cross_entropy(
 
 
 def _register_hook(x: DeferredLogits, hook: Any) -> RemovableHandle | None:
-    """Lets FSDP register its hook on deferred logits. The hook gathers the weights of a unit before
-    the unit's backward. This hook does not read the gradient, so the logits stay deferred.
+    """Lets FSDP register its hook on deferred logits. The hook gathers the weights of an FSDP unit
+    before the backward of this unit. It does not read the gradient, so the logits need not be
+    computed for it.
     """
     is_fsdp_hook = type(getattr(hook, "__self__", None)).__module__.startswith(
         "torch.distributed.fsdp."

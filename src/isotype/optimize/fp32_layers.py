@@ -130,10 +130,11 @@ class _Fp32Layer:
     """Two hooks of a layer. They switch autocast off while the layer runs, and cast its inputs to
     fp32.
 
-    next_is_wide   whether the next layer computes in fp32, or there is none. The output is then not
-                   cast to fp16
-    keeps_weights  whether the weights stay fp32. In a measurement they are fp32 only while the
-                   layer runs, so that only one layer needs the memory
+    next_is_wide   true if the next layer computes in fp32 or if there is no next layer. The output
+                   is then not cast to fp16
+    keeps_weights  whether the weights stay fp32 after the layer has run. `find_overflowing_layers`
+                   sets it to False, so that only one layer at a time needs the memory for fp32
+                   weights
     """
 
     def __init__(self, layer: nn.Module, *, next_is_wide: bool, keeps_weights: bool) -> None:
@@ -208,8 +209,8 @@ def use_fp32_layers(model: nn.Module, names: Collection[str]) -> None:
 
 
 def use_stored_fp32_layers(model: nn.Module, run_folder: Path) -> None:
-    """Lets the layers compute in fp32 that computed in fp32 in this run. Does nothing if the run has
-    no such layers.
+    """Reads from the run folder which layers computed in fp32 in this run, and lets these layers
+    compute in fp32. Does nothing if the run has no such layers.
     """
     stored = RunFolder(run_folder).read_json(FP32_LAYERS_FILE).get("layers", {})
     if stored:

@@ -121,7 +121,9 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
 
 
 class ProbeLayer(nn.Module):
-    """Replaces a projection, a norm or an MLP for a test by a function that depends on `shift`."""
+    """In a test, takes the place of a projection, a norm or an MLP. It computes a simple function
+    that depends on `shift`.
+    """
 
     def __init__(self, shift: float, *, returns_tuple: bool = False) -> None:
         super().__init__()

@@ -327,8 +327,8 @@ def _place_attention(
 
 
 def restore(model: nn.Module) -> int:
-    """Undoes `optimize` exactly, on the model or a deep copy of it. Returns the number of entries
-    of the manifest that were undone.
+    """Undoes `optimize` exactly, on the model or a deep copy of it. Returns how many entries of the
+    manifest it has undone.
     """
     vars(model).pop(PLACED_KEY, None)
     vars(model).pop(attention.MASK_NEEDS_KEY, None)

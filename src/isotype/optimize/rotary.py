@@ -39,9 +39,9 @@ PLACE_KIND = "rotary"
 class Tables:
     """The layout of a model's tables of cos and sin.
 
-    form    how often a row contains each value: `runs` if all values come a second time after the
-            first time, `values` if each value comes twice in succession, `once` if each comes once;
-            None if it is unknown
+    form    how often a row contains each value: `runs` if the whole sequence of values appears
+            twice (a b a b), `values` if each value appears twice in succession (a a b b), `once` if
+            each value appears once (a b); None if it is unknown
     reason  why the layout is unknown
     """
 

@@ -86,8 +86,8 @@ def scale_rows(x_TN: Tensor, w_T: Tensor) -> Tensor:
 def activation_backward(
     g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: Activation, *, needs_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (gradient of g, which includes the factor w; h, or an empty tensor if it is not
-    needed; the inner product <h, dh> of each row).
+    """Returns three tensors: the gradient of g, which is multiplied by w; h, or an empty tensor if h
+    is not needed; and the inner product <h, dh> of each row.
 
     dh  the gradient of h, before it is multiplied by w
     w   the routing weight of each row, fp32
@@ -156,8 +156,8 @@ def _fake_backward(
 def _cpp_backward(
     g_TG: Tensor, dh_TI: Tensor, w_T: Tensor, kind: str, alpha: float, limit: float, want_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (gradient of g, which includes the factor w; h, or an empty tensor if it is not
-    needed; the inner product <h, dh> of each row).
+    """Returns three tensors: the gradient of g, which is multiplied by w; h, or an empty tensor if h
+    is not needed; and the inner product <h, dh> of each row.
     """
     outputs = dg, h, products = _fake_backward(g_TG, dh_TI, w_T, kind, alpha, limit, want_h)
     EXPERT_KERNELS(

@@ -96,7 +96,9 @@ def _cpp_multiply_(x_SN: Tensor, matrices_ENM: Tensor, out_SM: Tensor, ends: lis
     fake=lambda x, a, _: x.new_empty(len(x), a.shape[1]),
 )
 def _cpp_shrink(x_SN: Tensor, a_ERN: Tensor, ends: list[int]) -> Tensor:
-    """Returns x Aᵀ, where each row uses the A of its expert. One of A's last two strides must be 1."""
+    """Returns x Aᵀ. Each row is multiplied by the matrix A of its expert. One of A's last two
+    strides must be 1.
+    """
     _, ranks, features = a_ERN.shape
     out = x_SN.new_empty(x_SN.shape[0], ranks)
     c_ends, address = _make_c_array(ends)
@@ -320,7 +322,7 @@ class RowPart:
         return xa_SR
 
     def expand_(self, y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, scale: float) -> None:
-        """Adds scale xa Bᵀ to y in place, where each row uses the B of its expert."""
+        """Adds scale xa Bᵀ to y in place. Each row is multiplied by the matrix B of its expert."""
         b_EMR = b_EMR[self.experts]
         if _uses_rank_kernel(y_SM, b_EMR.shape[2]):
             _cpp_expand_(y_SM, xa_SR, b_EMR, self.ends, scale)

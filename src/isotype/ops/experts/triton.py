@@ -240,8 +240,8 @@ def activate(g_SG: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
 def backward(
     g_SG: Tensor, dh_SI: Tensor, w_S: Tensor, kind: str, alpha: float, limit: float, want_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (gradient of g, which includes the factor w; h, or an empty tensor if it is not
-    needed; the inner product <h, dh> of each row).
+    """Returns three tensors: the gradient of g, which is multiplied by w; h, or an empty tensor if
+    h is not needed; and the inner product <h, dh> of each row.
     """
     dg, products = torch.empty_like(g_SG), torch.empty_like(w_S)
     h = torch.empty_like(dh_SI) if want_h else dh_SI.new_empty(0)
