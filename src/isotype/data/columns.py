@@ -218,7 +218,7 @@ def _rename_turn(
 
 def _normalise_label(row: dict[str, Any], columns: Columns) -> None:
     """Takes the label from the last turn if the row itself has no label. Inverts the label if the
-    value true in its column marks an unwanted answer.
+    value true in the label's column means that the answer is unwanted.
     """
     name = (columns or {}).get("label") or "label"
     if "label" not in row:

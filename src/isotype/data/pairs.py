@@ -3,7 +3,7 @@ they refer to tokenised rows.
 
 Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. For each labelled answer, KTO
 also needs a row that combines the same prompt with the answer to another prompt. We call this row
-the partner of the answer. KTO estimates its reference point from the partners.
+the partner of the answer. KTO needs the partners to estimate its reference point.
 """
 
 from __future__ import annotations

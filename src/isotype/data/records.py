@@ -446,8 +446,8 @@ class RepeatedKey(ValueError):
 
 
 class ObjectDecoder(json.JSONDecoder):
-    """Decodes like `json`. If an object within the value has a key twice, `repeated_key` is set to
-    the first such key, otherwise to None.
+    """Decodes JSON in the same way as Python's `json`. If an object within the value has a key
+    twice, `repeated_key` is set to the first such key, otherwise to None.
 
     A repeated key does not raise an error during decoding. Code that reads several values one after
     the other therefore still knows where the next value begins.

@@ -112,7 +112,7 @@ class LoadedData:
 
     @property
     def documents(self) -> Sequence[Row]:
-        """The training rows before packing."""
+        """Returns the training rows before packing."""
         return getattr(self.train, "rows", self.train)
 
     def longest(self, count: int) -> list[Row]:

@@ -354,7 +354,9 @@ def is_held_out(digests: np.ndarray, share: float, seed: int) -> np.ndarray:
 
 
 class PackedRows(LazyRowSequence[Row]):
-    """Packed rows. Packed row i consists of the rows with the numbers `packs[i]`, joined into one."""
+    """Joins several rows into each packed row. Packed row i consists of the rows with the numbers
+    `packs[i]`.
+    """
 
     def __init__(
         self,

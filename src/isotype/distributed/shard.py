@@ -311,8 +311,8 @@ def _attach_quant_states(model: nn.Module, states: Mapping[str, Any]) -> None:
 def _gather_all_units(model: nn.Module, units: list[Any]) -> None:
     """Gathers every unit once. After that, FSDP reuses the same tensors for the gathered weights.
 
-    This function also gives the gathered 4-bit weights their scales. Every process holds all
-    scales.
+    This function also gives the gathered 4-bit weights their scales. Every process has the scales
+    of all these weights in memory.
     """
     states = {
         full_name: state

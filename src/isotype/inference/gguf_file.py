@@ -1,9 +1,9 @@
 """Writes adapters and whole models as GGUF files for llama.cpp and Ollama, with the package `gguf`.
 
 In Llama and similar families, llama.cpp's rotary embedding rotates pairs of neighbouring rows.
-transformers pairs a row of the first half with a row of the second half. The rows of q and k are
-therefore reordered. transformers adds 1 to the weights of Gemma's norms in the layer; a GGUF file
-stores the weights with this 1 already added.
+transformers pairs a row of the first half with a row of the second half. The rows of query and key
+weights are therefore reordered. transformers adds 1 to the weights of Gemma's norms in the layer; a
+GGUF file stores the weights with this 1 already added.
 """
 
 from __future__ import annotations
@@ -388,9 +388,10 @@ def rope_factors(config: PreTrainedConfig) -> Tensor | None:
 def _reorder_rows(
     tensor: Tensor, module: str, config: Any, family: Family, norm_offset: float = 0.0
 ) -> Tensor:
-    """Reorders the rows of q and k if the family needs it. Two rows that form a pair are then
-    neighbours; before, one is in the first half of a head's rows and the other in the second half.
-    Biases and LoRA's B are reordered like weights.
+    """Reorders the rows of query and key weights if llama.cpp expects another order for the family.
+    In transformers, one row of a pair is in the first half of a head's rows, and the other row is
+    in the second half. Afterwards, the two rows are neighbours. Biases and LoRA's B are reordered
+    like weights.
 
     norm_offset  is added to the tensor if it is the weight of a norm
     """

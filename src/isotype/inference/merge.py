@@ -171,8 +171,9 @@ def refuse_other_loss(out: Path, merged_loss: float, adapter_loss: float) -> Non
 
 
 def merged_dtype(precision: Precision) -> tuple[str, str]:
-    """Returns the dtype of a merged model, and the reason. The dtype is the declared dtype of saved
-    models, or otherwise the base's dtype.
+    """Returns the dtype of a merged model, and the reason. This is the dtype that `precision.save`
+    sets. Without this setting, it is the dtype of the base, or of the unquantised parts of a packed
+    base.
     """
     if precision.save_model != precision.save_adapter:
         return precision.save_model, f"precision.save: {precision.save}"

@@ -166,7 +166,7 @@ def adds_bos(tokenizer: Any) -> bool:
     if the tokenizer adds the token, unless the chat template writes conversations without BOS.
 
     If only the template writes BOS, the BOS stays in the template. SmolLM2 is an example. If
-    llama.cpp was told to add the token, it added a second BOS to the BOS of the template.
+    llama.cpp added the token too, the text would begin with two BOS tokens.
     """
     if tokenizer.bos_token is None or tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id]:
         return False

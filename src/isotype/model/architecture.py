@@ -256,8 +256,8 @@ ROPE = "model.rope_parameters"
 
 
 def apply_rope_parameters(config: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes the rotary parameters of a configuration. Returns the settings that changed. These
-    are all rotary parameters, and `max_position_embeddings` if a factor extends it.
+    """Changes the rotary parameters of a configuration. Returns all rotary parameters after the
+    change, and also `max_position_embeddings` if a factor extends it.
 
     Raises  UsageError for a name or a type that transformers does not have, and for a model with no
             or several sets of rotary parameters

@@ -122,7 +122,7 @@ def attach_trained_parts(
     notes: list[str],
 ) -> nn.Module:
     """Attaches the adapter to the base, or freezes the vision parts in a run that trains all other
-    weights. Works on the meta device too.
+    weights. The base may be on the meta device.
 
     notes  a list to which this function appends lines for the run's header
     """

@@ -1,10 +1,10 @@
 """Reads GGUF files of llama.cpp as base models. This module converts their settings and names to
 those of transformers, and keeps the quantised blocks unchanged.
 
-The Llama and Qwen families and Gemma 3 are supported. A rotary embedding combines the rows of q and
-k in pairs. In a Llama file, the two rows of a pair are neighbours. In transformers, one row is in
-the first half of the rows, and the other row is in the second half. So these rows are reordered,
-which does not change the blocks inside a row. The embedding is not a linear layer. It is
+The Llama and Qwen families and Gemma 3 are supported. A rotary embedding combines the rows of query
+and key weights in pairs. In a Llama file, the two rows of a pair are neighbours. In transformers,
+one row is in the first half of the rows, and the other row is in the second half. So these rows are
+reordered, which does not change the blocks inside a row. The embedding is not a linear layer. It is
 dequantised when it is read.
 """
 

@@ -551,7 +551,7 @@ def _place_expert_layers(
 
 def pack_experts(model: nn.Module, packing: Packing) -> None:
     """Stacks the loaded tensors of packed experts, one layer at a time. Also replaces the layer's
-    forward by one that computes with the packed stacks. Works on the meta device too.
+    forward by one that computes with the packed stacks. The model may be on the meta device.
     """
     for path, module in list(model.named_modules()):
         layouts_by_stack: dict[str, Layout] | None = vars(module).pop(_PLAN_ATTRIBUTE, None)

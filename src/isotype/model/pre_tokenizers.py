@@ -7,13 +7,14 @@ splitting steps with the package `tokenizers`. When it writes a file, it compare
 tokenizer on sample texts, and writes the name of the rule that splits them in the same way.
 
 The rules were compared with llama.cpp (its build in `@fugood/node-llama-linux-x64` 1.7.15) on
-53,224 texts of one to seven pieces. All rules whose names Isotype writes gave the same pieces, with
-two exceptions:
+53,224 texts of one to seven pieces. For every rule whose name Isotype writes, both programs split
+the texts in the same way, with two exceptions:
 
 * An apostrophe before U+017F (a long s), because `(?i:'s)` matches this letter as an s.
 * The rule `tekken`, because llama.cpp treats letters beyond ASCII as both upper case and lower case.
 
-Isotype does not write three kinds of names, because their rules gave different pieces:
+Isotype does not write three kinds of names, because the two programs split some texts differently
+by these rules:
 
 * `gpt-4o` and similar names, for letters beyond ASCII and for combining marks;
 * `deepseek-coder`, for white space beyond ASCII;

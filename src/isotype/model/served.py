@@ -43,8 +43,8 @@ def gguf_type(kind: str, shape: Sequence[int], *, is_head: bool) -> str:
     """Returns the GGUF type of one tensor if a model is written in the type `kind`.
 
     Vectors get F32. The head, or the embedding if the head shares its weight, gets Q8_0 in the
-    4-bit and 5-bit types. llama.cpp keeps it wide too. A matrix gets F16 if the length of its rows
-    is not a multiple of the block size.
+    4-bit and 5-bit types. llama.cpp uses a wider type for this weight too. A matrix gets F16 if the
+    length of its rows is not a multiple of the block size.
     """
     if len(shape) < 2:
         return "F32"

@@ -233,8 +233,8 @@ def choose_targets(
     no adapter. PEFT would mistake some linear layers for the experts of an older checkpoint, and
     rename them. For these layers the weight is listed as a target parameter.
 
-    A vision-language model gets a pattern, because its towers have layers of the same names
-    (`q_proj` in Gemma 3).
+    For a vision-language model, PEFT gets a pattern. Names would not be enough, because layers in
+    the vision tower can have the same names as layers in the language part (`q_proj` in Gemma 3).
     """
     parts = vision_parts(model)
     parameters = list(section.parameters)

@@ -321,8 +321,9 @@ def _prompt_and_turn(entry: dict[str, Any]) -> tuple[str, int]:
 
 
 def side_by_side(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns for every prompt its settings, the picture before training, and for each step the
-    pictures of the trained and of the averaged weights.
+    """Returns the settings and the pictures of every prompt. There is one picture from before
+    training. For each step, there is a picture of the trained weights and a picture of the averaged
+    weights.
     """
     prompts: dict[tuple[str, int], dict[str, Any]] = {}
     for entry in entries:
@@ -343,8 +344,8 @@ def side_by_side(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def adapter_files(record: RunRecord) -> dict[int, str]:
-    """Returns for each step with samples the path of the adapter that was saved in this step,
-    relative to the run folder. Steps without a saved adapter are left out.
+    """Returns the path of the adapter that was saved in each step with samples, relative to the run
+    folder. Steps without a saved adapter are left out.
     """
     paths = {}
     for step in {int(sample["step"]) for sample in record.samples}:

@@ -1,3 +1,3 @@
-"""The folder of a run: its files, lock, metrics and checkpoints, and the checks of a folder from an
-untrusted source.
+"""Manages the folder of a run: its files, lock, metrics and checkpoints. Also checks a folder from
+an untrusted source.
 """

@@ -1,5 +1,5 @@
-"""The folder of a run. The folder is locked by one process, its small files are replaced
-atomically, and folders from an untrusted source are checked.
+"""Manages the folder of a run. This module locks the folder for one process, replaces its small
+files atomically, and checks folders from an untrusted source.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def default_run_name(config: RunConfig) -> str:
 
 
 class RunFolder:
-    """Paths and small files of one run."""
+    """Gives access to the paths and the small files of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

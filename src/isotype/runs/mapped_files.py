@@ -36,8 +36,9 @@ MAX_FILES = 400  # each needs a file descriptor, and a process usually has 1,024
 
 @dataclass
 class _MappedFile:
-    """One file: an open descriptor, which refers to the mapped content also after a rename, and its
-    size, modification time and checksum when it was mapped.
+    """Describes one mapped file, with the size, modification time and checksum that it had when it
+    was mapped. `descriptor` is an open file descriptor; it refers to the mapped content even if the
+    file is renamed.
     """
 
     path: Path

@@ -1,5 +1,6 @@
-"""Limits for JSON and YAML from an untrusted source: the size, the depth, the number of values and
-of digits. A value within the limits can be printed, compared and converted to a float.
+"""Checks JSON and YAML from an untrusted source against limits on their size, their depth, the
+number of values, and the number of digits of an integer. A value within the limits can be printed,
+compared and converted to a float.
 """
 
 from __future__ import annotations

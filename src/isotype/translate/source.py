@@ -378,7 +378,9 @@ def _parse_option_value(value: str) -> Any:
 
 
 def _launcher_keys(command: shell.Command, program: int) -> list[SourceKey]:
-    """Reads the options before the program, which belong to accelerate, torchrun or DeepSpeed."""
+    """Reads the options that a command has before the training program. They belong to accelerate,
+    torchrun or DeepSpeed.
+    """
     arguments = command.arguments[:program]
     if not arguments:
         return []
@@ -499,8 +501,8 @@ def _call_keys(calls: list[Call]) -> Iterator[SourceKey]:
 
 
 def _argument_names(call: Call) -> dict[str, str] | None:
-    """Returns the name that the tables use for each argument of a call. Returns None if the call
-    contains no training settings.
+    """Returns a mapping from each argument of a call to the name that the tables of handlers have
+    for it. Returns None if the call contains no training settings.
     """
     if call.name == "from_pretrained":
         if _MODEL_CLASS.match(call.owner.rpartition(".")[2]):

@@ -174,8 +174,8 @@ def _read_stored(tensor: StoredTensor) -> Tensor:
 
 @lru_cache(8)
 def _open_file(path: Path, _changed: int) -> Any:
-    """Opens a safetensors file. It stays open, because a file of 50,000 tensors has a header of
-    several megabytes.
+    """Opens a safetensors file. The file stays open, because reading a header of several megabytes
+    again for each tensor would be slow.
     """
     return safe_open(path, framework="pt")
 

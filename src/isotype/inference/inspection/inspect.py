@@ -1,5 +1,5 @@
-"""Inspects a checkpoint: reads its tensors and settings, asks the libraries that load it, and looks
-for faults.
+"""Inspects a checkpoint: reads its tensors and settings, finds out how other programs would load
+it, and looks for faults.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _LABEL_WIDTH = 14
 
 @dataclass
 class TensorGroup:
-    """Tensors whose names differ only in numbers, and that have the same dtype.
+    """Contains tensors that have the same dtype and whose names differ only in numbers.
 
     pattern  the name with `*` in place of the numbers
     """

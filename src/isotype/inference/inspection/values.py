@@ -204,7 +204,9 @@ def _code_type(table: _Array) -> np.dtype[Any]:
 
 
 def _build_code_tables() -> dict[str, _Array]:
-    """Returns for each narrow dtype the fp32 value of every code."""
+    """Returns a table for each dtype of 8 or 16 bits, with the fp32 value of every possible bit
+    pattern.
+    """
     codes = np.arange(1 << 16, dtype=np.uint16)
     byte_codes = np.arange(1 << 8, dtype=np.uint16)
     bf16 = (codes.astype(np.uint32) << 16).view(np.float32)

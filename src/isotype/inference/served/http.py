@@ -90,14 +90,14 @@ class Connection:
         return self._request("POST", path, json.dumps(body).encode())
 
     def try_get(self, path: str) -> Any:
-        """Returns the answer, or None if the server does not have this call."""
+        """Returns the answer, or None if the server does not know this path."""
         try:
             return self.get(path)
         except UnknownCallError:
             return None
 
     def try_post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Returns the answer, or None if the server does not have this call."""
+        """Returns the answer, or None if the server does not know this path."""
         try:
             return self.post(path, body)
         except UnknownCallError:

@@ -203,8 +203,8 @@ def _read_weight(
 
 
 def _restore_rows(value: Tensor, name: str, config: Any, family: Family) -> Tensor:
-    """Reorders the rows of q and k into the order that transformers uses. A tensor of another shape
-    is left as it is, and reported later.
+    """Reorders the rows of query and key weights into the order that transformers uses. A tensor of
+    another shape is left as it is, and reported later.
     """
     heads = paired_heads(name.rpartition(".")[0], config, family)
     if heads is None or value.shape[0] % (2 * heads):

@@ -140,8 +140,8 @@ class ReferenceModel:
 
     @contextmanager
     def holding_weights(self) -> Iterator[None]:
-        """Keeps the weights between calls of the model. Generation calls the model once for each
-        token.
+        """Keeps the weights in memory within this block, also between calls of the model. This is
+        for generation, which calls the model once for each token.
         """
         self.is_held = True
         try:
