@@ -163,7 +163,7 @@ def remove_accelerate_wrappers(trainer: Any) -> None:
 
 def unwrap_forward(model: nn.Module) -> dict[str, Any]:
     """Restores the forward that a model had before accelerate wrapped it in autocast. Returns the
-    attributes that were removed. To restore the wrapper, pass the returned attributes to
+    attributes that were removed. To restore the wrapper, pass these attributes to
     `vars(model).update`.
     """
     if "_original_forward" not in model.__dict__ or "forward" not in model.__dict__:

@@ -48,9 +48,9 @@ def attach(
     quiet: bool = False,
     recorder: bool = False,
 ) -> Attachment:
-    """Attaches Isotype to a Hugging Face trainer. The trainer then has Isotype's precision, its ops
-    and fused LoRA, generation in the declared dtype, and checks in each step. Call it before
-    `trainer.train()`.
+    """Attaches Isotype to a Hugging Face trainer. The trainer then uses Isotype's ops and fused
+    LoRA, trains and generates in the declared dtypes, and checks each step. Call this function
+    before `trainer.train()`.
 
     trainer     a complete transformers.Trainer or an instance of a subclass, such as TRL's
     precision   a preset's name, its short text form, a Precision, or auto: the dtype that the

@@ -285,15 +285,17 @@ class StepMonitor:
         self._add_observation(observation)
 
     def add_rehearsals(self, observations: Mapping[str, Observation]) -> None:
-        """Adds the observations from the test runs of the preflight. The keys of `observations` are
-        the names of the test runs.
+        """Adds what was observed in the test runs before the training. The keys of `observations`
+        are the names of the test runs.
         """
         for observation in observations.values():
             self._add_observation(observation)
         self.record["watched"] = list(observations)
 
     def _add_observation(self, observation: Observation) -> None:
-        """Adds an observation to the record, and warns of new violations."""
+        """Adds an observation to the record, and warns if it contains faults (such as a dtype that
+        differs from the declared one) that no earlier observation had.
+        """
         observation.violations = [
             replace(finding, fix=_DECLARE_FIX) if finding.fix == DEFAULT_FIX else finding
             for finding in observation.violations
@@ -321,8 +323,8 @@ class StepMonitor:
             self._add_observation(observation)
 
     def _list_changed_weights(self, observation: Observation) -> None:
-        """Lists frozen weights that have changed since the start. This is no violation, because a
-        program may unfreeze and train layers, and freeze them again.
+        """Lists frozen weights that have changed since the start. They are not reported as an
+        error, because a program may unfreeze and train layers, and freeze them again.
         """
         names = self._frozen.changed() if self._frozen is not None else []
         if names:

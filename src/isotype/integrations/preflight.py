@@ -4,10 +4,10 @@ step 1. This is the preflight of the trainer.
 The checks were written for `isotype train`. The classes of this module give the checks access to
 the trainer. `TrainerTask` gives access to the trainer's rows, `TrainerStepper` to its step, and
 `TrainerRun` to its model and precision. `ARGUMENT_NAMES` contains the trainer's names for the
-settings that the checks mention. A check that needs a run file is skipped, and the reason is
-recorded. The test run of a step is also skipped, with the reason, if the trainer does not allow it.
-The preflight restores the random state, the weights and the logs, so a training with the preflight
-is bit-identical to a training without it.
+settings that the checks mention. A check that needs the configuration file of `isotype train` is
+skipped, and the reason is stored. The test run of a step is also skipped, with the reason, if the
+trainer does not allow it. The preflight restores the random state, the weights and the logs, so a
+training with the preflight is bit-identical to a training without it.
 """
 
 from __future__ import annotations

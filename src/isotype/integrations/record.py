@@ -13,8 +13,8 @@ report.html     all of this on one page
 In the first step of a training, the record counts how often fused code runs, and how often other
 code runs in its place and why. Dtypes are observed in the first step, in the steps in which
 `isotype train` would observe them, and in the step after a change of the model. Counting calls and
-observing dtypes does not change the results of the training. The hooks are marked as pure
-observers, so that fused code runs in these steps too.
+observing dtypes does not change the results of the training. The hooks are marked as hooks that
+change nothing, so that fused code runs in these steps too.
 """
 
 from __future__ import annotations

@@ -340,10 +340,11 @@ def is_fused(layer: nn.Module) -> bool:
 
 
 def _link_siblings(parent: nn.Module, path: str) -> None:
-    """If every layer of a group is fused, stores the other layers of the group on its first layer.
+    """If every layer of a group (such as Q, K and V) is fused, stores the other layers of the group
+    on the first layer.
 
-    With LoRA dropout, an output that is computed for a sibling but never used consumes random
-    numbers that PEFT's layers would not consume.
+    The outputs of all layers of a group are computed together. With LoRA dropout, this also draws
+    random numbers for an output that is never used, which PEFT's layers would not draw.
     """
     is_cross_attention = getattr(parent, "is_cross_attention", False) or _CROSS.search(
         path.rpartition(".")[2]
@@ -372,7 +373,7 @@ def serve_layer(layer: Any, pack: Pack) -> None:
 
 
 def set_serving(model: nn.Module, *, is_active: bool) -> None:
-    """Sets whether the layers that are trained for a served format multiply by the rounded weight."""
+    """Sets whether the layers that have a rounded weight (`ServedWeight`) multiply by it."""
     for _, layer in lora_layers(model):
         served = served_weight(layer)
         if served is not None:

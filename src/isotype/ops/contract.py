@@ -19,8 +19,9 @@ Autocast = Literal["ignored", "follows", "fp32"]
 
 @dataclass(frozen=True)
 class OpContract:
-    """The dtype rule of an op. Example: `OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]",
-    inside="fp32", grads={"gate": "F"}, autocast="ignored")`
+    """Declares the dtypes of an op's inputs, arithmetic, outputs and gradients. Example:
+    `OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]", inside="fp32", grads={"gate": "F"},
+    autocast="ignored")`
 
     signature  inputs `name: spec` in call order, `->`, one output spec or several
     inside     dtype of the arithmetic (fp64 when the inputs are fp64)
@@ -45,7 +46,7 @@ class OpContract:
 
     @property
     def inputs(self) -> dict[str, TensorSpec]:
-        """Maps the name of each input to its spec, in call order."""
+        """The dtype and shape of each input, by its name, in the order of the arguments."""
         inputs = self.signature.split("->")[0]
         pairs = (part.split(":", 1) for part in inputs.split(",") if part.strip())
         return {name.strip(): TensorSpec.parse(spec) for name, spec in pairs}

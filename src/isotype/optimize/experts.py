@@ -56,7 +56,9 @@ class ExpertsSettings:
 
 
 def unwrap_experts(module: Any) -> tuple[dict[str, Any], Any]:
-    """Returns PEFT's wrappers by the name of their stack, and the wrapped experts."""
+    """Returns a mapping from the name of each stack to its PEFT wrapper, and the experts inside the
+    wrappers.
+    """
     wrappers = {}
     while is_expert_stack(module):
         wrappers[module.parameter_name] = module

@@ -271,9 +271,9 @@ def cross_entropy_forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns (loss, logsumexp), each fp32[T]. The loss of an ignored row is 0.
 
-    out_TV   if not None, receives the gradient of the logits for an upstream gradient of `dloss` in
-             every row. It may be `logits_TV` itself if the caller no longer needs the logits; its
-             dtype may be narrower
+    out_TV   if it is not None, the gradient of the logits is written to it. For this gradient, the
+             upstream gradient of every row is `dloss`. `out_TV` may be `logits_TV` itself if the
+             caller no longer needs the logits, and may have a narrower dtype
     """
     loss_T = torch.empty(
         logits_TV.shape[0], dtype=arithmetic_dtype(logits_TV.dtype), device=logits_TV.device
