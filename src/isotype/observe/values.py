@@ -123,8 +123,8 @@ class Lineage:
                BUFFER and FLOAT_INPUT
     additions  the number of additions in a narrow dtype that Python code in backward made to
                compute it
-    products   the numbers of matrix products on which the value depends, if these products are not
-               in the dtype `compute` and their use is not known yet
+    products   numbers that identify matrix products in another dtype than `compute`. The value
+               depends on these products, and it is not known yet for what they are used
     rounding   the cast that created the value, if no arithmetic followed
     """
 

@@ -5,9 +5,9 @@ explanation (the page). Below it are the entries that can be reported, with thei
     = HEADER                 begins a section. Each kind of sheet uses the header differently: for
                              rows of variables, for names of operators, or not at all
     parameters: NAME, NAME   the variables that the program passes to this section
-    set NAME if TEST: FACT   sets a variable to a fact. If several lines have the same name, the
-                             first line whose fact is not None applies
-    let NAME if TEST: text   sets a variable to a text. If several lines have the same name, the
+    set NAME if TEST: FACT   sets a variable to the value of a fact. If several lines have the same
+                             name, the first line whose fact is not None applies
+    let NAME if TEST: text   sets a variable to this text. If several lines have the same name, the
                              first line whose condition is true applies
     - title                  begins an entry, which can be reported
       RANK if TEST           the severity or score of the entry: the first rank whose condition is

@@ -53,7 +53,7 @@ def run_proof(
     folder    gets proof.json and proof.md
     card      the result of `describe_card` for the device of `scale`
     minutes   the time for all parts. A part is begun only if its expected time is left
-    names     only these parts
+    names     the parts to run; by default all
     previous  a folder, or a proof.json, of an earlier call: what passed there is not repeated
     Raises    UsageError for an unknown part or another card's results
     """

@@ -181,7 +181,7 @@ def run_gate(
 ) -> GateResult:
     """Answers all questions about a function.
 
-    largest  the arguments with which the function for the inputs creates the largest shape
+    largest  the arguments with which `inputs` creates tensors of the largest shape
     Raises   UsageError if the inputs cannot be created
     """
     if required_parameters(target.build_inputs):

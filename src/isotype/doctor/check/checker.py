@@ -45,8 +45,8 @@ class CheckResult:
 def check(paths: Iterable[str], *, device: str | None = None) -> CheckResult:
     """Checks all configurations under `paths`.
 
-    device       the device on which they will run, such as `h100`; None if only the files tell the
-                 hardware
+    device       the device of the runs, such as `h100`; if it is None, the rules use what the files
+                 say about the hardware
     Raises       UsageError
     """
     if device is not None:

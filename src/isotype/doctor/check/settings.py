@@ -90,7 +90,7 @@ class Setting:
 
     @property
     def value_and_origin(self) -> str:
-        """`true  (train.yaml:3)`."""
+        """Returns the value and its location, such as `true  (train.yaml:3)`."""
         value = self.value
         if value is None:
             text = "null"

@@ -69,7 +69,7 @@ class ErrorFacts(sheets.Facts):
     operator, text, half, torch_half, autocast  attributes of `RecognisedError`
     autocast is on            whether autocast was on
     where FLAG                a description of the frame that shows the flag
-    word NAME                 a capture of the text, if a dtype's role has the same name
+    word NAME                 the part of the text with this name, if a dtype has the same name
     first of set, second of set   the first and second dtype of a set that the text prints
     package NAME              whether a frame is in this package
     call                      the failing call

@@ -410,7 +410,7 @@ class RecognisedError:
     operator  the operator that raised the error: `matrix product`, `convolution`, ...
     dtypes    role -> dtype, in the order of the text (`left`, `right`; `expected`, `got`; `query`,
               `key`, `value`; ...)
-    captures  other facts of the text, such as the name of a variable or the internal name of an
+    captures  other parts of the text, such as the name of a variable or the internal name of an
               operator
     """
 

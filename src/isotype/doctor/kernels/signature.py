@@ -215,10 +215,10 @@ class Combination:
     constexprs  parameter (or a path into a tuple parameter) -> value
     attributes  path -> the list of attributes that Triton's launcher would set
     options     num_warps, num_stages and the like
-    counterpart           the label of the same launch with fp32 scalars, if this combination is the
-                          one of torch.compile
-    is_traced_by_compile  whether torch.compile sees the launch; False for an explicit signature, and
-                          for a launch inside a custom operator
+    counterpart           for a combination of torch.compile, the label of the same launch with fp32
+                          scalars
+    is_traced_by_compile  whether torch.compile would trace the launch; False for an explicit
+                          signature, and for a launch inside a custom operator
     """
 
     label: str

@@ -36,7 +36,8 @@ def check_target(
     """Checks the kernels that `text` names.
 
     targets  the architectures; None means TARGETS of the module, or sm_90
-    largest  the arguments with which `build` creates the largest shape, at which offsets are checked
+    largest  the arguments for `build` with which it creates inputs of the largest shape, for the
+             check of offsets
     Raises   UsageError if it cannot be loaded, or holds no kernel
     """
     require_triton()

@@ -41,8 +41,8 @@ class Producer:
     function  the function that contains the line
     path      the module, parameter or buffer that the expression names; "" if it names none
     module    the module that computed the tensor, for the kind `module`
-    passed    the argument with which the user's code, in its innermost frame, passed the tensor to
-              another function; "" if there is none
+    passed    the expression that the innermost frame of the user's code passes to another function
+              as this tensor; "" if there is none
     passed_at the file and line of that expression
     """
 

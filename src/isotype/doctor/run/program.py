@@ -32,7 +32,7 @@ class Request:
     target         the script or the module
     is_module      whether the program was given with `-m`
     arguments      the arguments of the program
-    json_file      the file for the facts in JSON; None to write none
+    json_file      the file to which the details of an error are written as JSON, or None
     forward_lines  whether autograd records the line of each forward operator
     checks_nan     whether to stop at the first step whose loss, gradients or update contain NaN or
                    inf

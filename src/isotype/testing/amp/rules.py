@@ -5,7 +5,7 @@ AC003, AC004  gradients and outputs in the wrong dtype
 AC008, AC011  writes into the incoming gradient, and into an input
 AC009, AC010  wrong gradients if the incoming gradient is an expanded tensor, and in a second
               backward
-AC012         gradients that depend on which other inputs are frozen
+AC012         gradients that change if another input is frozen
 AC014         results that differ from the OpContract
 
 AC008 to AC012 are checked under only one setting, in which the function runs without an error. The
