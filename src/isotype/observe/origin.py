@@ -1,6 +1,6 @@
 """Finds the code that called an operator: the first frame of the Python stack that belongs neither
-to PyTorch nor to an observer. This module also finds code of the user's program that an optimizer's
-update runs.
+to PyTorch nor to an observer. This module also finds code of the user's program that runs during an
+optimizer's update.
 """
 
 from __future__ import annotations

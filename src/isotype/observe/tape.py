@@ -141,8 +141,8 @@ class ModuleStack:
         return self.stack[-1].name if self.stack else ""
 
     def pop(self, module: nn.Module) -> ModuleCall | None:
-        """Removes the call of a module from the stack. Calls inside this call that ended with an
-        exception are removed too.
+        """Removes the call of a module from the stack. If calls inside this call ended with an
+        exception, they are removed too.
         """
         while self.stack:
             call = self.stack.pop()
@@ -195,8 +195,7 @@ class StepTracker(ModuleStack):
 
     def is_autocast_off_by_library(self) -> bool:
         """Whether code of transformers has switched autocast off inside one of its modules. Some
-        model families do this to compute in fp32 whatever the precision is. For example, Flint
-        switches autocast off for its scores, and HY V4 for mixing its streams.
+        model families do this to compute in fp32 whatever the precision is.
         """
         if torch.is_autocast_enabled(self._device_type):
             return False

@@ -1,5 +1,5 @@
 """Reads text files of rules, which are called sheets. For each code, a sheet contains an
-explanation (the page). Below it are the entries that can be reported, with their conditions.
+explanation (the page). The entries that can be reported follow after it, with their conditions.
 
     # EX012 Title            begins the page of a code. Text above the first page is a comment
     = HEADER                 begins a section. Each kind of sheet uses the header differently: for

@@ -2,8 +2,8 @@
 
 DDP, FSDP2, deepcopy and torch's own AdamW do not keep `param.grad_dtype`. So the sum is not stored
 in `.grad`. A hook adds each gradient to its buffer and then frees the gradient. Processes that
-train together sum their gradients once per step, between `begin_sums` and `finish_sums`. For this,
-they need no wrapper around the model.
+train together sum their gradients once per step, between `begin_sums` and `finish_sums`. The model
+needs no wrapper (such as DDP) for this.
 
 Gradients are summed over processes in buckets. A bucket can be sent while backward still computes
 the gradients of other buckets. A bucket is sent as soon as all its gradients are computed and all

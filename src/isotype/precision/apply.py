@@ -415,7 +415,7 @@ class _CastAllOutputs(_CastOutput):
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a member of a module list is regarded as a decoder layer. Its class must be from
+    """Whether a module in a module list counts as a decoder layer. Its class must be from
     transformers, and it must have weight matrices.
     """
     return type(module).__module__.startswith("transformers.") and any(

@@ -41,8 +41,8 @@ _HALF_DTYPES = ("bf16", "fp16")
 
 
 class SettingFacts(sheets.Facts):
-    """Evaluates the names that a rule may use. A role is a field of the precision, such as `base`
-    or `grads`. The name of a setting is replaced by its value. The other names are:
+    """Looks up the values of the names that a rule may use. A role is a field of the precision,
+    such as `base` or `grads`. The name of a setting is replaced by its value. The other names are:
 
     given ROLE                whether the user wrote the role
     packed NAME               whether weights of this dtype are quantised, that is, stored in few

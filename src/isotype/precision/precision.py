@@ -198,7 +198,9 @@ class Precision:
 
     @classmethod
     def parse(cls, text: str) -> Precision:
-        """Reads the short text form. Raises UsageError PR000."""
+        """Parses the short text form of a precision, such as `bf16-pure grads=fp32`. Raises
+        UsageError PR000.
+        """
         name, *pairs = text.split() or [""]
         overrides = {}
         for pair in pairs:

@@ -327,8 +327,8 @@ def _dtype_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
 
 
 def split_calls(inputs: Any) -> list[Any]:
-    """Splits `inputs` into calls. A list of tuples or dicts describes several calls. Any other
-    value describes one call.
+    """Splits `inputs` into the arguments of single calls. A list of tuples or dicts describes
+    several calls. Any other value describes one call.
     """
     if isinstance(inputs, list) and inputs and all(isinstance(i, (tuple, dict)) for i in inputs):
         return inputs

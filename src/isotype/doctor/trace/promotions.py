@@ -43,8 +43,8 @@ class Promotion:
 
 
 class Promotions(Watcher):
-    """Counts the promotions in forward. Reports a promotion if its wide result is used in another
-    module or in a matrix product, or is part of the model's output.
+    """Counts the promotions that happen in forward. Reports a promotion if its wide result is used
+    in another module or in a matrix product, or is part of the model's output.
     """
 
     def __init__(self, context: Context) -> None:

@@ -166,8 +166,8 @@ class Outcome:
 
 
 def run_traced(target: Target, arguments: Sequence[str] = ()) -> Outcome:
-    """Runs a program under a trace. If the program raises an exception, the exception is stored in
-    the outcome and not raised again.
+    """Runs a program and traces its dtypes. If the program raises an exception, the exception is
+    stored in the outcome and not raised again.
 
     Raises  UsageError if the file has no such function
     """

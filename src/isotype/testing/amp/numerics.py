@@ -222,9 +222,9 @@ class Numerics:
         return errors, excesses
 
     def find_captured_rows(self) -> str | None:
-        """Searches for a tensor that has one entry for each row and is not an argument, because the
-        function refers to it directly. With more rows, the function would read past the end of this
-        tensor. Returns a text that says so. Returns None if there is no such tensor.
+        """The function may refer to a tensor that is not an argument and has one entry for each
+        row. With more rows, the function would read past the end of this tensor. Returns a text
+        that names such a tensor. Returns None if there is no such tensor.
         """
         row_counts = count_rows(self.sample)
         subjects = [self.subject]
