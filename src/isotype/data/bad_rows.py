@@ -77,7 +77,8 @@ class BadRow:
 class BadRows:
     """Collects the bad rows of one or several sources.
 
-    kinds        reason -> number of bad rows; bad rows are an error unless data.on_bad_row is skip
+    kinds        the number of bad rows for each reason; bad rows are an error unless
+                 data.on_bad_row is skip
     empty_count  number of rows with an empty answer
     listed       the rows, at most MAX_LISTED
     """

@@ -437,8 +437,9 @@ def chat_template(
     *,
     thoughts: str = "template",
 ) -> ChatTemplate:
-    """Returns the template of a run. This is the file or name in `data.chat_template` if that is
-    set, or else the tokenizer's template, or else a plain default.
+    """Returns the template of a run. If `data.chat_template` is set, the template is the file or
+    the name in this setting. Otherwise it is the tokenizer's template. If the tokenizer has no
+    template, it is a plain default.
 
     default_kwargs  `data.template_kwargs`; these defaults are written at the beginning of the
                     template's text, so that a saved tokenizer has them too

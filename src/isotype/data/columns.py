@@ -54,7 +54,7 @@ def rename_row(
     """Returns the row with its keys renamed as `data.columns` says. A renamed key replaces a key of
     the row with the same name.
 
-    roles       the name of a role in the data -> Isotype's name of this role
+    roles       a mapping from the name of a role in the data to Isotype's name of this role
     row_format  the format of the row, or None before it is detected
     Raises      RowError
     """

@@ -274,8 +274,8 @@ def exclude_runs(paths: Iterable[Path], root: Path) -> tuple[list[Path], list[Pa
     """Returns the paths that are not in a run folder, in the same order, and a list of the run
     folders that contain the other paths.
 
-    root   the folder where the search began; if this folder is inside a run folder, its files are
-           not left out
+    root   the folder in which the search began. If this folder is itself inside a run folder, its
+           files are not left out
     """
 
     @cache

@@ -68,9 +68,9 @@ class JudgedFormat:
     labels. Only some objectives read these formats.
 
     keys  the keys by which the format is recognised
-    noun  the word that messages use for a row of this format
+    noun  the word for a row of this format in messages
     rows  a description of what a row must have, for messages
-    fix   advice with the objective that reads this format, for messages
+    fix   for messages: the advice to use the objective that reads this format
     """
 
     keys: tuple[str, ...]

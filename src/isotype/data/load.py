@@ -62,8 +62,8 @@ def load_data(
     tokenizer         the model's tokenizer
     seed              chooses the held-out rows
     objective_format  the row format that the objective requires; None if it accepts every format. A
-                      preference pair becomes two rows, which stay together. A limit on the number
-                      of rows counts a pair once
+                      preference pair becomes two rows, which stay together. If the number of rows
+                      is limited, a pair counts as one row
     pictures          reads the rows' pictures with the processor of a vision-language model
     prompt_count      the largest number of prompts that are taken from the rows
     ->                rows, prompts, facts

@@ -206,9 +206,9 @@ def draw_partners(prompts: np.ndarray, pool: np.ndarray, seed: int) -> np.ndarra
     """For each prompt, draws a row of the pool at random. The row must have another prompt, and all
     such rows are equally likely.
 
-    prompts  uint64[R]  digests of the rows' prompts
-    pool     uint64[P]  digests of the prompts of the pool's rows
-    ->       int64[R]   numbers of rows of the pool
+    prompts  uint64[R]  hashes of the rows' prompts
+    pool     uint64[P]  hashes of the prompts of the rows in the pool
+    ->       int64[R]   for each row, the number of the drawn row in the pool
     """
     order = np.argsort(pool, kind="stable")
     begin, end = (np.searchsorted(pool[order], prompts, side) for side in ("left", "right"))

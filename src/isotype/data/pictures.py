@@ -401,8 +401,9 @@ class Pictures:
         """Returns a dictionary with the processor's outputs for the pictures of a batch: the
         pixels, the grid or mask of each picture, and the token types.
 
-        input_ids, attention_mask  int[B T]  rows as they were tokenised, padded
-        references                 references of each row's pictures, at least one
+        input_ids, attention_mask  int[B T]  the padded tokens of the rows
+        references                 the references of each row's pictures. There must be at least one
+                                   picture
         """
         processor = copy.copy(self.processor)
         processor.tokenizer = _FixedTokenizer(self.processor.tokenizer, input_ids, attention_mask)

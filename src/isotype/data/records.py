@@ -338,7 +338,7 @@ class _Table:
 def _find_delimiter(path: Path, header: str) -> str:
     """Returns the character that separates the columns in a header. If the header contains a comma,
     this is the delimiter. Otherwise the delimiter is a semicolon, a tab or a vertical bar. Many
-    spreadsheets write semicolons.
+    spreadsheet programs write semicolons.
     """
     if file_suffix(path) == ".tsv":
         return "\t"

@@ -24,8 +24,8 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of tokens. `labels[i]` is `input_ids[i]` if the model learns this token,
-    otherwise -100. The labels are not shifted here; the model shifts them.
+    """Contains one sequence of tokens with its labels. `labels[i]` is `input_ids[i]` if the model
+    learns this token, otherwise -100. The labels are not shifted here; the model shifts them.
     """
 
     input_ids: tuple[int, ...]

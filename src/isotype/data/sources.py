@@ -51,9 +51,9 @@ class Source:
     read, to detect the format.
 
     objective_format  the only format that the objective learns from, or None
-    detected_formats  for each file, in order: the detected format, and how it was recognised
-    ignored           the keys that are not used, with the number of rows that have them; counted
-                      while the rows are read
+    detected_formats  the detected format of each file, and how it was recognised
+    ignored           the keys that are not used, with the number of rows that have them. The rows
+                      are counted while they are read
     """
 
     spec: SourceSpec

@@ -7,12 +7,13 @@ learnt      bool[N]    whether a token is learnt
 ends        int64[R]   end of each row in `ids`
 example     int64[R]   number of the row in its source, from 0; -1 for a window of plain text
 cut         bool[R]    the row was longer than data.max_length
-wanted      bool[R]    the label of an answer; true where rows have none
+wanted      bool[R]    the label of an answer; true if the row has no label
 supervised  int32[R]   number of tokens that give a loss
 digest      uint64[R]  hash of the tokens and pictures; rows with the same digest are treated as
             copies (among a million different rows, two have the same 64-bit hash with a
             probability of 1 in 40 million)
-prompt      uint64[R]  hash of the tokens before the first learnt one; 0 if there are none
+prompt      uint64[R]  hash of the tokens before the first learnt token; 0 if there are no such
+            tokens
 pictures    uint8[P]   the references of all rows' pictures as UTF-8, one per line
 pictures_end int64[R]  end of each row's references in `pictures`
 """

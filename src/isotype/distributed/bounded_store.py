@@ -35,7 +35,7 @@ class BoundedStore:
     """Wraps a store. A thread runs the calls one after the other. The caller stops waiting after
     `timeout` seconds.
 
-    timeout  the time limit of a call in seconds; after one call exceeded it, every later call fails
+    timeout  the time limit of a call in seconds. If one call takes longer, every later call fails
              at once
     Raises   StoreTimeoutError, and the errors of the store itself
     """

@@ -1,5 +1,5 @@
-"""Heartbeats of the processes. Each process writes its step and activity to the shared store, so
-that the other processes can name a process that has died or is late.
+"""Writes and reads the heartbeats of the processes. Each process writes its step and activity to
+the shared store, so that the other processes can name a process that has died or is late.
 
 Gloo reports that a connection was closed or that a wait took too long, but not which process was
 the cause. Therefore a thread in each process writes a heartbeat every HEARTBEAT_INTERVAL seconds. A
@@ -40,8 +40,8 @@ ENDED_KEY = "ended"  # prefix of the keys of the processes that end because of a
 class Heartbeat:
     """Contains the state of a process, which the process itself writes from time to time.
 
-    count      heartbeats written so far
-    exchanges  number of exchanges of data between all processes that this process has begun so far
+    count      the number of heartbeats written so far
+    exchanges  how many exchanges of data with all other processes this process has begun so far
     """
 
     rank: int

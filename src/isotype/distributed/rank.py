@@ -45,8 +45,9 @@ _SCHEDULERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """The position of this process. This process has the number `rank` among the `size` processes
-    of the run, and the number `local_rank` among the `local_size` processes on this machine.
+    """Describes the position of this process in the run. This process has the number `rank` among
+    the `size` processes of the run, and the number `local_rank` among the `local_size` processes on
+    this machine.
 
     launcher  the launcher's name, for messages
     """

@@ -38,7 +38,8 @@ class Sharding:
     mesh      FSDP's device mesh of the processes; a reference is kept, because a process group
               closes its connections when it is freed
     shard_count  the number of processes that share each weight
-    replica_count  how many copies of the whole model the processes hold together
+    replica_count  the number of copies of the whole model; each copy is split over `shard_count`
+                   processes
     """
 
     def __init__(

@@ -126,7 +126,7 @@ class World:
         """Runs `work` in the first process and returns its result in all processes. It must be
         possible to write the result as JSON.
 
-        without_timeout  the other processes wait as long as the first process runs, without a time
+        without_timeout  if true, the other processes wait for the first process without a time
                          limit
         """
         return work()
@@ -349,8 +349,8 @@ class JoinedWorld(World):
         """Returns a context manager for a collective operation. If the operation fails, the error
         is replaced by an error that names the failed process.
 
-        has_other_work  whether the block also does other work; the errors of this work are raised
-                        unchanged
+        has_other_work  whether the block also does work that exchanges no data. Errors of this work
+                        are raised unchanged
         """
         self._heartbeats.heartbeat.exchanges += 1
         try:

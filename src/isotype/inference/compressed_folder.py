@@ -86,7 +86,7 @@ def write_weights(
     folder. Returns the number of rounded weights.
 
     dtype    the dtype of weights that are not rounded
-    skipped  the name of a head that shares the embedding's weight
+    skipped  the name of the head if it shares the embedding's weight and is therefore not written
     """
     tensors: dict[str, Tensor] = {}
     count = 0

@@ -61,11 +61,10 @@ def export_language(
     out     the file or folder to write
     to      vllm, gguf, ollama or compressed-tensors
     name    the adapter's name in vLLM, or the model's name in Ollama
-    kind    the format of compressed-tensors. Or the GGUF type of the whole model, or `base` for the
-            types of the base's GGUF file. None
-            means that only the adapter is written to a GGUF file; a model without an adapter is
-            written in the type that keeps its values
-    load    loads the run for a merge
+    kind    the format of compressed-tensors. For GGUF, it is the type of the whole model, or `base`
+            for the types that the base's GGUF file has. If it is None, only the adapter is written
+            to a GGUF file; a model without an adapter is written in the type that keeps its values
+    load    a function that loads the run for a merge
     Raises  UsageError
     """
     result = _find_result_folder(run)
@@ -226,8 +225,8 @@ def _write_ollama_folder(
 ) -> None:
     """Writes weights and Modelfile.
 
-    write  writes a GGUF file; None means that the safetensors files are copied for Ollama's
-           converter
+    write  a function that writes a GGUF file. None means that the safetensors files are copied for
+           Ollama's converter
     """
 
     def write_contents(folder: Path) -> None:

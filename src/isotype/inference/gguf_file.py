@@ -222,8 +222,8 @@ def export_model(
 class WeightToWrite:
     """A weight of a model in transformers' form.
 
-    read        returns its values
-    is_changed  whether training could change it
+    read        a function that returns the values of the weight
+    is_changed  whether training could change the weight
     """
 
     shape: tuple[int, ...]
@@ -393,7 +393,7 @@ def _reorder_rows(
     in the second half. Afterwards, the two rows are neighbours. Biases and LoRA's B are reordered
     like weights.
 
-    norm_offset  is added to the tensor if it is the weight of a norm
+    norm_offset  a number that is added to the tensor if the tensor is the weight of a norm
     """
     if norm_offset:
         return tensor + norm_offset
@@ -422,8 +422,8 @@ class _StoredTensor:
     """A tensor of the output file. Its values are read when they are written, so that the model
     need not fit into memory.
 
-    read    returns the values in transformers' form
-    order   converts the fp32 values to the order of llama.cpp
+    read    a function that returns the values in the order of transformers
+    order   a function that converts the fp32 values to the order of llama.cpp
     blocks  the bytes of a tensor that is copied from another GGUF file
     """
 

@@ -83,7 +83,7 @@ def attach_adapter(
     has_pictures  whether rows have pictures; without them, layers that only read pictures get no
                   adapter
     token_ids     the ids of `adapter.train_tokens`
-    task_type     PEFT's task type; None for a model that is not called through a task's wrapper
+    task_type     PEFT's task type; None for a model that needs no wrapper for a task
     targets       replaces `adapter.targets`, for models whose linear layers PEFT cannot choose
     """
     disable_hub_kernels()  # PEFT imports bitsandbytes

@@ -120,8 +120,8 @@ def auto_class(config: Any, *, text_only: bool = False, has_score_head: bool = F
     The adapter then has the names that servers of the released model expect.
 
     config          the model's configuration from transformers
-    text_only       return the family's text-only class if it has one
-    has_score_head  return the family's sequence classifier, with one label
+    text_only       whether to return the family's text-only class, if it has one
+    has_score_head  whether to return the family's sequence classifier, with one label
     Raises          UsageError for a family without a sequence classifier
     """
     from transformers import (
@@ -176,7 +176,7 @@ def refuse_other_objectives(config: Any, name: str, *, has_score_head: bool = Fa
 
     config          the model's configuration from transformers
     name            the model's name, for the error
-    has_score_head  the run trains a classifier with one label
+    has_score_head  whether the run trains a classifier with one label
     """
     family = getattr(config, "model_type", "") or "this model"
     classes = getattr(config, "architectures", None) or []

@@ -173,8 +173,8 @@ def resolve_precision(
     """Determines every dtype of a run from its configuration and the hardware. Raises UsageError,
     which lists every contradiction.
 
-    task_roles  for each role that only this kind of run has: its default dtype, or another role
-                whose dtype it takes
+    task_roles  the roles (purposes of tensors) that only this kind of run has. Each is mapped to
+                its default dtype, or to another role that has the same dtype
     """
     is_diffusion = detect_run_kind(config) == DIFFUSION
     parts = ("transformer", "unet") if is_diffusion else ("",)

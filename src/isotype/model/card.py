@@ -34,8 +34,8 @@ def write_card(
     """Writes the model card of a result. This card replaces PEFT's card, whose fields are empty.
 
     data            a description of the numbers of rows
-    observed        for each role and dtype, how many tensors of the role had this dtype at the last
-                    observation
+    observed        how many tensors of each role (purpose of a tensor, such as `grads`) had which
+                    dtype when dtypes were last observed
     has_score_head  whether the model is a sequence classifier with one label
     """
     inner: Any = inner_model(model)
@@ -106,7 +106,7 @@ def card_header(
     """Returns the lines that every card has. They contain the hub's metadata, followed by base,
     data and dtypes.
 
-    declared  the dtype of each role
+    declared  the declared dtype of each role (purpose of a tensor, such as `grads`)
     extra     more entries of the hub's metadata
     label     the name of the base that is shown; by default `base`
     """
@@ -173,8 +173,9 @@ def replace_verified_section(card: str, results: Mapping[str, Any]) -> str:
     """Returns the card with a section that shows how the result compares with the run. If the card
     already has such a section, it is replaced.
 
-    results  the content of the run's verify.json: name of a file or address of a server -> result.
-             The card may be published, so it does not contain the addresses
+    results  the content of the run's verify.json: the name of each file or the address of each
+             server, with the result. The card may be published, so it does not contain the
+             addresses
     """
     rows = [
         _verified_row(name, result) for name, result in results.items() if isinstance(result, dict)

@@ -44,10 +44,11 @@ class Family:
     model_type      the family's name in transformers
     permutes_rows   whether rows of q and k are stored in neighbouring pairs
     fixed_settings  settings that are fixed in llama.cpp's code and not stored in the file
-    norm_offset     number that is added to a norm's weights in the file, and not in transformers
+    norm_offset     a number that llama.cpp's files add to the weights of norms, and transformers'
+                    files do not
     settings        settings that only this family has, as a mapping of their names in the file to
                     their names in transformers
-    layer_tensors   tensors whose place differs from that in other families
+    layer_tensors   tensors that have another name in transformers than in the other families
     """
 
     model_type: str

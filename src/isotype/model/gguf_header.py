@@ -66,8 +66,9 @@ class TensorEntry:
 class Header:
     """The content of a header.
 
-    fields   settings by name; long lists and lists of text are in it only if they were read
-    tensors  tensors by name
+    fields   the settings by their names. Long lists and lists of text are included only if the
+             caller asked for them
+    tensors  the tensors by their names
     """
 
     fields: Mapping[str, Any]
@@ -77,7 +78,8 @@ class Header:
 def read_header(path: Path, *, with_lists: bool = False) -> Header:
     """Reads the header of a file.
 
-    with_lists  also read long lists and lists of text: the tokens and merges of a vocabulary
+    with_lists  whether to read long lists and lists of text too, such as the tokens and merges of a
+                vocabulary
     Raises      ValueError for a file that is not a GGUF file, or is truncated
     """
     if path.stat().st_size == 0:

@@ -81,10 +81,10 @@ if TYPE_CHECKING:
 class Source:
     """The folder or hub id from which a base model is loaded, and the settings for loading it.
 
-    text_only       load it as the family's text-only class, for an adapter that was trained on that
-                    class (Qwen3.5, Llama 3.2 Vision, Llama 4)
-    has_score_head  load it as a sequence classifier with one label, whose head is initialised at
-                    random if the files have none
+    text_only       whether to load the model as the family's text-only class, for an adapter that
+                    was trained on that class (Qwen3.5, Llama 3.2 Vision, Llama 4)
+    has_score_head  whether to load the model as a sequence classifier with one label. If the files
+                    have no such head, it is initialised at random
     rope            `model.rope_parameters`
     """
 
@@ -249,8 +249,8 @@ def load_base(
     `precision.trainable`. Otherwise they get the dtype `precision.base`; nf4, fp8 and int8 mean
     that they are quantised.
 
-    keeps_file_dtype  weights may keep the dtype of their file; they are then read only when they
-                      are used, and the caller casts them
+    keeps_file_dtype  whether weights may keep the dtype of their file. They are then read only when
+                      they are used, and the caller casts them
     part              the rows of a sharded model that this process will keep; the weights then stay
                       on the CPU (`loading_device`)
     notes             a list to which this function appends lines for the run's header

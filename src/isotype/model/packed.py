@@ -302,8 +302,8 @@ _DENSE_FIX = "a base that is not quantised, or precision.preset: nf4-lora on it"
 
 
 def pack_placeholders(model: nn.Module, packing: Packing) -> None:
-    """Replaces each `_PackedPlaceholder`, whose tensors are now loaded, by a `PackedLinear`. Works on
-    the meta device too.
+    """Replaces each `_PackedPlaceholder`, whose tensors are now loaded, by a `PackedLinear`. The
+    model may be on the meta device.
     """
     for path, placeholder in list(_placeholders(model)):
         tensors = placeholder.tensors()
@@ -318,8 +318,8 @@ def pack_placeholders(model: nn.Module, packing: Packing) -> None:
 
 
 def quantise_layers(model: nn.Module, layers: Collection[nn.Module], dtype_name: str) -> None:
-    """Packs these linear layers as fp8 or int8, one at a time, on their device. Works on the meta
-    device too. Raises UsageError.
+    """Packs these linear layers as fp8 or int8, one at a time, on their device. The layers may be
+    on the meta device. Raises UsageError.
     """
     refuse_unquantisable(dtype_name, "the model")
     for parent in list(model.modules()):
@@ -430,7 +430,7 @@ def insert_expert_placeholders(
 
     packed  the packed tensors of each layer, by the path of the layer
     names   all tensors of the files
-    ->      the paths among `packed` that are experts
+    ->      the paths in `packed` that belong to experts
     Raises  UsageError for a mixture-of-experts layer that does not use transformers' stacked
             experts
     """

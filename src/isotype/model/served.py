@@ -106,7 +106,7 @@ class ServedFormat:
     """Says how each matrix of a model is rounded.
 
     name   a value of `adapter.serve_as`
-    group  the values of a row that share a scale in int4
+    group  the number of neighbouring values of a row that have the same scale in int4
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:

@@ -38,8 +38,10 @@ def set_turn_columns(
 
     list_key      the key under which a row has the list of turns
     turn_keys     the keys under which a turn has its role and its content
-    role_names    Isotype's name of a role -> the names that the data uses for this role
-    turn_columns  other keys of a turn: Isotype's key -> the key that the data uses
+    role_names    a mapping from Isotype's name of a role to the names that the data uses for this
+                  role
+    turn_columns  other keys of a turn, as a mapping from Isotype's key to the key that the data
+                  uses
     sets_format   whether to set `format`; this is not needed for preference pairs and labels, which
                   have only one format
     """

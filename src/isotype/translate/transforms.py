@@ -87,11 +87,11 @@ class ConfigDraft:
     """Collects the configuration of Isotype while a file is translated. The handler of each key
     calls one of the methods of the draft.
 
-    source_values   every key of the file -> its value; for handlers that need the values of other
-                    keys
-    folder          the folder of the file; for keys that name other files
-    settings        `train.learning_rate` -> value
-    sources         `train.learning_rate` -> the source's key
+    source_values   all keys of the file with their values, for handlers that need the values of
+                    other keys
+    folder          the folder of the file, for keys that name other files
+    settings        the value of each setting, such as `train.learning_rate`
+    sources         for each setting, the key of the other tool from which its value comes
     outcomes        the outcome of each key that was handled
     precision_keys  the keys that together decide the precision; they are handled last
     defaults        the settings whose values are defaults of the other tool

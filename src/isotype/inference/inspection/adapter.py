@@ -26,7 +26,7 @@ class AdapterFacts:
     zero         modules that the adapter does not change, because one of their two matrices is zero
     single       matrices without a partner
     problem      why its settings and its matrices do not fit each other
-    servers      program -> how it loads the adapter, or why it refuses the adapter
+    servers      for each program, how it loads the adapter or why it refuses the adapter
     """
 
     description: str

@@ -53,8 +53,8 @@ class WeightDifference:
 class CheckpointComparison:
     """Contains the result of comparing two checkpoints.
 
-    equal, rounded  the number of weights whose values are equal, and whose values differ within the
-                    rounding of their dtypes
+    equal, rounded  the number of weights whose values are equal, and the number of weights whose
+                    values differ only by the rounding of their dtypes
     kept            the share of an adapter's change that the other checkpoint contains; None
                     without an adapter
     expected        the share that the weights with the change still contain after rounding to the

@@ -53,10 +53,10 @@ class DenseWeights:
     """The weights of a checkpoint by their names in transformers.
 
     label        what the weights are, for the report
-    skipped      names of tensors that are not compared -> the reason
-    aliases      tied weights -> the weight with the same values
-    changes      name -> a function that returns what an adapter adds to this weight; `tensors`
-                 contain the sums
+    skipped      the names of tensors that are not compared, with the reason
+    aliases      for each tied weight, the weight that has the same values
+    changes      for the name of each weight that an adapter changes, a function that returns what
+                 the adapter adds. `tensors` contains the sums
     base         the weights to which the adapter's changes were added
     is_loaded    whether the names are those of the loaded class, where experts are stacked
     computed     the names of weights that no file has: they are computed in fp32 from the adapter

@@ -23,7 +23,7 @@ class Inspection:
 
     unread    tensors whose values were not measured: integers, and kinds of blocks that are not
               decoded
-    readers   program -> how it loads the checkpoint, or why it refuses the checkpoint
+    readers   for each program, how it loads the checkpoint or why it refuses the checkpoint
     """
 
     facts: Facts

@@ -54,7 +54,7 @@ class Scales:
     """Lists the quantised weights of a model, and problems with their scales.
 
     quantised  the layers whose weight is quantised, with all its tensors
-    missing    layer -> which of its tensors is missing or has another shape
+    missing    for each layer with a problem, the tensor that is missing or has another shape
     orphaned   scales and zero points of layers whose weight is not quantised, or has no weight
     """
 
@@ -74,7 +74,7 @@ class Loading:
     unexpected   tensors that the class does not use
     mismatched   tensors with another shape than in the class
     narrowed     tensors that the class keeps in fp32, and that the files have in fewer bits
-    ties         weights that share their values with another weight -> that weight
+    ties         for each weight that is tied to another weight, the name of that weight
     turn_end     the text of the special token that ends an answer in the chat template
     model        the model on the meta device; None if it could not be built
     """

@@ -25,8 +25,8 @@ _MAX_TOKENIZER_BYTES = 256 << 20
 class TokenSettings:
     """The special tokens that programs use when they generate text.
 
-    end_ids     the file, or `tokenizer` -> the ids that end an answer
-    pad_ids     the file, or `tokenizer` -> the id that is used for padding
+    end_ids     for each file, or `tokenizer`, the ids that end an answer
+    pad_ids     for each file, or `tokenizer`, the id that is used for padding
     names       the text of each of these ids
     template    the file that has the chat template; "" without a template
     token_count the largest id of the tokenizer plus 1; 0 without a tokenizer

@@ -35,7 +35,7 @@ class Comparison:
     """The answers of a server, together with the expected answers.
 
     pairs       (server, trained, base) log-probabilities of the same tokens
-    agreements  for each answer: the number of equal tokens, and of compared tokens
+    agreements  for each answer, the number of equal tokens and the number of compared tokens
     differing   descriptions of answers that differ although one token was clearly more probable
     early       descriptions of answers that end before the answer of the trained model
     late        descriptions of answers that continue after the end token

@@ -234,8 +234,8 @@ class SglangServer(OpenAiServer):
 
 
 class OllamaServer(OpenAiServer):
-    """Ollama's own interface. Ollama's OpenAI interface is not used, because it does not accept
-    `repeat_penalty`, whose default is not 1.
+    """Implements Ollama's own interface. Ollama's OpenAI interface is not used, because it does not
+    accept `repeat_penalty`, whose default is not 1.
     """
 
     remedies = Remedies(

@@ -25,9 +25,9 @@ class ExpectedAnswer:
     text           the text without the end token
     texts          the text of each token
     logprobs       the log-probability of each token
-    base_logprobs  the log-probability of each token with the base
+    base_logprobs  the log-probability that the base model gives to each token
     alternatives   for each position the most probable tokens with their log-probabilities
-    base_alternatives  the same tokens with the log-probabilities of the base
+    base_alternatives  the same tokens, with the log-probabilities that the base model gives to them
     has_ended      whether the answer ended before the limit on its length
     """
 
@@ -74,8 +74,8 @@ class Expectations:
     endings      rows at whose end the trained model predicts the end token: the tokens of each row
                  before this token
     single_tokens  prompts of one token
-    system, tools, thinking  prompts that test these parts of the template; empty if it has no such
-                 part
+    system, tools, thinking  prompts that test how the template handles a system message, tools and
+                 thinking; empty if the template does not use this
     first_id, first_text  the token that begins every text; None and "" without one
     end_ids      the tokens that end an answer
     longest      the number of tokens of the longest prompt with its answer

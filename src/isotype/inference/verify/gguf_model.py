@@ -29,7 +29,9 @@ _LORA_B = ".lora_b"
 
 
 def read_gguf_header(path: Path) -> Header:
-    """Reads the header of a GGUF file with its lists. Raises UsageError for a damaged file."""
+    """Reads the header of a GGUF file, including its long lists. Raises UsageError for a damaged
+    file.
+    """
     try:
         header = read_header(path, with_lists=True)
     except (ValueError, OSError) as error:

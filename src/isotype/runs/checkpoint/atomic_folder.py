@@ -204,7 +204,8 @@ def find_damage(
     if every file has the recorded size and checksum and the folder contains the files that `needs`
     lists.
 
-    rank, size  only checks the checksum of every `size`-th file, beginning with file number `rank`
+    rank, size  the function checks only the checksum of every `size`-th file, beginning with file
+                number `rank`
     """
     try:
         checksums = json.loads((folder / SEAL).read_text())["files"]

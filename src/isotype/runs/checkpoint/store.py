@@ -171,7 +171,8 @@ class CheckpointStore:
         """Loads the checkpoint of a step.
 
         select_rows  the rows of each tensor that this process keeps; by default all
-        is_verified  `find_damage` was called before, so that no checksum is computed here
+        is_verified  true if `find_damage` was called before, so that no checksum has to be computed
+                     here
         Raises  RunError CK002 for a checkpoint that is incomplete, or that Isotype did not write
         """
         path = self.path(step)
@@ -276,8 +277,8 @@ def _join_pieces(pieces: list[Any], rows: range | None) -> Tensor:
 
 
 def pop_file_count(state: dict[str, Any]) -> int:
-    """Removes the number of files from a checkpoint's state and returns it. Raises TypeError for an
-    invalid number.
+    """Removes the entry with the number of files from a checkpoint's state, and returns this
+    number. Raises TypeError for an invalid number.
     """
     file_count = state.pop(FILE_COUNT_KEY, 1)
     if type(file_count) is not int or file_count < 1:
