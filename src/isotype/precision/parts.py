@@ -2,8 +2,8 @@
 rows that this process holds. For a tensor that is not sharded yet, it finds the rows that this
 process will keep.
 
-FSDP2 gives each process some rows of every weight. These rows are called its local part. If the
-model is not sharded, the local part is the whole tensor.
+FSDP2 gives each process some rows of every weight. These rows are called the local part of the
+weight. If the model is not sharded, the local part is the whole tensor.
 
 A model's weights come from files that are mapped into memory. A weight that keeps the dtype of the
 file takes no memory until it is read. A cast would read the whole weight in every process. `Part`

@@ -205,7 +205,7 @@ def run_gate(
 
 
 def _ask_conform(target: GateTarget, arguments: Any) -> tuple[list[Question], Report | None]:
-    """Asks the questions that run the function on the CPU, or on the device of its inputs."""
+    """Answers the questions for which the function runs on the CPU, or on the device of its inputs."""
     try:
         report = ampcheck(target.function, arguments, reference=target.reference, raises=False)
     except UsageError as error:

@@ -1,6 +1,6 @@
 """Checks training configurations. The module reads every file that may be a configuration, and
-decides which files belong to the same training run. For each run it works out which dtype is used
-for what. Every rule then checks this result.
+decides which files belong to the same training run. For each run it determines the dtypes of the
+weights, of the computation and of all other parts of training. Every rule then checks this result.
 """
 
 from __future__ import annotations

@@ -383,8 +383,8 @@ def model_dtype(facts: Facts) -> tuple[str | None, Setting | None]:
 
 
 def mixed_flag(facts: Facts, tool: str = "hf") -> Setting | None:
-    """Returns the trainer's flag for half precision that is switched on. If both flags are on,
-    `bf16` takes precedence.
+    """Returns the trainer's flag that switches half precision on. If both flags are on, `bf16`
+    takes precedence.
     """
     return facts.first_enabled(f"{tool}.bf16", f"{tool}.fp16")
 

@@ -337,7 +337,7 @@ class Call:
 
 def failing_call(situation: Situation) -> Call | None:
     """Returns the call on the user's innermost line if this line calls torch directly. Returns None
-    if a layer or another library is in between. Without a traceback, the result is the call that
+    if this line calls a layer or another library. Without a traceback, the result is the call that
     the text quotes.
     """
     if situation.quoted_frame is not None:

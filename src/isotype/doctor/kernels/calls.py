@@ -307,8 +307,8 @@ def _cast_inputs(inputs: Any, dtype_names: Sequence[str]) -> Any:
 
 def _dtype_variants(inputs: Any) -> Iterator[tuple[str, Reach, list[str]]]:
     """Yields several ways to choose the dtypes of the float tensors. Each has a label, and a
-    `Reach` that tells how likely callers are to use it. First come the given dtypes, then all
-    tensors in one dtype, then all tensors in bf16 except one.
+    `Reach` that tells how likely callers are to use it. The order is: the given dtypes, all tensors
+    in one dtype, all tensors in bf16 except one.
     """
     given_dtypes = [format_dtype(t.dtype) for t in _float_tensors(inputs)]
     yield INPUTS_AS_GIVEN, Reach.CONFIRMED, given_dtypes

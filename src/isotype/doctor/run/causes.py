@@ -1,5 +1,5 @@
-"""The documentation pages for the codes that `isotype doctor run` reports. This module imports no
-torch.
+"""Contains the documentation pages for the codes that `isotype doctor run` reports. This module
+imports no torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Exception hooks that print the explanation of a dtype error under its traceback. There are hooks
-for a program, for its threads, and for a notebook.
+"""Defines exception hooks that print the explanation of a dtype error under its traceback. There
+are hooks for a program, for its threads, and for a notebook.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def install_in_notebook(shell: Any) -> None:
 
 
 def _explain(error: BaseException) -> tuple[Finding, dict[str, Any]] | None:
-    """Returns the finding about an exception, and the facts for the JSON file. Returns None if the
-    exception is neither about dtypes nor about a step with NaN or inf.
+    """Returns the finding about an exception, and the details for the JSON file. Returns None if
+    the exception is neither about dtypes nor about a step with NaN or inf.
     """
     finding = getattr(error, "finding", None)
     if isinstance(finding, Finding):
@@ -81,7 +81,7 @@ def _explain(error: BaseException) -> tuple[Finding, dict[str, Any]] | None:
 
 
 def explain_to_stderr(error: BaseException, *, json_file: str | None = None) -> None:
-    """Prints the explanation of an exception, and writes its facts to a file. The function prints
+    """Prints the explanation of an exception, and writes the details to a file. The function prints
     nothing for an exception that is not about dtypes. If the explanation itself raises an error,
     this error is printed in one line.
     """

@@ -1,4 +1,4 @@
-"""Rules that determine the cause of an exception from the facts in its stack frames (`Evidence`).
+"""Defines the rules that determine the cause of an exception from its stack frames (`Evidence`).
 Each rule recognises one cause. It returns a finding if it recognises its cause, and otherwise None.
 Only the first finding is reported. The texts of the findings are in `causes.txt`.
 """

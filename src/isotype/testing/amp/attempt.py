@@ -1,5 +1,5 @@
-"""Runs the checked function once under one setting, and records what happens. The function may run
-unchanged, in fp64, or as plain PyTorch.
+"""Runs the checked function once with one combination of dtypes and autocast, and records what
+happens. The function may run unchanged, in fp64, or as plain PyTorch.
 
 The autograd engine silently casts gradients. So the module records the gradients of a hand-written
 backward before the engine casts them, both those that it receives and those that it returns. Rules

@@ -226,7 +226,9 @@ class _Check:
         self.numerics = Numerics(self.subject, self.reference, self.sample, inside_fp32=inside_fp32)
 
     def run(self) -> None:
-        """Runs the function under every setting, and applies the rules to the results."""
+        """Runs the function with every combination of dtypes and autocast, and applies the rules to
+        the results.
+        """
         # an in-place operator cannot write to a leaf that requires a gradient
         error = attempt(self.subject, self.sample, Setting(None)).error
         if "leaf Variable that requires grad" in str(error):
@@ -339,8 +341,8 @@ class _Check:
 
     def _check_numerics(self, outcomes: dict[Setting, Outcome]) -> None:
         """Checks numerical errors. If the function has no reference and no hand-written backward,
-        there is nothing to compare with. Then the check only reports weights that are rounded
-        before they are used.
+        there is nothing to compare with. In this case the check only reports weights that are
+        rounded before they are used.
         """
         settings_to_check = [
             s for s in outcomes if not s.is_backward_in_autocast and s.is_produced_by_trainer

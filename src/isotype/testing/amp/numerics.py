@@ -92,8 +92,8 @@ class Difference:
 
 @dataclass
 class Numerics:
-    """Measures the errors of one function on one sample. The exact results are computed only once
-    for each dtype combination.
+    """Measures the errors of one function with one set of arguments. The exact results are computed
+    only once for each dtype combination.
 
     different_results  the results that differ from the reference even in fp64, so that rounding
                        cannot be the cause
@@ -111,7 +111,7 @@ class Numerics:
     _truths: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
 
     def with_sample(self, sample: Sample) -> Numerics:
-        """Returns an object that measures the errors of the same function on another sample."""
+        """Returns an object that measures the errors of the same function with other arguments."""
         return Numerics(
             self.subject, self.reference, sample, self.inside_fp32, self.different_results
         )
@@ -534,9 +534,8 @@ OUTLIER_FACTOR = 6.0  # a row whose error exceeds this multiple of the median er
 
 
 def rounded_weight_faults(numerics: Numerics, setting: Setting) -> list[Fault]:
-    """Returns a fault AC022 if a weight is rounded before it is used. The check is made only under
-    settings in which all tensors have the same low-precision dtype. The check is not made if there
-    are no weights or no rows.
+    """Returns a fault AC022 if a weight is rounded before it is used. The check is only made if all
+    tensors have the same low-precision dtype, and if there are weights and rows.
     """
     subject = numerics.subject
     sample = numerics.sample

@@ -8,9 +8,9 @@ AC009, AC010  wrong gradients if the incoming gradient is an expanded tensor, an
 AC012         gradients that change if another input is frozen
 AC014         results that differ from the OpContract
 
-AC008 to AC012 are checked under only one setting, in which the function runs without an error. The
-gradients are compared with gradients of the same function in the same dtypes, so the comparison
-needs no tolerance for dtypes.
+AC008 to AC012 are checked with only one combination of dtypes, with which the function runs without
+an error. The gradients are compared with gradients of the same function in the same dtypes, so the
+comparison needs no tolerance for dtypes.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def accepted_failure_reason(
     does_reference_run: bool | None,
     has_contract: bool,
 ) -> str | None:
-    """The function raised an exception under this setting. If this is acceptable, returns the
-    reason why. Returns None if the exception is a fault.
+    """The function raised an exception with this combination of dtypes. If this is acceptable,
+    returns the reason why. Returns None if the exception is a fault.
 
     does_reference_run  whether the reference runs under this setting; None without a reference
     has_contract        whether a contract declares that this combination runs
@@ -376,9 +376,9 @@ def contract_faults(
 def declared_output(
     spec: TensorSpec, setting: Setting, contract: OpContract, letters: dict[str, str]
 ) -> TensorSpec:
-    """Returns the dtype and shape that the contract requires of an output under this setting. A
-    contract can use a letter for a dtype that is not fixed. Under autocast, depending on the
-    contract, such a letter may mean the autocast dtype or fp32.
+    """Returns the dtype and shape that the contract requires of an output for this combination of
+    dtypes and autocast. A contract can use a letter for a dtype that is not fixed. Under autocast,
+    depending on the contract, such a letter may mean the autocast dtype or fp32.
     """
     if setting.autocast is not None:
         if contract.autocast == "follows" and spec.is_free:

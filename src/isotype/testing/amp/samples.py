@@ -1,5 +1,5 @@
 """Defines the checked function (`Subject`), the inputs of one call (`Sample`), and the dtype
-combinations that a trainer produces (`Setting`). A setting determines the dtypes of inputs and
+combinations that a trainer produces (`Setting`). A `Setting` consists of the dtypes of inputs and
 parameters, the autocast dtype, and whether backward runs under autocast.
 """
 
@@ -457,7 +457,7 @@ def uniform_setting(
     groups: tuple[str, ...],
     autocast: torch.dtype | None = None,
 ) -> Setting:
-    """Returns the setting in which all groups have the same dtype."""
+    """Returns the combination in which all groups have the same dtype."""
     return Setting(tuple((group, dtype) for group in groups), autocast)
 
 
@@ -519,8 +519,8 @@ def _split_setting(
     weights: torch.dtype,
     autocast: torch.dtype,
 ) -> Setting:
-    """Returns the setting with the dtype `weights` for weights, and the dtype `inputs` for all
-    other tensors.
+    """Returns the combination in which weights have the dtype `weights`, and all other tensors have
+    the dtype `inputs`.
     """
     dtypes = []
     for group in groups:

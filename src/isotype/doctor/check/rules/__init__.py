@@ -1,5 +1,5 @@
-"""The rules of `isotype doctor check`, and the documentation page of each rule's code. Importing a
-module of this package registers the rules in it.
+"""Contains the rules of `isotype doctor check`, and the documentation page of each rule. Importing
+a module of this package registers the rules in it.
 """
 
 from ....pages import docstring_page

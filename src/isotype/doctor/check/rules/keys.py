@@ -1,5 +1,5 @@
-"""Rules that examine every key of a file. The rules find files that enable both fp16 and bf16. They
-also find values and keys that a tool refuses or ignores.
+"""Defines the rules that examine every key of a file. The rules find files that enable both fp16
+and bf16. They also find values and keys that a tool refuses or ignores.
 """
 
 from __future__ import annotations
