@@ -46,8 +46,8 @@ Key = tuple[str, ...]  # kind of tensor, name of the parameter or buffer, and ke
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that has changed: values of it differ from the values that were stored after the
-    previous step.
+    """A tensor that has changed since the previous step: some of its values differ from the values
+    that were stored then.
 
     narrower  the dtype to which the tensor was cast or its values were rounded, if this dtype is
               narrower; else empty

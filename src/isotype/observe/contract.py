@@ -681,8 +681,8 @@ class ContractChecker:
 
     def _check_buffers_and_tables(self, call: Call, dtype: str, lineage: Lineage) -> None:
         """Reports two faults in a forward. The first fault is an addition into a buffer of a narrow
-        dtype, for example a running mean. The second fault is that a function of positions or
-        constants is computed in a narrow dtype.
+        dtype, for example a running mean. The second fault is a computation with positions or
+        constants in a narrow dtype.
         """
         for target in call.written_tensors:
             full_name = self._buffers.get(storage_address(target))

@@ -330,7 +330,7 @@ def is_library_file(file: str) -> bool:
 
 
 def may_be_at_fault(file: str) -> bool:
-    """Whether a check reports faults in this file. It does not report faults in files of torch,
+    """Whether a check reports faults in this file. Checks do not report faults in files of torch,
     Triton, NumPy, the standard library and test runners.
     """
     for mark in _PACKAGE_FOLDERS:

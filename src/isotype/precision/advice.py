@@ -1,7 +1,8 @@
 """If a rule reports an error or a warning, it suggests one or more changes of the settings. This
-module tests each suggestion with the settings of the run. A suggestion is shown only if the rule no
-longer reports anything and no other rule reports a new error. If a suggestion only works together
-with changes of further settings, these changes are shown too. Imports no torch.
+module tests each suggestion with the settings of the run. A suggestion is shown only if two
+conditions are true with the suggested change: the rule reports nothing, and no other rule reports a
+new error. If a suggestion only works together with changes of further settings, these changes are
+shown too. Imports no torch.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class _Trial:
     previous_codes: set[str]
 
     def failure(self, change: Change) -> Finding | None:
-        """Applies a change to the settings. Returns the problem if it is still reported, or a new
-        error that the change causes. Returns None if the change solves the problem.
+        """Checks the settings again with a change. Returns the problem if it is still reported, or
+        a new error that the change causes. Returns None if the change solves the problem.
         """
         for finding in self.find(apply_change(self.settings, change)):
             begins = finding.severity == Severity.ERROR and finding.code not in self.previous_codes

@@ -489,8 +489,8 @@ def _decide(is_always: bool, is_never: bool) -> int | None:
 
 
 def _compute(operation: Operation, operands: Sequence[Value]) -> Value:
-    """Computes the range of an integer operation without wrapping. If the operation is in int32 and
-    the range does not fit, the result contains the overflow.
+    """Computes the range of an integer operation as if int32 had no limit. If the operation is in
+    int32 and the range does not fit, the result contains the overflow.
     """
     left, right = operands
     if not isinstance(left, Interval) or not isinstance(right, Interval):

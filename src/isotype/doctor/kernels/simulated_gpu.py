@@ -1,9 +1,9 @@
 """Simulates a GPU on the CPU, for code that uses `x.is_cuda`, device properties or `.cuda()`.
 
-Inside `simulate_gpu(target)` tensors are on the CPU but report `cuda:0`. A call with a CUDA device
-creates a CPU tensor. New memory is filled with zeros. The kernels do not run, so their outputs keep
-these zeros. Triton's active driver reports `target`. Nothing runs on a GPU, even if the machine has
-one.
+Inside `simulate_gpu(target)` tensors are on the CPU but report `cuda:0`. A call that asks for a
+CUDA device creates a CPU tensor. New memory is filled with zeros. The kernels do not run, so their
+outputs keep these zeros. Triton's active driver reports `target`. Nothing runs on a GPU, even if
+the machine has one.
 
 With `allocates=False`, tensors are on the meta device: they have shapes, dtypes and strides, but no
 memory. So a wrapper can be called with tensors that are larger than the memory of the machine. The

@@ -322,9 +322,9 @@ class Watcher:
         """
 
     def op_hooks(self) -> dict[str, tuple[BeforeHook, AfterHook | None]]:
-        """Returns two hooks for each op, by the name of the op. The first hook is called before the
-        op, with (op, args, kwargs). The second hook is called after the op, with the result of the
-        first hook. The second hook is not called if the first hook returns None.
+        """Returns a dict from the name of each op to its two hooks. The first hook is called before
+        the op, with (op, args, kwargs). The second hook is called after the op, with the result of
+        the first hook. The second hook is not called if the first hook returns None.
         """
         return {}
 

@@ -230,8 +230,8 @@ _FACTOR_NAME = re.compile(r"(?i)^(?:.*[_.])?(?:w\d+_?[ab]|lora_?(?:[ab]|down|up)
 
 
 def _tie_factors(slots: list[Slot]) -> list[Slot]:
-    """Gives all factors of one adapter the same group, because adapter libraries create them with
-    the same dtype.
+    """Puts the matrices of one adapter (such as A and B) into the same group, because adapter
+    libraries create them with the same dtype.
     """
     factors = [slot for slot in slots if _FACTOR_NAME.match(slot.name)]
     if len(factors) < 2:
