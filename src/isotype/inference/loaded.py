@@ -75,7 +75,7 @@ def load_run(folder: Path, *, as_served: bool = True) -> LoadedRun:
 
     as_served  whether the model multiplies by rounded weights if the run was trained for a served
                format. Without it, the model has the exact weights of base and adapter
-    Raises  UsageError for another folder, and for a run without a result and without a complete
+    Raises  UsageError for any other folder, and for a run that has neither a result nor a complete
             checkpoint
     """
     kind = detect_model_folder(folder)

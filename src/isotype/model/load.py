@@ -256,7 +256,7 @@ def load_base(
     notes             a list to which this function appends lines for the run's header
     full_modules      the result of `modules_trained_in_full`; these modules are not quantised
     offload           the value of `model.offload`, which keeps blocks on the CPU
-    Raises            UsageError for a base that the precision does not declare, and for an
+    Raises            UsageError for a base that does not agree with the precision, and for an
                       architecture that does not predict the next token
     """
     are_hub_kernels_off = disable_hub_kernels()

@@ -151,7 +151,7 @@ class RunRecord:
 
     @property
     def changes(self) -> list[str]:
-        """Returns the changes that the user made when the run was resumed, with their steps."""
+        """Returns what had changed each time the run was resumed, with the step."""
         return [
             f"after step {change['after_step']}: {change['what']}"
             for change in rows_or_empty(self.resumes.get("changes"), "after_step", "what")

@@ -173,8 +173,8 @@ def _open_folder(path: Path) -> Checkpoint:
 
 
 def _refuse_other_folder(path: Path) -> None:
-    """Raises UsageError for a folder without weights that can be read, with the path that may be
-    meant.
+    """Raises UsageError for a folder without weights that can be read. The message suggests the
+    path that the user may have meant.
     """
     if (path / PIPELINE_FILE).is_file():
         parts = [part.name for part in sorted(path.iterdir()) if is_checkpoint(part)]

@@ -57,7 +57,7 @@ def compute_expectations(run: LoadedRun, row_count: int) -> Expectations:
     """Returns the answers that a server should give if it serves the result of this run.
 
     row_count  the number of held-out rows, or of training rows if none are held out
-    Raises     UsageError for missing rows, and for a run on pictures
+    Raises     UsageError if the rows are missing, and for a run that was trained on pictures
     """
     rows, loaded = load_evaluation(run, row_count, prompt_count=PROMPTS)
     if loaded.pictures is not None:
@@ -127,7 +127,7 @@ def compute_expectations(run: LoadedRun, row_count: int) -> Expectations:
 
 
 class _Scored:
-    """Tokens whose log-probabilities are computed twice, first by the trained model and then by the
+    """Contains tokens whose log-probabilities are computed twice: by the trained model and by the
     base model.
     """
 
