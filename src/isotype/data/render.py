@@ -47,7 +47,8 @@ class TemplateRefusal(Exception):
 
 
 def render_text(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
-    """Calls `tokenizer.apply_chat_template(messages, tokenize=False, **options)` under the limits.
+    """Calls `tokenizer.apply_chat_template(messages, tokenize=False, **options)` with limits on its
+    time, its memory and the length of the text.
 
     Raises  TemplateLimitError if a limit is exceeded; TemplateRefusal if the template rejects the
             conversation or fails; RecursionError or jinja2.TemplateSyntaxError if the template

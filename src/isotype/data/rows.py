@@ -70,8 +70,9 @@ class SamplePrompt:
 @dataclass(frozen=True, slots=True)
 class Share:
     """Says how many of the training rows come from one source. `rows` is the number of rows of this
-    source. In the list of all rows, the rows of each source stand together, in the order of the
-    sources. `weight` says how often these rows are used, relative to the rows of other sources.
+    source. The list of all rows contains first all rows of the first source, then all rows of the
+    second source, and so on. `weight` says how often these rows are used, relative to the rows of
+    other sources.
     """
 
     rows: int

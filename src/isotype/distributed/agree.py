@@ -79,7 +79,9 @@ def _first_difference(name: str, text: str, text_of_first: str) -> str:
 
 
 def refuse_folder_of_another_machine(world: World, folder: Path) -> None:
-    """Raises UsageError if a process cannot see the file that the first process writes to `folder`."""
+    """Raises UsageError if a process does not find the file that the first process writes to
+    `folder`.
+    """
     if world.size == 1:
         return
     file = folder / ".seen_by_all"

@@ -116,8 +116,8 @@ def refuse_wrong_tying(folder: Path, embedding: str, head: str) -> None:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Digests:
-    """Casts each floating-point tensor to `dtype`, and returns the SHA-256 of its bytes under the
-    tensor's name.
+    """Casts each floating-point tensor to `dtype`, and returns a dictionary from the name of each
+    tensor to the SHA-256 of its bytes.
     """
     return {
         name: _digest(tensor, dtype)

@@ -162,7 +162,7 @@ class _Reader:
             raise ValueError("its header is cut")
 
     def read_value(self, value_kind: int) -> Any:
-        """Reads a value. Lists of text and long lists that are skipped give None."""
+        """Reads a value. The value is None for a list of text or a long list that is skipped."""
         if value_kind == _STRING:
             return self.read_text()
         if value_kind != _LIST:

@@ -3,9 +3,9 @@ zero, or by a factorisation of the base weight (PiSSA and OLoRA).
 
 PiSSA and OLoRA subtract the scaled product of the initial matrices, s B0 A0, from the base weight
 W. The trained adapter then only fits the residual W - s B0 A0, which other programs do not have.
-Isotype therefore keeps A0 and B0 beside A and B, and saves the adapter as an ordinary adapter for
-the unchanged base. Its update is s (B A - B0 A0), with the matrices [A; A0] and [B, -B0] of twice
-the rank. PEFT instead saves the name of the initialisation, and repeats the factorisation when an
+Isotype therefore also stores A0 and B0, and saves the adapter as an ordinary adapter for the
+unchanged base. Its update is s (B A - B0 A0), with the matrices [A; A0] and [B, -B0] of twice the
+rank. PEFT instead saves the name of the initialisation, and repeats the factorisation when an
 adapter is loaded.
 
 In shapes, K is the number of input features, O is the number of output features, and R is the rank.

@@ -1,5 +1,5 @@
-"""Recognises the tensors of a LoRA in a single file by their names, as PEFT, diffusers, kohya's scripts
-and ComfyUI write them. Imports no torch.
+"""Recognises the LoRA tensors in a file by the names that PEFT, diffusers, kohya's scripts and
+ComfyUI give them. Imports no torch.
 """
 
 from __future__ import annotations

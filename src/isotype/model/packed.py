@@ -343,7 +343,7 @@ def load_packed(
 ) -> Any:
     """Loads a causal language model whose weights were published quantised, from a folder or hub
     id. The model is frozen. Its packed layers contain the packed data of the file unchanged, and
-    give correct gradients. transformers loads all other modules as usual.
+    compute correct gradients for their inputs. transformers loads all other modules as usual.
 
     dtype    the dtype of the weights that the file does not pack
     options  further arguments of transformers' `from_pretrained`

@@ -1,6 +1,4 @@
-"""Computes, in fp32 arithmetic, the answers that a server should give if it serves the result of
-this run.
-"""
+"""Computes in fp32 the answers that a server of the trained model should give."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 def compute_expectations(run: LoadedRun, row_count: int) -> Expectations:
-    """Returns the answers that a server should give if it serves the result of this run.
+    """Returns the answers that a server of the trained model should give.
 
     row_count  the number of held-out rows, or of training rows if none are held out
     Raises     UsageError if the rows are missing, and for a run that was trained on pictures

@@ -1,5 +1,5 @@
-"""Writes a folder atomically. Files are written into a temporary folder beside the target. The
-folder is synced to disk, gets a file with checksums, and is then renamed.
+"""Writes a folder atomically. Files are first written into a temporary folder next to the target
+folder. The temporary folder is synced to the disk, gets a file with checksums, and is then renamed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def write_folder_together(
 def _temporary_folder(
     target: Path, *, should_remove_on_error: bool = True, next_action: str = "resume"
 ) -> Iterator[Path]:
-    """Yields the temporary folder beside `target`. The temporary folder is removed if an error
+    """Yields a temporary folder next to `target`. The temporary folder is removed if an error
     occurs.
     """
     temporary = target.parent / f".{target.name}.partial"

@@ -309,7 +309,7 @@ def deduplicate_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
 
 
 def restore_aliases(tensors: dict[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """Undoes `deduplicate_tensors`: all names of one tensor hold the same object again. Raises
-    KeyError for an alias of a tensor that is missing.
+    """Undoes `deduplicate_tensors`: returns a dictionary in which all names of one tensor refer to
+    the same object again. Raises KeyError for an alias of a tensor that is missing.
     """
     return tensors | {name: tensors[saved] for name, saved in aliases.items()}
