@@ -76,8 +76,8 @@ class Tally:
 
     @classmethod
     def sum(cls, tallies: Iterable[dict[str, Any]]) -> Tally:
-        """Adds up the counts of several tallies and returns them as one `Tally`. Each item of
-        `tallies` is the dictionary that the method `to_dict` of a tally returned.
+        """Adds up the counts of several tallies and returns them as one `Tally`. The items of
+        `tallies` are dictionaries, as the method `to_dict` returns them.
         """
         total = cls()
         for tally in tallies:
@@ -193,8 +193,8 @@ class Encoder:
         """Yields the tuple (example, row, whether the row was cut) for each example, in order.
         Examples without a token to learn are dropped and counted.
 
-        Examples for which the chat template raises an error are counted in `tally.bad`. Raises
-        UsageError if the template fails for a reason that has nothing to do with the row.
+        If the chat template raises an error for an example, the example is counted in `tally.bad`.
+        Raises UsageError if the template fails for a reason that has nothing to do with the row.
         """
         examples = iter(examples)
         while batch_examples := list(islice(examples, BATCH_TEXTS)):
@@ -659,7 +659,9 @@ class Encoder:
 
 
 def _split_windows(pieces: Iterable[list[int]], size: int) -> Iterator[list[int]]:
-    """Yields the tokens of all pieces in windows of `size` tokens. The last window may be shorter."""
+    """Splits the tokens of all pieces into windows of `size` tokens and yields the windows. The
+    last window may be shorter.
+    """
     waiting_ids: list[int] = []
     for piece in pieces:
         waiting_ids += piece

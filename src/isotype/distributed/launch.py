@@ -178,8 +178,8 @@ def _report_failure(
 
 @contextmanager
 def _forward_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Within this block, forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to every process. Each signal
-    that arrives is forwarded once.
+    """Returns a context manager that forwards SIGINT, SIGTERM, SIGHUP and SIGUSR1 to every process.
+    Each signal that arrives is forwarded once.
     """
 
     def forward(number: int, frame: object) -> None:

@@ -131,8 +131,9 @@ def local_part_of_mesh(mesh: Any, on_loaded: Callable[[nn.Module], None]) -> Par
 
 
 def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[nn.Module]:
-    """Splits `model` in place into units. This process keeps only its rows of each unit. The
-    adapter, the ops, the precision and recomputation are already installed in the model.
+    """Splits `model` in place into units, such as its decoder layers. This process keeps only its
+    rows of each unit. The adapter, the ops, the precision and recomputation are already installed
+    in the model.
 
     The weights may be on the CPU or in memory-mapped files. From a memory-mapped file, only the
     rows of this process are read. For each unit, this process's part is moved to the mesh's device,
@@ -282,8 +283,8 @@ def rows_by_rank(row_count: int, shard_count: int) -> list[int]:
 
 @contextmanager
 def replace_in_state_dict(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within this block, `model.state_dict()` returns these whole tensors in place of the sharded
-    tensors.
+    """Returns a context manager within which `model.state_dict()` contains these whole tensors and
+    not the sharded tensors.
     """
 
     def replace_tensors(

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def mark_unfilled_memory() -> Iterator[None]:
-    """Makes PyTorch fill new memory with NaN, the largest integer, or True within this block, so
-    that uninitialised memory is recognised. `torch.utils.deterministic` does this by default.
+    """Returns a context manager within which PyTorch fills new memory with NaN, the largest
+    integer, or True. In this way, uninitialised memory is recognised. torch's deterministic mode
+    does this by default.
     """
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -108,8 +108,8 @@ class Connection:
 
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Converts exceptions to UsageError. The code within this block reads an answer, which may
-        not have the expected form.
+        """Converts exceptions to UsageError. The code within the `with` block reads an answer,
+        which may not have the expected form.
         """
         try:
             yield

@@ -140,8 +140,8 @@ class ReferenceModel:
 
     @contextmanager
     def holding_weights(self) -> Iterator[None]:
-        """Keeps the weights in memory within this block, also between calls of the model. This is
-        for generation, which calls the model once for each token.
+        """Returns a context manager within which the weights stay in memory between calls of the
+        model. Generation uses it, because it calls the model once for each token.
         """
         self.is_held = True
         try:

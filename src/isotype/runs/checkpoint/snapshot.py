@@ -53,8 +53,8 @@ class Progress:
 
     @classmethod
     def from_file(cls, values: Mapping[str, Any]) -> Progress:
-        """Returns the progress that a checkpoint contains. Older versions wrote `units` as
-        `tokens`, and also `sampled_seconds`, which is ignored.
+        """Returns the progress that a checkpoint contains. Checkpoints of older versions have the
+        key `tokens` for `units`. They also contain `sampled_seconds`, which is ignored.
 
         Raises  TypeError for a value of a wrong type, and for a negative one
         """

@@ -84,8 +84,8 @@ class CheckpointStore:
         the checkpoint of step `best_step` as the best. The checkpoint from which the run continues
         stores this step.
 
-        The mark can be wrong if the process was killed after a checkpoint was written and before it
-        was marked, or if the newest checkpoint is damaged.
+        The wrong checkpoint may be marked as the best for two reasons: the process was killed
+        before it marked a new checkpoint, or the newest checkpoint is damaged.
         """
         for leftover in self.folder.glob(".step_*"):
             shutil.rmtree(leftover, ignore_errors=True)
