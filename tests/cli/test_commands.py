@@ -48,7 +48,7 @@ def test_a_mistake_in_options_and_arguments_is_answered_with_what_works(tmp_path
         (("eval", "r", "--data", "f"), "isotype eval RUN FILE"),
         (("merge", "base", "adapter"), "isotype merge RUN_OR_ADAPTER --out FOLDER; the run or"),
         (("chat", "r", "hello"), "isotype sample RUN"),
-        (("export", "r"), "--to comfyui|gguf"),
+        (("export", "r"), "--to comfyui|compressed-tensors|gguf"),
         (("train", "--gpus", 2, "model.device=cpu", *small), "--processes 2"),
         (("doctor", "conform", tmp_path / "empty.py"), "define it: the file has no function"),
     ):

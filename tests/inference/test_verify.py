@@ -473,9 +473,9 @@ def test_the_result_is_a_section_of_the_report(llama) -> None:
 def test_the_comparison_loads_the_run_once(llama, tmp_path, monkeypatch) -> None:
     folders = []
 
-    def count(folder: Path) -> Any:
+    def count(folder: Path, **options: Any) -> Any:
         folders.append(folder)
-        return load_run(folder)
+        return load_run(folder, **options)
 
     monkeypatch.setattr("isotype.inference.loaded.load_run", count)
     ask("merge", llama.run, "--out", tmp_path / "merged", "--verify")
@@ -597,6 +597,7 @@ def test_an_export_rounds_the_sum_of_base_and_adapter_once(llama, tmp_path) -> N
     assert np.array_equal(stored.data, want)
 
 
+@pytest.mark.full
 def test_a_gguf_base_goes_back_into_its_own_types(llama, tmp_path) -> None:
     base = tmp_path / "base.gguf"
     export_model(llama.base, base, "Q4_0")

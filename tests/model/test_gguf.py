@@ -254,8 +254,8 @@ def test_what_is_not_read_is_refused_by_name(workshop, tmp_path, subtests):
 
 def test_the_package_is_named_where_it_is_missing(file, workshop, monkeypatch):
     """transformers before 5.23 reads the tokenizer with it; nothing else does."""
+    path = file()  # the package writes it
     monkeypatch.setitem(sys.modules, "gguf", None)
-    path = file()
     path.touch()
     assert len(read_header(path).tensors) == 21
 

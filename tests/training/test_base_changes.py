@@ -151,7 +151,14 @@ def edit(base: Path, change: str) -> None:
     (base / "config.json").write_text(json.dumps(settings))
 
 
-@pytest.mark.parametrize("change", ["weights", "rms_norm_eps", "rope_theta"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "weights",
+        pytest.param("rms_norm_eps", marks=pytest.mark.full),
+        pytest.param("rope_theta", marks=pytest.mark.full),
+    ],
+)
 def test_a_resume_with_another_base_is_refused(change, base, configured, tmp_path):
     assert train(configured(model={"name": str(base)})) == 0
     run = tmp_path / "run"
@@ -181,7 +188,7 @@ def test_a_moved_run_is_recognised_by_its_content(base, workshop, configured, tm
     assert [entry["of"] for entry in read(run, "resumes")["changes"]] == ["settings"] * 3
 
 
-@pytest.mark.parametrize("key", ["model.name", "data.train"])
+@pytest.mark.parametrize("key", ["model.name", pytest.param("data.train", marks=pytest.mark.full)])
 def test_a_path_to_other_content_is_refused(key, base, workshop, configured, tmp_path):
     rows = Path(shutil.copy(workshop.chats, tmp_path / "rows.jsonl"))
     train(configured(model={"name": str(base)}, data={"train": str(rows)}))
@@ -216,6 +223,7 @@ def test_other_settings_of_a_moved_source_are_refused(workshop, configured, tmp_
             assert train(longer, resume=run) == 0
 
 
+@pytest.mark.full
 def test_a_resume_under_another_version_of_the_library_only_names_it(base, configured, tmp_path):
     assert train(configured(model={"name": str(base)})) == 0
     run = tmp_path / "run"

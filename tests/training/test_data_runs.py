@@ -40,7 +40,10 @@ def settings(workshop: Any, tmp_path: Path, kind: str) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.full) if "weighted" in kind else kind for kind in KINDS],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(
     configured: Any, workshop: Any, tmp_path: Path, kind: str, capsys: Any
 ) -> None:

@@ -22,7 +22,7 @@ from .configurations import AXOLOTL, AXOLOTL_LORA, FACTORY, TUNE, UNSLOTH
 _SECTIONS = ("images", "diffusion", "distil", "precision")
 # settings that none of these tools has, and one that stands in the entries of data.train
 _NOBODY = (
-    "data.roles model.vae "
+    "data.roles data.eval_seed model.vae adapter.serve_as adapter.serve_from "
     "model.config model.lora_branch model.allow_unquantised model.offload data.thoughts data.on_bad_row data.cache adapter.factor "
     "adapter.train_tokens adapter.text_encoders adapter.text_encoder_rate train.decay train.ema train.checkpointed_layers "
     "train.keep_attention train.memory train.stop_on run.adapters_every run.adapters_keep run.adapter_format run.sample_every "

@@ -238,9 +238,9 @@ def lookup_hardware(name: str) -> Hardware:
         if spelling in DEVICES:
             return DEVICES[spelling]
     # the memory may be named even if there is only one card of this name
-    name, _, memory = _compact_name(without_form).rpartition("-")
-    if name in DEVICES and f"{DEVICES[name].memory // GiB}gb" == memory:
-        return DEVICES[name]
+    card, _, memory = _compact_name(without_form).rpartition("-")
+    if card in DEVICES and f"{DEVICES[card].memory // GiB}gb" == memory:
+        return DEVICES[card]
     capability = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)a?", spec)
     if capability:
         generation = _generation_from_capability(int(capability[1]), int(capability[2]))

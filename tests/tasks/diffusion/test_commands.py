@@ -61,7 +61,7 @@ def test_ls_and_report_know_pictures_and_chat_refuses(run, studio):
     assert "pictures" in ask("ls", run.parent)
     ask("report", run)
     page = (run / "report.html").read_text()
-    assert page.count('<figure><a href="samples/') == 3, "steps 0, 1 and 2"
+    assert page.count('<a class="enlarge" href="samples/') == 3, "steps 0, 1 and 2"
     with pytest.raises(UsageError, match="draws pictures, and answers nothing"):
         ask("chat", run)
 

@@ -13,7 +13,6 @@ from tests.tasks.diffusion.every_family import CASES, PAIRS, PIPELINES, train_pi
 # the others are trained by `make test-full`
 EVERY_DAY = {
     "ZImagePipeline",
-    "QwenImageEditPlusPipeline",
     "StableDiffusionPipeline",
 }
 

@@ -282,6 +282,13 @@ IN_PAIRS = ("kontext", "qwen_edit", "qwen_edit_plus", "klein_edit", "flux2_edit"
 EDITED = ("klein_edit", "flux2_edit")
 # trained by `make test-full` alone, where a family of the same form is trained every day
 FULL = (
+    "hidream",
+    "lumina2",
+    "chroma",
+    "sana",
+    "qwen_edit",
+    "klein",
+    "auraflow",
     "qwen_edit_plus",
     "flux2_edit",
     "krea2",

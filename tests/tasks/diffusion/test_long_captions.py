@@ -86,6 +86,9 @@ def test_what_lies_beyond_the_windows_is_counted(drawn, pipeline, captioned):
     assert "longer than the 14 tokens that are read (up to 17)" in line
 
 
+@pytest.mark.parametrize(
+    "pipeline", [pytest.param("sd1", marks=pytest.mark.full), "sdxl"], indirect=True
+)
 @pytest.mark.parametrize("trains_encoders", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_run_on_long_captions_trains_draws_and_resumes(
     drawn, pipeline, captioned, tmp_path, trains_encoders

@@ -134,7 +134,6 @@ def test_a_model_that_uses_its_mask_elsewhere_gets_it():
     ("preset", "recompute"),
     [
         ("bf16-mixed", "none"),
-        ("nf4-lora", "layers"),
         *(pytest.param(preset, "layers", marks=pytest.mark.full) for preset in PRESETS),
     ],
 )

@@ -457,6 +457,7 @@ def test_kto_learns_the_taste_from_labels(paired, tmp_path, capsys):
     assert "answers are labelled as wanted" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_reference_point_of_kto_is_one_number_of_the_whole_step(paired, tmp_path):
     # mostly wanted answers, so that those to other prompts become likelier too, and the point is
     # above 0

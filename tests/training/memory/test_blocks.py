@@ -217,7 +217,7 @@ def counted(made, tokens, device="rtx4090", accumulate=1):
     )
 
 
-@pytest.mark.parametrize("preset", ["bf16-lora", "nf4-lora"])
+@pytest.mark.parametrize("preset", ["bf16-lora", pytest.param("nf4-lora", marks=pytest.mark.full)])
 def test_a_plan_counts_two_blocks_on_the_device(preset):
     if preset == "nf4-lora":
         pytest.importorskip("bitsandbytes")
@@ -235,6 +235,7 @@ def test_a_plan_counts_two_blocks_on_the_device(preset):
     assert whole.activations == plan.activations
 
 
+@pytest.mark.full
 def test_counted_time_follows_the_copies_where_there_is_little_work():
     _, short, _ = planned("blocks")
     wide = {

@@ -160,7 +160,9 @@ def modulated_layer_norm_forward_kernel(
     )  # [BLOCK]
     mean_fp32 = tl.sum(x_fp32, 1) / hidden  # [ROWS]
     centred_fp32 = tl.where(columns, x_fp32 - mean_fp32[:, None], 0.0)
-    factor_fp32 = 1.0 / tl.sqrt(tl.sum(centred_fp32 * centred_fp32, 1) / hidden + eps)  # [ROWS]
+    factor_fp32 = 1.0 / tl.sqrt(
+        tl.sum(centred_fp32 * centred_fp32, 1) / hidden + eps.to(tl.float32)
+    )  # [ROWS]
     y_fp32 = centred_fp32 * factor_fp32[:, None] * (1.0 + scale_fp32)[None, :] + shift_fp32[None, :]
     tl.store(out + offsets, y_fp32.to(out.dtype.element_ty), mask=inside)
 
@@ -201,9 +203,9 @@ def modulated_layer_norm_backward_kernel(
         )  # [BLOCK]
         mean_fp32 = tl.sum(x_fp32, 1) / hidden  # [ROWS]
         centred_fp32 = tl.where(columns, x_fp32 - mean_fp32[:, None], 0.0)
-        factor_fp32 = (1.0 / tl.sqrt(tl.sum(centred_fp32 * centred_fp32, 1) / hidden + eps))[
-            :, None
-        ]  # [ROWS, 1]
+        factor_fp32 = (
+            1.0 / tl.sqrt(tl.sum(centred_fp32 * centred_fp32, 1) / hidden + eps.to(tl.float32))
+        )[:, None]  # [ROWS, 1]
         normed_fp32 = centred_fp32 * factor_fp32
         g_fp32 = d_fp32 * (1.0 + scale_fp32)[None, :]
         mean_g_fp32 = (tl.sum(g_fp32, 1) / hidden)[:, None]  # [ROWS, 1]

@@ -56,7 +56,8 @@ def rms_norm_forward_kernel(
     w_fp32 = tl.load(weight + h, mask=h < hidden, other=0.0).to(tl.float32)  # [BLOCK]
     if OFFSET:
         w_fp32 += 1.0
-    scale_fp32 = 1.0 / tl.sqrt(tl.sum(x_fp32 * x_fp32, 1) / hidden + eps)  # [ROWS]
+    # torch.compile passes a Python float as fp64
+    scale_fp32 = 1.0 / tl.sqrt(tl.sum(x_fp32 * x_fp32, 1) / hidden + eps.to(tl.float32))  # [ROWS]
     tl.store(
         out + offsets,
         (x_fp32 * scale_fp32[:, None] * w_fp32[None, :]).to(out.dtype.element_ty),
