@@ -271,8 +271,8 @@ def simpletuner_keys(tree: Tree | str, config: Path) -> list[SourceKey]:
     """Returns the keys of a configuration file of SimpleTuner (JSON, TOML or config.env), together
     with the keys of the dataset file that this configuration names. Raises UsageError.
 
-    SimpleTuner reads config.env as a shell script. This function reads only the lines that assign a
-    value, and runs nothing.
+    A config.env is a shell script. This function reads only the lines that assign a value, and runs
+    nothing.
     """
     keys: dict[str, SourceKey] = {}
     if isinstance(tree, str):
