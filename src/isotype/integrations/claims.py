@@ -1,8 +1,8 @@
 """Lists the settings that decide the precision of a trainer. They are in its arguments, the
 environment, accelerate, the checkpoint, PEFT and TRL.
 
-`check_trainer` runs before anything is changed. It raises an error with a fix for trainers that
-`attach` cannot handle. `resolve_trainer_precision` converts the caller's request to one
+`check_trainer` runs before anything is changed. If `attach` does not support the trainer, it raises
+an error that says how to fix this. `resolve_trainer_precision` converts the caller's request to one
 `Precision`, or raises an error for a contradiction. `collect_claims` lists the settings with their
 values.
 """

@@ -85,8 +85,8 @@ _ID_COLUMNS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "complet
 
 
 def _read_first_rows(dataset: Any) -> tuple[list[Any], str]:
-    """Returns the first rows of the dataset and an empty text. If they cannot be read, returns no
-    rows and the reason. A stream is not read, because this would remove rows from it.
+    """Returns the first rows of the dataset and the reason why they cannot be read, which is an
+    empty text if they were read. A stream is not read, because this would remove rows from it.
     """
     if dataset is None:
         return [], "no dataset"

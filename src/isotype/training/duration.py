@@ -4,8 +4,8 @@ result.
 The header of a run uses the measured time of a trial step. `isotype plan` runs no model. On a CPU,
 it measures for about 0.2 s how fast this machine multiplies matrices and reads weights, and
 computes the times from the FLOPs of the longest rows and from the bytes of the weights. There is no
-such estimate for a GPU. There, a small step or a generated token mostly spends its time on kernel
-launches, and the FLOPs and the bytes do not show this time.
+such estimate for a GPU. On a GPU, launching the kernels takes most of the time of a small step or
+of one generated token, and this time cannot be computed from FLOPs and bytes.
 """
 
 from __future__ import annotations

@@ -180,8 +180,8 @@ def _read_prompts(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def _parse_pixels(value: Any, kind: object) -> int:
-    """Returns the side of a square in pixels. If `kind` is `area`, `value` is a number of
-    megapixels.
+    """Returns the side length of a square picture, in pixels. If `kind` is `area`, `value` is a
+    number of megapixels.
     """
     size = float(value)
     return int(size) if str(kind) != "area" else max(64, round((size * 1e6) ** 0.5 / 64) * 64)

@@ -249,8 +249,8 @@ class Incident:
 
 
 def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
-    """Yields every exception in a log, and every passage of other text. The exceptions and passages
-    are sorted by the position of their last line in the log.
+    """Yields the incidents of a log: every exception, and every block of other lines. They are
+    sorted by the position of their last line.
     """
     open_incidents: dict[str, Incident] = {}
     ranks_with_cause: set[str] = (

@@ -20,8 +20,8 @@ _WRAPPER_NAMES = frozenset(
 
 
 class ModelNames:
-    """Knows the paths of the modules, parameters and buffers of the models in the frames of a
-    traceback.
+    """Finds the models in the variables of a traceback, and stores the path of each of their
+    modules, parameters and buffers.
 
     dtype_counts  the number of elements of the parameters by dtype
     """

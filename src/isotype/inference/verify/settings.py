@@ -200,7 +200,7 @@ def compare_folder_settings(
 
 
 def _compare_end_tokens(run: LoadedRun, folder: Path) -> list[Difference]:
-    """Compares the tokens that end an answer."""
+    """Compares the end tokens of the run with the end tokens of the written folder."""
     model: Any = run.model
     expected = model.generation_config.eos_token_id
     try:

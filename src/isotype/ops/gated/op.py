@@ -139,8 +139,8 @@ def _fake_backward(
 def _cpp_backward(
     x: Tensor, up: Tensor | None, dy: Tensor, activation: str, returns_product: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x and up, and the result of the forward. If one of these tensors is
-    not needed, an empty tensor is returned in its place.
+    """Returns the gradient of `x`, the gradient of `up`, and the output of the forward. If one of
+    these tensors is not needed, an empty tensor is returned in its place.
     """
     dx, dup, y = _fake_backward(x, up, dy, activation, returns_product)
     if up is None:
