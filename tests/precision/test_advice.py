@@ -65,6 +65,7 @@ def findings_of(settings, device):
         "optimizer": settings["train.optimizer"],
         "task_roles": TASK_ROLES,
         "family": settings.get("family", "llama"),
+        "micro_batches": 16,
     }
     told = []
 

@@ -121,7 +121,7 @@ BROKEN = {
 
 
 def test_every_rule_has_a_test_and_a_page():
-    assert set(RULES) == {*BROKEN, "PR001", "PR027", "PR030"}
+    assert set(RULES) == {*BROKEN, "PR001", "PR027", "PR030", "PR031"}
     for code in RULES:
         text = page(code)
         assert text is not None
@@ -148,6 +148,29 @@ def test_a_contradiction_names_both_settings_and_the_fix(h100, subtests):
             assert code in text
             assert "run.yaml:" in text
             assert "fix" in text
+
+
+def test_a_sum_of_many_gradients_in_bf16_is_a_warning(h100):
+    for micro_batches, grads, is_warned in (
+        (64, "bf16", True),
+        (16, "bf16", True),
+        (15, "bf16", False),
+        (64, "fp32", False),
+    ):
+        resolved = resolve(
+            {"preset": "bf16-pure", "grads": grads},
+            device=h100,
+            adapter="none",
+            sources={"train.accumulate": "run.yaml:7"},
+            micro_batches=micro_batches,
+        )
+        codes = [warning.code for warning in resolved.warnings]
+        assert codes == (["PR031"] if is_warned else []), (micro_batches, grads)
+        if is_warned:
+            text = resolved.warnings[0].render()
+            assert f"the gradients of {micro_batches} micro-batches are summed in bf16" in text
+            assert "run.yaml:7" in text
+            assert "precision.grads: fp32" in text
 
 
 @pytest.mark.parametrize("family", OVERFLOWS_IN_FP16)

@@ -189,6 +189,7 @@ def resolve_precision(
         checkpoint=_published_quantisation(settings),
         family=str(settings.get("model_type") or ""),
         served=config.adapter.serve_as or "",
+        micro_batches=config.train.accumulate,
     )
 
 

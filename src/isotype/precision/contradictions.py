@@ -36,7 +36,7 @@ class Setting:
         return f"{self.value} ({self.source})"
 
 
-SETTINGS = (*ALL_ROLES, "preset", "adapter", "frozen", "family", "optimizer_name")
+SETTINGS = (*ALL_ROLES, "preset", "adapter", "frozen", "family", "optimizer_name", "micro_batches")
 _HALF_DTYPES = ("bf16", "fp16")
 
 
@@ -56,7 +56,8 @@ class SettingFacts(sheets.Facts):
 
     settings  every role of the run, `adapter` (lora or none), `frozen` (yes if some weights of the
               model are not trained, else no), `family` (the model's `model_type`),
-              `optimizer_name` (adamw, adamw8bit) and `preset`
+              `optimizer_name` (adamw, adamw8bit), `micro_batches` (number of micro-batches per
+              update) and `preset`
     """
 
     fact_functions = {
@@ -182,6 +183,9 @@ def _find_place(names: list[str], settings: Mapping[str, Setting]) -> Place:
 
 
 def _config_key(name: str) -> str:
-    return {"adapter": "adapter.kind", "optimizer_name": "train.optimizer"}.get(
-        name, f"precision.{name}"
-    )
+    keys = {
+        "adapter": "adapter.kind",
+        "optimizer_name": "train.optimizer",
+        "micro_batches": "train.accumulate",
+    }
+    return keys.get(name, f"precision.{name}")

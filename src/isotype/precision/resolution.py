@@ -142,6 +142,7 @@ def resolve(
     checkpoint: tuple[str, str] | None = None,
     family: str = "",
     served: str = "",
+    micro_batches: int = 1,
 ) -> Resolved:
     """Determines the precision of a run from `settings`, which may have a preset and values of
     roles.
@@ -157,6 +158,8 @@ def resolve(
     checkpoint  (dtype, description) of a base that was published quantised; `auto` keeps that dtype
     family      the model's `model_type`; "" where it is not known
     served      the value of `adapter.serve_as`; "" without it
+    micro_batches
+                the number of micro-batches whose gradients are summed for one update
     Raises      UsageError that lists every contradiction, the most severe first
     """
     written = {
@@ -182,6 +185,7 @@ def resolve(
             task_roles=task_roles or {},
             checkpoint=checkpoint if preset == "auto" and "base" not in roles else None,
             family=family,
+            micro_batches=micro_batches,
         )
         return _resolve_run(run)
 
@@ -210,6 +214,7 @@ class _RunSettings:
     has_frozen_weights  None if this depends on whether there is an adapter
     checkpoint          (dtype, description) of the base whose dtype `auto` keeps
     family              the model's `model_type`
+    micro_batches       number of micro-batches per update
     """
 
     preset: str
@@ -222,6 +227,7 @@ class _RunSettings:
     task_roles: Mapping[str, str]
     checkpoint: tuple[str, str] | None
     family: str
+    micro_batches: int
 
     @property
     def generate_follows_compute(self) -> bool:
@@ -322,6 +328,11 @@ def _list_settings(run: _RunSettings, resolved: Resolved, preset_reason: str) ->
         has_frozen_weights = run.adapter != "none"
     settings["frozen"] = Setting("yes" if has_frozen_weights else "no")
     settings["family"] = Setting(run.family)
+    settings["micro_batches"] = Setting(
+        str(run.micro_batches),
+        sources.get("train.accumulate", "default"),
+        "train.accumulate" in sources,
+    )
     settings["optimizer_name"] = Setting(
         run.optimizer, sources.get("train.optimizer", "default"), "train.optimizer" in sources
     )
