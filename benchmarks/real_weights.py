@@ -633,9 +633,10 @@ def format_readme_row(results: dict[str, Any]) -> str:
     return (
         f"| {result['steps']} steps of LoRA on {name} (real weights) compared with TRL, on the same"
         f" tokens and with the same first adapter | the losses of a step differ by"
-        f" {lora['median']:.4f} (median), at most by {lora['max']:.4f}; adapter gradients in bf16"
-        f" have {ratio:.2f} of the error of transformers with PEFT, log-probabilities of the head alone"
-        f" {head_ratio:.2f} of the error of transformers"
+        f" {lora['median']:.4f} (median), at most by {lora['max']:.4f}; the error of the adapter"
+        f" gradients in bf16 is {ratio:.2f} times the error with transformers and PEFT; the error of"
+        f" the log-probabilities of the head alone is {head_ratio:.2f} times the error with"
+        " transformers"
         " ([table](docs/results.md#real-weights-beside-trl)) |"
     )
 

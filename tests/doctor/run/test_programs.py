@@ -34,6 +34,20 @@ TRUTH = {
         "`self.norm(x.float())` returns fp32, because the weights of blocks.0.norm are fp32",
         "`hidden.to(torch.bfloat16)`",
     ),
+    "library_norms": Truth(
+        "RN001",
+        "out = model(input_ids=ids, labels=ids)",
+        "model.layers.0.self_attn.q_proj",
+        "because the weights of model.layers.0.input_layernorm are fp32",
+        "cast the weights of model.layers.0.input_layernorm to bf16 too",
+    ),
+    "library_hook": Truth(
+        "RN001",
+        "out = model(ids, labels=ids)",
+        "model.decoder.layers.0.self_attn_layer_norm",
+        "is fp32",
+        "cast the value to bf16 where it becomes fp32: in a hook",
+    ),
     "lora_adapters": Truth(
         "RN002",
         "return self.base(x) + self.lora_B(self.lora_A(x))",

@@ -139,11 +139,29 @@ def _passed(evidence: Evidence, operand: Operand, producer: Producer) -> str:
     needed to call a method on it. If it is not known which expression in the user's code produced
     the operand, and the user's call has a single argument, the result is this argument.
     """
-    text = producer.passed
+    return _brackets(_passed_argument(evidence, operand, producer) or operand.label)
+
+
+def _passed_argument(evidence: Evidence, operand: Operand, producer: Producer) -> str:
+    """Returns the user's expression for an operand, or "" if it is not known. A single argument
+    of the user's call is this expression unless its value has another dtype, as token ids have.
+    """
     call = evidence.user_frame.expression
-    if not text and isinstance(call, ast.Call) and len(call.args) == 1:
-        text = ast.unparse(call.args[0])
-    return _brackets(text or operand.label)
+    if producer.passed or not isinstance(call, ast.Call) or len(call.args) != 1:
+        return producer.passed
+    value = read_value(call.args[0], evidence.user_frame)
+    if is_tensor(value) and value.dtype != operand.dtype:
+        return ""
+    return ast.unparse(call.args[0])
+
+
+def _is_in_user_line(evidence: Evidence, operand: Operand, producer: Producer) -> bool:
+    """True if the user's line contains an expression for the operand. Otherwise the operand's name
+    is a variable of a library.
+    """
+    if _passed_argument(evidence, operand, producer):
+        return True
+    return evidence.frames[operand.frame_index].is_user_code
 
 
 def _passed_at(evidence: Evidence, producer: Producer) -> str:
@@ -309,6 +327,7 @@ def find_float_indices(evidence: Evidence) -> Finding | None:
         evidence,
         floats[-1],
         operation=evidence.operation,
+        is_in_user_line=_is_in_user_line(evidence, floats[-1], producer),
         source=producer.text,
         source_at=producer.location,
     )
@@ -678,6 +697,7 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         has=operand.dtype_name,
         needs=weight.dtype_name,
         passed=passed,
+        is_in_user_line=_is_in_user_line(evidence, operand, producer),
         passed_at=_passed_at(evidence, producer),
         kind=producer.kind,
         producer=producer.text if producer.kind != "unknown" else passed,
@@ -718,6 +738,7 @@ def find_mixed_operands(evidence: Evidence) -> Finding | None:
         source=producer.text,
         source_at=producer.location,
         passed=_passed(evidence, odd, producer),
+        is_in_user_line=_is_in_user_line(evidence, odd, producer),
         at=_passed_at(evidence, producer),
         target=str(others[0].dtype),
     )
