@@ -31,6 +31,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.whole_run import write_inputs
+
 CASES = (
     "bf16-pure/none",
     "bf16-mixed/none",
@@ -74,42 +78,6 @@ def measured(function: Callable[..., Any], values: list[tuple[int, float]]) -> C
         return result
 
     return call
-
-
-def write_inputs(arguments: argparse.Namespace, folder: Path) -> None:
-    """Writes a model with random weights, its tokenizer, and the rows as conversations."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from isotype.data.stdlib import stdlib_pairs
-    from isotype.quickstart.text import train_tokenizer
-
-    pairs = stdlib_pairs()[: arguments.rows]
-    texts = [f"{pair.question} {pair.answer}" for pair in pairs]
-    tokenizer = train_tokenizer(texts, vocabulary=1024)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.hidden * 8 // 3 // 64 * 64,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.hidden // 64,
-        num_key_value_heads=arguments.hidden // 64,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    lines = []
-    for pair in pairs:
-        turns = [
-            {"role": "user", "content": pair.question},
-            {"role": "assistant", "content": pair.answer},
-        ]
-        lines.append(json.dumps({"messages": turns}) + "\n")
-    eval_count = max(1, len(lines) // 20)
-    (folder / "train.jsonl").write_text("".join(lines[eval_count:]))
-    (folder / "eval.jsonl").write_text("".join(lines[:eval_count]))
 
 
 def settings(arguments: argparse.Namespace, case: str, folder: Path) -> dict[str, Any]:
@@ -247,7 +215,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     rows = {}
     with tempfile.TemporaryDirectory() as name:
-        write_inputs(arguments, Path(name))
+        write_inputs(arguments, Path(name), tokenizer_size=1024)
         for case in arguments.cases:
             rows[case] = run_case(arguments, case, Path(name))
             values = "  ".join(f"{key} {value}" for key, value in rows[case].items())

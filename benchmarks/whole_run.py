@@ -67,8 +67,14 @@ def measure_part(name: str, module_name: str, attribute: str, seconds: dict[str,
     setattr(owner, last, measured)
 
 
-def write_inputs(arguments: argparse.Namespace, folder: Path) -> None:
-    """Writes the model with random weights, its tokenizer, and the rows as conversations."""
+def write_inputs(
+    arguments: argparse.Namespace, folder: Path, *, tokenizer_size: int | None = None
+) -> None:
+    """Writes a model with random weights, its tokenizer, and the rows as conversations.
+
+    tokenizer_size  the number of tokens of the tokenizer; the model then has the vocabulary
+                    `arguments.vocabulary`. By default both have the same size
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -77,10 +83,10 @@ def write_inputs(arguments: argparse.Namespace, folder: Path) -> None:
 
     pairs = stdlib_pairs()[: arguments.rows]
     texts = [f"{pair.question} {pair.answer}" for pair in pairs]
-    tokenizer = train_tokenizer(texts, vocabulary=arguments.vocabulary)
+    tokenizer = train_tokenizer(texts, vocabulary=tokenizer_size or arguments.vocabulary)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=arguments.vocabulary if tokenizer_size else len(tokenizer),
         hidden_size=arguments.hidden,
         intermediate_size=arguments.hidden * 8 // 3 // 64 * 64,
         num_hidden_layers=arguments.layers,
