@@ -47,6 +47,10 @@ def test_of_the_hub_settings_come_first_and_weights_by_part(studio, tmp_path, mo
         folder = PipelineFolder.open("someone/flux")
         assert sum(p.numel() for p in folder.denoiser_outline().parameters()) > 50_000
         assert fetched() == set(), served.asked
+        with_other_vae = PipelineFolder.open("someone/flux", vae=str(studio.flux))
+        assert with_other_vae.files("vae")
+        with_other_vae.vae(torch.float32)
+        assert fetched() == set(), "a VAE that `model.vae` replaces is not downloaded"
         folder.vae(torch.float32)
         assert fetched() == {"vae/diffusion_pytorch_model.safetensors"}, served.asked
         made = folder.denoiser(torch.float32)

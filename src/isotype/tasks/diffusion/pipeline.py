@@ -210,7 +210,7 @@ class PipelineFolder:
             if self.vae_path.is_dir():
                 return [p for p in self.vae_path.rglob("*") if p.is_file()]
             return [*part_files, self.vae_path]
-        if self.file is not None and (self.has_vae if part == "vae" else self.has_encoders):
+        if self.file is not None and part in self.parts_outside:
             return [*part_files, self.file]
         return part_files
 
@@ -245,18 +245,21 @@ class PipelineFolder:
 
     def _fetch(self, *parts: str) -> None:
         if self.hub_name is not None:
-            fetch_weights(self.hub_name, self.path, parts)
+            parts_inside = [part for part in parts if part not in self.parts_outside]
+            fetch_weights(self.hub_name, self.path, parts_inside)
 
     def refuse_missing_weights(self) -> None:
         """Raises UsageError if a part of a local folder has no weights in a format that can be
         read.
         """
-        parts: list[str] = []
-        if self.hub_name is None:
-            parts += [] if self.denoiser_settings or self.file else [self.denoiser_part]
-            parts += [] if self.has_vae or self.vae_path else ["vae"]
-            parts += [] if self.has_encoders else self.family.encoder_parts
+        if self.hub_name is not None:
+            return
+        parts = ["vae", *self.family.encoder_parts]
+        if self.denoiser_settings is None and self.file is None:
+            parts.insert(0, self.denoiser_part)
         for part in parts:
+            if part in self.parts_outside:
+                continue
             folder = self.path / part
             is_model = (
                 folder.is_dir()
