@@ -366,6 +366,12 @@ def test_a_merge_without_its_vae_takes_another_one(drawn, studio, tmp_path, subt
     ]
     with pytest.raises(UsageError, match=r"model\.vae: .*nowhere: no \.safetensors file"):
         PipelineFolder.open(str(file), vae=str(tmp_path / "nowhere"))
+    save_file({"decoder.conv_in.bias": torch.zeros(3)}, tmp_path / "damaged.safetensors")
+    with pytest.raises(UsageError, match=r"model\.vae: .*damaged\.safetensors: vae: "):
+        read(vae=str(tmp_path / "damaged.safetensors"))
+    (tmp_path / "alone/config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"model\.vae: .*alone/config\.json: "):
+        PipelineFolder.open(str(file), vae=str(tmp_path / "alone")).config("vae")
 
 
 @pytest.mark.full

@@ -282,14 +282,16 @@ class PipelineFolder:
         """Returns the configuration of a part. Raises UsageError."""
         if self.denoiser_settings is not None and part == self.denoiser_part:
             return dict(self.denoiser_settings)
+        setting = "model.name"
         folder = self.path / part
         if part == "vae" and self.vae_path is not None and self.vae_path.is_dir():
+            setting = "model.vae"
             folder = self.vae_path
         file = folder / ("scheduler_config.json" if part == "scheduler" else "config.json")
         try:
             settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UsageError(f"model.name: {file}: {error}", fix=_DOWNLOAD_AGAIN) from None
+            raise UsageError(f"{setting}: {file}: {error}", fix=_DOWNLOAD_AGAIN) from None
         return {**settings, **self.scheduler_overrides} if part == "scheduler" else settings
 
     def clip_length(self) -> int:
@@ -483,7 +485,7 @@ class PipelineFolder:
         """Loads the VAE. Raises UsageError."""
         vae_class = self.vae_class()
         if self.vae_path is not None:
-            with self._explain_errors("vae", self.vae_path):
+            with self._explain_errors("vae", f"model.vae: {self.vae_path}"):
                 if self.vae_path.is_dir():
                     return vae_class.from_pretrained(
                         self.vae_path, dtype=dtype, use_safetensors=True
@@ -583,7 +585,7 @@ class PipelineFolder:
         (folder / PIPELINE_FILE).write_text(text, encoding="utf-8")
 
     @contextmanager
-    def _explain_errors(self, part: str, source: Path | None = None) -> Iterator[None]:
+    def _explain_errors(self, part: str, label: str | None = None) -> Iterator[None]:
         from ...training.console import silence_library_warnings
 
         try:
@@ -598,10 +600,8 @@ class PipelineFolder:
                 (line.strip() for line in str(error).splitlines() if line.strip()),
                 type(error).__name__,
             )
-            raise UsageError(
-                f"model.name: {source or self.file or self.path}: {part}: {message[:300]}",
-                fix=_DOWNLOAD_AGAIN,
-            ) from error
+            label = label or f"model.name: {self.file or self.path}"
+            raise UsageError(f"{label}: {part}: {message[:300]}", fix=_DOWNLOAD_AGAIN) from error
 
 
 def find_vae(path: Path) -> Path:
