@@ -186,7 +186,10 @@ def test_the_lora_of_a_step_is_linked_where_it_was_kept(tmp_path: Path) -> None:
     for name in loras:
         (tmp_path / "run" / name).parent.mkdir(parents=True)
         (tmp_path / "run" / name).touch()
-    result = {"status": "done", "steps": 10}
+    best = {"status": "done", "steps": 10, "of_step": 7}
+    text = html_of(pictures_of(tmp_path / "run", resolved=RESOLVED, result=best))
+    assert loras[1] not in text, "the adapter of step 7 is not the one that drew at step 10"
+    result = {"status": "done", "steps": 10, "of_step": 10}
     text = html_of(pictures_of(tmp_path / "run", resolved=RESOLVED, result=result))
     captions = re.findall("<figcaption>(.*?)</figcaption>", text)
     assert captions[:5] == [

@@ -345,12 +345,13 @@ def side_by_side(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def adapter_files(record: RunRecord) -> dict[int, str]:
     """Returns the path of the adapter that was saved in each step with samples, relative to the run
-    folder. Steps without a saved adapter are left out.
+    folder. The result of the run is the adapter of the step `of_step`, which is not the last step
+    with `run.save: best`. Steps without a saved adapter are left out.
     """
     paths = {}
     for step in {int(sample["step"]) for sample in record.samples}:
         folders = [f"adapters/step_{step}"]
-        if record.status == "done" and record.result.get("steps") == step:
+        if record.result.get("of_step") == step:
             folders.append("adapter")
         candidates = [f"{folder}/{name}" for folder in folders for name in ADAPTER_FILES]
         existing = [path for path in candidates if (record.folder / path).is_file()]
