@@ -166,34 +166,19 @@ class PatchedLatents(Latents):
         return float(vae.config.batch_norm_eps)
 
     def patchify(self, x_NCHW: Tensor) -> Tensor:
-        """Combines each patch of 2 x 2 pixels into one pixel, F[N C H W] -> F[N 4C H/2 W/2]."""
-        return patchify(x_NCHW)
+        """Combines each patch of 2 x 2 pixels into one pixel, F[N C H W] -> F[N 4C H/2 W/2]. The
+        new channels are sorted by the old channel, then by the row within the patch, then by the
+        column.
+        """
+        n, c, h, w = x_NCHW.shape
+        patches = x_NCHW.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 1, 3, 5, 2, 4)
+        return patches.reshape(n, 4 * c, h // 2, w // 2)
 
     def unpatchify(self, x_NCHW: Tensor) -> Tensor:
         """The inverse of `patchify`."""
-        return unpatchify(x_NCHW)
-
-
-def patchify(x_NCHW: Tensor) -> Tensor:
-    """Combines each patch of 2 x 2 pixels into one pixel, F[N C H W] -> F[N 4C H/2 W/2]. The new
-    channels are sorted by the old channel, then by the row within the patch, then by the column.
-    """
-    n, c, h, w = x_NCHW.shape
-    return (
-        x_NCHW.reshape(n, c, h // 2, 2, w // 2, 2)
-        .permute(0, 1, 3, 5, 2, 4)
-        .reshape(n, 4 * c, h // 2, w // 2)
-    )
-
-
-def unpatchify(x_NCHW: Tensor) -> Tensor:
-    """The inverse of `patchify`."""
-    n, c, h, w = x_NCHW.shape
-    return (
-        x_NCHW.reshape(n, c // 4, 2, 2, h, w)
-        .permute(0, 1, 4, 2, 5, 3)
-        .reshape(n, c // 4, 2 * h, 2 * w)
-    )
+        n, c, h, w = x_NCHW.shape
+        patches = x_NCHW.reshape(n, c // 4, 2, 2, h, w).permute(0, 1, 4, 2, 5, 3)
+        return patches.reshape(n, c // 4, 2 * h, 2 * w)
 
 
 # --- families
