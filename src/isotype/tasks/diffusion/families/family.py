@@ -49,17 +49,19 @@ class Latents:
         x_N3HW  pixels in [-1, 1], in the VAE's dtype
         """
         posterior = vae.encode(x_N3HW).latent_dist
-        offset = float(vae.config.shift_factor or 0.0)
         factor = float(vae.config.scaling_factor)
-        return (posterior.mean.float() - offset) * factor, posterior.std.float() * factor
+        mean = (posterior.mean.float() - self.offset(vae)) * factor
+        return mean, posterior.std.float() * factor
 
     def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
         """Decodes latents to pixels F[N 3 H W] in the VAE's dtype. The latents have the scale that
         the denoiser expects.
         """
-        return decode_pixels(
-            vae, latents_NCHW / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-        )
+        return decode_pixels(vae, latents_NCHW / vae.config.scaling_factor + self.offset(vae))
+
+    def offset(self, vae: Any) -> float:
+        """Returns the offset of the VAE's latents."""
+        return float(vae.config.shift_factor or 0.0)
 
 
 def decode_pixels(vae: Any, latents: Tensor, *arguments: Tensor) -> Tensor:

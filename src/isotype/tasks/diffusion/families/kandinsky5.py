@@ -10,19 +10,14 @@ import torch
 from torch import Tensor
 
 from ..pixels import Size
-from .family import Conditioning, Config, Denoiser, Family, Latents, Text, decode_pixels
+from .family import Conditioning, Config, Denoiser, Family, Latents, Text
 
 
 class KandinskyLatents(Latents):
     """The latents of Flux's VAE with its factor, but without its offset, as in the pipeline."""
 
-    def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
-        posterior = vae.encode(x_N3HW).latent_dist
-        factor = float(vae.config.scaling_factor)
-        return posterior.mean.float() * factor, posterior.std.float() * factor
-
-    def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
-        return decode_pixels(vae, latents_NCHW / vae.config.scaling_factor)
+    def offset(self, vae: Any) -> float:
+        return 0.0
 
 
 class Kandinsky5(Family):
