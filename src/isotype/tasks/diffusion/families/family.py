@@ -482,8 +482,13 @@ def full_mask(text: Text) -> Tensor:
     return text["text"].new_ones(text["text"].shape[:2]).bool()
 
 
+def latents_to_tokens(latents_NCHW: Tensor) -> Tensor:
+    """Arranges latents as tokens F[N T C]. There is one token for each latent pixel."""
+    return latents_NCHW.flatten(2).transpose(1, 2)
+
+
 def tokens_to_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
-    """Arranges tokens as latents F[N C H W]. There is one token for each latent pixel."""
+    """The inverse of `latents_to_tokens`. Returns latents F[N C H W]."""
     count, _, channels = tokens_NTC.shape
     return tokens_NTC.transpose(1, 2).reshape(count, channels, height, width)
 

@@ -27,6 +27,7 @@ from .family import (
     Text,
     VideoLatents,
     denoiser_config,
+    latents_to_tokens,
     tokens_to_latents,
 )
 
@@ -194,7 +195,7 @@ class Flux2(Family):
         height, width = noisy_NCHW.shape[-2:]
         text_ids_S4 = torch.zeros(text["text"].shape[1], 4, device=noisy_NCHW.device)
         text_ids_S4[:, 3] = torch.arange(len(text_ids_S4), device=noisy_NCHW.device)
-        tokens_NTC = noisy_NCHW.flatten(2).transpose(1, 2)
+        tokens_NTC = latents_to_tokens(noisy_NCHW)
         ids_T4 = position_ids(height, width, noisy_NCHW.device, 4)
         if conditioning.control_latents is not None:
             control_NTC, control_ids_T4 = flux2_control_tokens(conditioning.control_latents)
@@ -224,7 +225,7 @@ def flux2_control_tokens(control_NCHW: Tensor) -> tuple[Tensor, Tensor]:
     height, width = control_NCHW.shape[-2:]
     ids_T4 = position_ids(height, width, control_NCHW.device, 4)
     ids_T4[:, 0] = 10
-    return control_NCHW.flatten(2).transpose(1, 2), ids_T4
+    return latents_to_tokens(control_NCHW), ids_T4
 
 
 class Flux2Klein(Flux2):

@@ -16,6 +16,7 @@ from .family import (
     PatchedLatents,
     SampleSettings,
     Text,
+    latents_to_tokens,
     tokens_to_latents,
 )
 
@@ -89,7 +90,7 @@ class Ideogram4(Family):
         ids_NT3, segments_NT, kinds_NT = Ideogram4Pipeline._prepare_ids(
             lengths, height, width, length, noisy_NCHW.device
         )
-        tokens_NTC = noisy_NCHW.flatten(2).transpose(1, 2)
+        tokens_NTC = latents_to_tokens(noisy_NCHW)
         # the texts are padded at their ends, and are moved to the ends of their places
         text_NSD = torch.stack(
             [text_SD.roll(length - used, 0) for text_SD, used in zip(text["text"], lengths)]

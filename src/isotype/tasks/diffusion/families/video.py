@@ -17,6 +17,7 @@ from .family import (
     Family,
     Text,
     VideoLatents,
+    latents_to_tokens,
     tokens_to_latents,
 )
 
@@ -126,7 +127,7 @@ class LTX(SingleFrame):
     ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
         output_NTC = model(
-            noisy_NCHW.flatten(2).transpose(1, 2),
+            latents_to_tokens(noisy_NCHW),
             text["text"],
             time_N * 1000,
             text["mask"],
