@@ -8,9 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....instance_method import InstanceMethod
 from ..pixels import Size
-from .family import Conditioning, Denoiser, Family, PatchedLatents, Text
+from .family import (
+    COMFYUI_UNCHECKED,
+    Conditioning,
+    Denoiser,
+    Family,
+    PatchedLatents,
+    Text,
+    replace_positions_in_plan,
+)
 
 
 class ErnieLatents(PatchedLatents):
@@ -34,16 +41,13 @@ class ErnieImage(Family):
     keeps_text_lengths = True
     unneeded_parts = ("pe", "pe_tokenizer")
     text_width_key = "text_in_dim"
-    comfyui_blocker = "we have not checked which names ComfyUI reads for it"
+    comfyui_blocker = COMFYUI_UNCHECKED
     block_classes = ("ErnieImageSharedAdaLNBlock",)
 
     def prepare(self, denoiser: Any) -> None:
-        """In a memory plan, replaces the computation of the table of positions. This computation
-        switches autocast off for its device, and PyTorch does not support this for the meta device.
-        """
         super().prepare(denoiser)
-        if denoiser.final_linear.weight.is_meta:
-            InstanceMethod(_empty_positions, denoiser.pos_embed).install()
+        weight = denoiser.final_linear.weight
+        replace_positions_in_plan(denoiser.pos_embed, _empty_positions, weight)
 
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any

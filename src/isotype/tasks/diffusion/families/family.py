@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ....instance_method import InstanceMethod
 from ..pixels import Size
 
 FLOW_ONLY = ("flow_matching",)
@@ -184,6 +185,9 @@ class PatchedLatents(Latents):
 
 
 # --- families
+
+# the `comfyui_blocker` of a family whose names in ComfyUI are unknown
+COMFYUI_UNCHECKED = "we have not checked which names ComfyUI reads for it"
 
 Text = dict[str, Tensor]
 Denoiser = Callable[..., Sequence[Tensor]]
@@ -470,6 +474,19 @@ class Family:
 
 MASK_ARGUMENTS = {"prompt_embeds": "text", "prompt_attention_mask": "mask"}
 POOLED_ARGUMENTS = {"prompt_embeds": "text", "pooled_prompt_embeds": "pooled"}
+
+
+def replace_positions_in_plan(
+    table: nn.Module, empty_positions: Callable[..., Any], weight: Tensor
+) -> None:
+    """In a memory plan, replaces the computation of a table of positions by `empty_positions`. The
+    computation of ERNIE-Image and Ideogram 4 switches autocast off for its device, and PyTorch does
+    not support this for the meta device.
+
+    weight  a weight of the denoiser; it is on the meta device in a memory plan
+    """
+    if weight.is_meta:
+        InstanceMethod(empty_positions, table).install()
 
 
 def denoiser_config(model: Any) -> Any:

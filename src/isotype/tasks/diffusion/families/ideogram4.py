@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....instance_method import InstanceMethod
 from .family import (
+    COMFYUI_UNCHECKED,
     Conditioning,
     Denoiser,
     Family,
@@ -17,6 +17,7 @@ from .family import (
     SampleSettings,
     Text,
     latents_to_tokens,
+    replace_positions_in_plan,
     tokens_to_latents,
 )
 
@@ -50,15 +51,12 @@ class Ideogram4(Family):
     keeps_text_lengths = True
     unneeded_parts = ("unconditional_transformer", "prompt_enhancer_head")
     text_width_key = "llm_features_dim"
-    comfyui_blocker = "we have not checked which names ComfyUI reads for it"
+    comfyui_blocker = COMFYUI_UNCHECKED
 
     def prepare(self, denoiser: Any) -> None:
-        """In a memory plan, replaces the computation of the table of positions. This computation
-        switches autocast off for its device, and PyTorch does not support this for the meta device.
-        """
         super().prepare(denoiser)
-        if denoiser.input_proj.weight.is_meta:
-            InstanceMethod(_empty_positions, denoiser.rotary_emb).install()
+        weight = denoiser.input_proj.weight
+        replace_positions_in_plan(denoiser.rotary_emb, _empty_positions, weight)
 
     def encode_text(
         self, pipe: Any, captions: list[str], *, max_length: int, **options: Any

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..pixels import Size
-from .family import Conditioning, Config, Denoiser, Family, Latents, Text
+from .family import COMFYUI_UNCHECKED, Conditioning, Config, Denoiser, Family, Latents, Text
 
 
 class KandinskyLatents(Latents):
@@ -32,7 +32,7 @@ class Kandinsky5(Family):
     latents = KandinskyLatents()
     keeps_text_lengths = True
     encoder_parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    comfyui_blocker = "we have not checked which names ComfyUI reads for it"
+    comfyui_blocker = COMFYUI_UNCHECKED
     block_classes = ("Kandinsky5TransformerEncoderBlock", "Kandinsky5TransformerDecoderBlock")
 
     def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:

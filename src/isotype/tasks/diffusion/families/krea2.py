@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .family import Conditioning, Config, Denoiser, SampleSettings, Text, VideoLatents
+from .family import (
+    COMFYUI_UNCHECKED,
+    Conditioning,
+    Config,
+    Denoiser,
+    SampleSettings,
+    Text,
+    VideoLatents,
+)
 from .flow import PackedTokens, pack_latents, position_ids, unpack_latents
 
 
@@ -22,7 +30,7 @@ class Krea2(PackedTokens):
     latents = VideoLatents()
     text_output_indices = {"text": 0, "mask": 1}
     text_arguments = {"prompt_embeds": "text", "prompt_embeds_mask": "mask"}
-    comfyui_blocker = "we have not checked which names ComfyUI reads for it"
+    comfyui_blocker = COMFYUI_UNCHECKED
     block_classes = ("Krea2TransformerBlock",)
 
     def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:
