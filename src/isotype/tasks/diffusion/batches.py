@@ -190,14 +190,13 @@ def stack_rows(
     has_weights = any(row.weight != 1.0 for row in rows)
     masks = [torch.ones_like(row.latents[:1]) if row.mask is None else row.mask for row in rows]
     controls = [row.control for row in rows if row.control is not None]
-    padded_names = ("text",) if keeps_text_lengths else ()
-    texts = {
-        name: torch.stack([row.text[name] for row in rows])
-        for name in rows[0].text
-        if name not in padded_names
-    }
-    if keeps_text_lengths:
-        texts |= _pad_texts([row.text["text"] for row in rows])
+    texts: dict[str, Tensor] = {}
+    for name in rows[0].text:
+        values = [row.text[name] for row in rows]
+        if name == "text" and keeps_text_lengths:
+            texts |= _pad_texts(values)
+        else:
+            texts[name] = torch.stack(values)
     return Batch(
         torch.stack([row.latents for row in rows]).to(dtype),
         torch.stack([row.noise for row in rows]).to(dtype),
