@@ -205,7 +205,9 @@ def test_the_lora_of_a_step_is_linked_where_it_was_kept(tmp_path: Path) -> None:
 def test_a_page_without_samples_says_how_to_take_some(tmp_path: Path) -> None:
     plan = {"task": "diffusion", "total": 10}
     folder = run_folder(tmp_path / "run", metrics=[step(1)], plan=plan, resolved=RESOLVED)
-    assert "run.samples=[" in html_of(folder)
+    assert "run.samples=[a photo" in html_of(folder)
+    text_run = run_folder(tmp_path / "text", metrics=[step(1)], resolved=RESOLVED)
+    assert "run.samples=[Tell me" in html_of(text_run)
     (folder / "adapter").mkdir()
     commands = re.findall(r"isotype sample \S+", Page(html_of(folder)).text)
     assert commands == 2 * [f"isotype sample {folder}"], "in the samples and in the commands"

@@ -132,6 +132,7 @@ def page(record: RunRecord) -> dict[str, Any]:
     loss = loss_plot(record)
     prompts = samples(record)
     pictures = any(edited["picture"] for sample in prompts for edited in sample["answers"])
+    run_commands = commands(record)
     return {
         "verdict": verdict(record) if record.metrics else None,
         "name": record.folder.resolve().name,
@@ -153,8 +154,8 @@ def page(record: RunRecord) -> dict[str, Any]:
         "pictures": pictures,
         "drawn": side_by_side(prompts) if pictures else [],
         "loras": adapter_files(record),
-        "adapter_kind": record.setting("adapter", "kind") not in (None, "none"),
-        "sample_command": next((line for line in commands(record) if " sample " in line), None),
+        "has_adapter": record.setting("adapter", "kind") not in (None, "none"),
+        "sample_command": next((line for line in run_commands if " sample " in line), None),
         "before_edits": {
             prompt: edited
             for prompt, edited in record.before_edits.items()
@@ -165,7 +166,7 @@ def page(record: RunRecord) -> dict[str, Any]:
         "diffusion": record.plan.get("task") == "diffusion",
         "data": data(record),
         "examples": examples(record),
-        "commands": commands(record),
+        "commands": run_commands,
         "environment": json.dumps(record.environment, indent=1) if record.environment else "",
         "settings": record.settings_text,
         "changes": record.changes,
