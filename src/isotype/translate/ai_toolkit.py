@@ -278,7 +278,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
     has_network = any(source_key.name.startswith("network.") for source_key in source.keys)
     draft.set_adapter_defaults("lora" if has_network else "none", 4)
     pictures.drop_text_encoders(draft)
-    pictures.keep_start_settings(draft)
+    pictures.drop_new_adapter_settings(draft)
     pictures.set_default_preset(draft, source.get("train.dtype") or "bf16")
     draft.set_defaults(pictures.COMMON_DEFAULTS | _DEFAULTS)
     if "run.adapters_every" not in draft.settings:

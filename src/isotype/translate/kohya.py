@@ -331,7 +331,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
     if re.search(r"(^|/)(sdxl_)?train_network\b", source.method) and not sets_text_encoders:
         draft.set_default("adapter.text_encoders", True)
     pictures.drop_text_encoders(draft)
-    pictures.keep_start_settings(draft)
+    pictures.drop_new_adapter_settings(draft)
     pictures.set_default_preset(
         draft,
         source.get("mixed_precision"),

@@ -262,7 +262,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
     """
     if not draft.set_adapter_defaults("lora", 16, 1.0):
         pictures.drop_adapter_files(draft)
-    pictures.keep_start_settings(draft)
+    pictures.drop_new_adapter_settings(draft)
     pictures.set_default_preset(
         draft,
         source.get("train_dtype") or "bf16",

@@ -600,7 +600,7 @@ def set_start(draft: ConfigDraft, source_key: SourceKey) -> None:
         draft.set(source_key, "adapter.start_from", str(source_key.value))
 
 
-def keep_start_settings(draft: ConfigDraft) -> None:
+def drop_new_adapter_settings(draft: ConfigDraft) -> None:
     """Removes the settings of a new adapter if the run starts with an existing adapter, whose file
     has its own ranks and alphas.
     """

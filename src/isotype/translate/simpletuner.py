@@ -578,7 +578,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
                 "adapter.targets": ATTENTION_TARGETS if is_flux else ATTENTION_TARGETS[:4],
             }
         )
-    pictures.keep_start_settings(draft)
+    pictures.drop_new_adapter_settings(draft)
     draft.set_defaults(
         {
             "train.weight_decay": 1e-2,
