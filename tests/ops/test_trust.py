@@ -16,6 +16,7 @@ from tests.api import (
     OP_CASES,
     _kernels,
     backend,
+    kernels_unavailable_reason,
     note_wrong_kernels,
     trust,
 )
@@ -51,6 +52,7 @@ def fresh(monkeypatch, tmp_path):
         monkeypatch.setattr(kernels, "is_built", False)
         monkeypatch.setattr(kernels, "_has_bf16_instructions", None)
         monkeypatch.setattr(kernels, "calls", {})
+    monkeypatch.setattr("isotype.lora.products._availability", {})
     trust.warn_of_wrong_kernel.cache_clear()
     tmp_path.chmod(0o700)
     return tmp_path
@@ -91,6 +93,8 @@ def test_a_wrong_cpp_kernel_is_left_out(fresh, monkeypatch, capsys, kernels, nam
     plant_in_cpp(monkeypatch, kernels, name)
     assert not kernels.load()
     assert list(cpp.wrong_kernels()) == [kernels.op]
+    if kernels.op == "lora":
+        assert kernels_unavailable_reason() == cpp.wrong_kernels()["lora"]
     line = capsys.readouterr().err
     assert line.startswith(f"isotype: {kernels.op}: its kernel is wrong on this device (")
     assert "`isotype proof --device cpu --part" in line

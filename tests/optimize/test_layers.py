@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
+from benchmarks.size import calls_of_a_layer
 from transformers import logging
 
 from isotype.instance_method import get_settings
 from isotype.optimize import optimize
-from tests.api import layers
+from tests.api import kernels_unavailable_reason, layers
 from tests.models import assert_same_step, step
 from tests.optimize.models import batch, tiny
 
@@ -70,3 +71,9 @@ def test_layers_of_another_form_run_their_own_code_for_a_reason(subtests):
             assert not any(
                 isinstance(get_settings(m), layers.LayerSettings) for m in mine.modules()
             )
+
+
+@pytest.mark.skipif(bool(kernels_unavailable_reason()), reason="the count is that of the kernels")
+def test_a_lora_layer_makes_no_more_python_calls_than_with_peft():
+    """Each call adds to the time of a small layer, in every step."""
+    assert calls_of_a_layer(optimize) <= calls_of_a_layer(lambda model: None)

@@ -475,7 +475,10 @@ def read_projection(
     allow_dora  also reads a layer with DoRA, but not its magnitude vector
     for_served  also reads a layer that multiplies by a rounded weight
     """
-    if not _has_separate_adapter(layer, for_served):
+    if layer._disable_adapters or layer.merged_adapters:
+        return None
+    is_served = getattr(layer.__dict__.get(_SERVED), "is_active", False)
+    if is_served and not for_served:
         return None
     if in_graph:
         if adapter_blocker(layer) is not None:
@@ -529,14 +532,6 @@ def read_projection(
 
 # gives the same result as Projection(*values), without a Python call
 _make_projection: Callable[[Any], Projection] = partial(tuple.__new__, Projection)
-
-
-def _has_separate_adapter(layer: Any, for_served: bool) -> bool:
-    """Whether the base weight and the adapter of a layer may be read as separate tensors."""
-    if layer._disable_adapters or layer.merged_adapters:
-        return False
-    served = layer.__dict__.get(_SERVED)
-    return served is None or for_served or not served.is_active
 
 
 def read_unadapted_projection(layer: Any) -> Projection:

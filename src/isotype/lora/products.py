@@ -59,18 +59,21 @@ KERNELS = CppKernels(
     few_rows="ppppppiiiiiiiiif",
 )
 
-# the result of `kernels_available` for compiled graphs, since Dynamo cannot trace the calls of that
-# function
-_availability_for_graphs: dict[str, bool] = {}
+# the result of `kernels_available`, once it is known. A layer asks for it three times per step, and
+# Dynamo cannot trace the calls of that function
+_availability: dict[str, bool] = {}
 
 
 def kernels_available() -> bool:
     """Whether the kernels can run on this machine. The kernels must be built and must agree with
     their reference, and the processor and the compiler must support AVX512-BF16.
     """
-    is_available = KERNELS.has_bf16_instructions()
-    if KERNELS.is_built:
-        _availability_for_graphs["native"] = is_available
+    is_available = _availability.get("native")
+    if is_available is None:
+        is_available = KERNELS.has_bf16_instructions()
+        # while the kernels are checked, the result is not known yet
+        if not KERNELS.is_being_checked:
+            _availability["native"] = is_available
     return is_available
 
 
@@ -92,7 +95,7 @@ def can_run_kernels(x: Tensor) -> bool:
     if x.dtype is not torch.bfloat16 or not x.is_cpu:
         return False
     if torch.compiler.is_dynamo_compiling():
-        return _availability_for_graphs.get("native", False)
+        return _availability.get("native", False)
     # a compiled graph cannot read which path is forced
     return kernels_available() and (
         torch.compiler.is_compiling() or forced_backend() in (None, "cpp")
@@ -464,16 +467,28 @@ def cast_adapters(
     `keep_cast_adapters`, the result of an earlier call is returned.
     """
     kept: dict[Any, Any] | None = getattr(_generation, "cast_adapters", None)
-    if kept is None:
-        return _cast_adapters(a_matrices, b_matrices, like, features, dtype)
-    key = (dtype, *map(id, a_matrices), *map(id, b_matrices))
-    entry = kept.get(key)
-    if entry is None:
-        cast = _cast_adapters(a_matrices, b_matrices, like, features, dtype)
+    key: tuple[Any, ...] = ()
+    if kept is not None:
+        key = (dtype, *map(id, a_matrices), *map(id, b_matrices))
+        if key in kept:
+            joined_a, cast_b, _ = kept[key]
+            return joined_a, cast_b
+    cast_a: list[Tensor] = []
+    cast_b = []
+    for a, b in zip(a_matrices, b_matrices):
+        if a is not None:
+            cast_a.append(a.to(dtype))
+        cast_b.append(None if b is None else b.to(dtype))
+    if not cast_a:
+        joined_a = torch.empty(0, features, dtype=dtype, device=like.device)
+    elif len(cast_a) == 1:
+        joined_a = cast_a[0]
+    else:
+        joined_a = torch.cat(cast_a)
+    if kept is not None:
         # the matrices are stored too, so that no other tensor gets the id of one of them
-        entry = kept[key] = (cast, (*a_matrices, *b_matrices))
-    cast_a, cast_b = entry[0]
-    return cast_a, cast_b
+        kept[key] = (joined_a, cast_b, (*a_matrices, *b_matrices))
+    return joined_a, cast_b
 
 
 _generation = threading.local()
@@ -491,23 +506,3 @@ def keep_cast_adapters() -> Iterator[None]:
         yield
     finally:
         _generation.cast_adapters = previous
-
-
-def _cast_adapters(
-    a_matrices: Sequence[Tensor | None],
-    b_matrices: Sequence[Tensor | None],
-    like: Tensor,
-    features: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, list[Tensor | None]]:
-    cast_a: list[Tensor] = []
-    cast_b: list[Tensor | None] = []
-    for a, b in zip(a_matrices, b_matrices):
-        if a is not None:
-            cast_a.append(a.to(dtype))
-        cast_b.append(None if b is None else b.to(dtype))
-    if not cast_a:
-        return torch.empty(0, features, dtype=dtype, device=like.device), cast_b
-    if len(cast_a) == 1:
-        return cast_a[0], cast_b
-    return torch.cat(cast_a), cast_b
