@@ -35,16 +35,9 @@ _OPS_FOLDER = Path(__file__).parent
 # the module that has the cases of an op's kernels, if it is not `kernel_cases`
 _CASE_MODULES = {"lora": "isotype.lora.kernel_cases"}
 
-_thread = threading.local()
-
 
 def is_check_skipped() -> bool:
     return os.environ.get(SKIP_VARIABLE, "") not in ("", "0")
-
-
-def is_check_thread() -> bool:
-    """Whether this thread was started to check kernels."""
-    return getattr(_thread, "is_checking", False)
 
 
 def find_disagreement(
@@ -107,13 +100,10 @@ def run_in_clean_thread(function: Callable[[], str]) -> str:
     checkpointing uses) do not apply in the new thread, so they do not change the result of the
     check.
     """
-    if is_check_thread():
-        return function()
     results: list[str] = []
     errors: list[BaseException] = []
 
     def run() -> None:
-        _thread.is_checking = True
         try:
             results.append(function())
         except BaseException as error:  # raised again by the thread that waits

@@ -107,16 +107,12 @@ CHUNK = 1 << 22
 
 
 def _update_in_chunks(
-    weight: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     hyperparameters: AdamwHyperparameters,
     seed: int | None,
     first_index: int,
 ) -> None:
     """Computes `adamw_reference_` for CHUNK elements at a time."""
-    tensors = (weight, gradient, mean, square)
     if not all(t.is_contiguous() for t in tensors):
         adamw_reference_(*tensors, hyperparameters, seed, first_index)
         return
@@ -193,4 +189,4 @@ def adamw_(
         h = hyperparameters
         _update(*tensors, h[:5], h.step, h.gradient_scale, seed, first_index)
     else:
-        _update_in_chunks(*tensors, hyperparameters, seed, first_index)
+        _update_in_chunks(tensors, hyperparameters, seed, first_index)

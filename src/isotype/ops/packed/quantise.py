@@ -109,6 +109,7 @@ _BLOCK_QUANTISERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 # --- the formats of compressed-tensors. Scales have the dtype in which the library stores them
 
+_SCALE_DTYPE = torch.bfloat16  # of fp8, int8 and int4
 _E4M3_MAX = 448.0
 _FP4_MAX = 6.0
 _FP4_EXPONENT = 2  # of the largest number, 6
@@ -116,23 +117,20 @@ NVFP4_BLOCK = 16
 MXFP4_BLOCK = 32
 
 
-def pack_compressed(
-    weight: Tensor, name: str, *, group: int, scale_dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, PackedState]:
+def pack_compressed(weight: Tensor, name: str, *, group: int) -> tuple[Tensor, PackedState]:
     """Packs a weight in a format of compressed-tensors. Returns (packed weight, state).
 
-    weight       fp32[O K]
-    name         fp8, int8, int4, nvfp4 or mxfp4
-    group        values of a row that share a scale, for int4; K is a multiple of it
-    scale_dtype  the dtype of the scales of fp8, int8 and int4
+    weight  fp32[O K]
+    name    fp8, int8, int4, nvfp4 or mxfp4
+    group   values of a row that share a scale, for int4; K is a multiple of it
     """
     columns = weight.shape[1]
     if name == "fp8":
-        return _pack_fp8(weight, scale_dtype)
+        return _pack_fp8(weight)
     if name in ("int8", "int4"):
         bits = int(name.removeprefix("int"))
         size = group if bits == 4 else columns
-        return _pack_integers(weight, bits, size, scale_dtype)
+        return _pack_integers(weight, bits, size)
     if name == "nvfp4":
         return _pack_nvfp4(weight)
     return _pack_mxfp4(weight)
@@ -143,25 +141,23 @@ def _divide(values: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, values / scale)
 
 
-def _pack_fp8(weight: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, PackedState]:
+def _pack_fp8(weight: Tensor) -> tuple[Tensor, PackedState]:
     shape = (weight.shape[0], weight.shape[1])
-    scale = (weight.abs().amax(1, keepdim=True) / _E4M3_MAX).to(scale_dtype)
+    scale = (weight.abs().amax(1, keepdim=True) / _E4M3_MAX).to(_SCALE_DTYPE)
     numbers = _divide(weight, scale.float()).clamp_(-_E4M3_MAX, _E4M3_MAX)
     layout = Layout("scaled", shape, ("weight", torch.float8_e4m3fn, shape), (1, shape[1]))
     state = PackedState(layout, "fp8", {"weight_scale": scale})
     return numbers.to(torch.float8_e4m3fn), state
 
 
-def _pack_integers(
-    weight: Tensor, bits: int, size: int, scale_dtype: torch.dtype
-) -> tuple[Tensor, PackedState]:
+def _pack_integers(weight: Tensor, bits: int, size: int) -> tuple[Tensor, PackedState]:
     """Quantises the weight to integers from -2^(bits - 1) to 2^(bits - 1) - 1 and packs them. The
     scale of a group is its largest magnitude divided by 2^(bits - 1) - 1/2.
     """
     shape = (weight.shape[0], weight.shape[1])
     half = 2 ** (bits - 1)
     groups = weight.unflatten(1, (-1, size))
-    scale = (groups.abs().amax(-1) / (half - 0.5)).to(scale_dtype)
+    scale = (groups.abs().amax(-1) / (half - 0.5)).to(_SCALE_DTYPE)
     numbers = _divide(groups, scale.float()[..., None]).round_().clamp_(-half, half - 1)
     packed = pack_words(numbers.flatten(1).to(torch.int32) + half, bits)
     layout = Layout(
