@@ -95,6 +95,28 @@ def test_what_does_not_fit_or_contradicts_itself_is_left_out(file):
     assert "trained cannot be fp16" in left_out[names[1]]
 
 
+def test_a_trial_publishes_nothing_and_measures_its_last_step(configured, trained, tmp_path):
+    run = {"push_to_hub": "org/name", "push_private": False, "trackers": ["wandb"]}
+    run |= {"save": "best", "log_every": 100}
+    configured("run", run=run)
+    names = ["fp32"]
+    presets.compare_presets(tmp_path / "run.yaml", [], names=names, out=tmp_path / "out")
+    for settings in trained:
+        config = load(tmp_path / "run.yaml", settings, {}).config.run
+        assert (config.push_to_hub, config.push_private, config.trackers) == (None, True, [])
+        assert (config.save, config.log_every) == ("last", 1)
+
+
+def test_roles_of_the_file_do_not_change_a_candidate(configured, trained, tmp_path):
+    configured("run", precision={"compute": "fp32", "generate": "fp32"})
+    file = tmp_path / "run.yaml"
+    names = ["bf16-lora", "fp32"]
+    comparison = presets.compare_presets(file, [], names=names, out=tmp_path / "out")
+    assert comparison.candidates[0].loses == "products keep 8 bits"
+    precision = load(file, trained[0], {}).config.precision
+    assert (precision.preset, precision.compute) == ("bf16-lora", None)
+
+
 def test_names_give_settings_for_the_card():
     assert presets.parse_name("fp8", H100) == ["precision.preset=bf16-lora", "precision.base=fp8"]
     assert presets.parse_name("fp8", T4) == ["precision.preset=fp16-mixed", "precision.base=fp8"]

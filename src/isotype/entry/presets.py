@@ -19,6 +19,7 @@ from typing import Any
 
 from ..config.kind import DIFFUSION, detect_run_kind
 from ..config.load import LoadedConfig, load
+from ..config.schema import PrecisionSection
 from ..environment.hardware import Hardware, detect
 from ..errors import IsotypeError, RunError, UsageError
 from ..precision import PRESETS, Precision
@@ -31,6 +32,22 @@ RESULT_FILE = "try.json"
 TABLE_FILE = "try.md"
 # formats to which Isotype quantises the frozen weights itself, beside the presets
 QUANTISED_BASES = ("fp8", "int8")
+# a candidate sets all roles, so the file's own roles must not change it
+_NO_ROLES = tuple(
+    f"precision.{role}=null" for role in PrecisionSection.model_fields if role != "preset"
+)
+# a trial uploads nothing, and its held-out loss is the loss after the last step
+_TRIAL_SETTINGS = (
+    "run.push_to_hub=null",
+    "run.push_merged=false",
+    "run.push_private=true",
+    "run.trackers=[]",
+    "run.save=last",
+    "run.log_every=1",
+    "run.samples=[]",
+    "run.sample_every=0",
+    "run.report=false",
+)
 _QLORA_IN_FP16 = "nf4-lora compute=fp16 loss_scaling=dynamic"
 _SIGNIFICANT_BITS = {"bf16": 8, "fp16": 11}
 _BASE_LOSSES = {
@@ -168,15 +185,14 @@ def compare_presets(
     def run(candidate: Candidate, seed_of_run: int) -> Trial:
         held_out = loaded.config.data.eval_seed
         settings = [
+            *_NO_ROLES,
             *arguments,
             *candidate.settings,
             f"train.steps={steps}",
             f"train.eval_every={steps}",
             f"train.seed={seed_of_run}",
             f"data.eval_seed={seed if held_out is None else held_out}",
-            "run.samples=[]",
-            "run.sample_every=0",
-            "run.report=false",
+            *_TRIAL_SETTINGS,
         ]
         trial = run_trial(candidate.name, file, settings, seed=seed_of_run)
         print_line(_trial_line(trial))
@@ -224,7 +240,7 @@ def choose_candidates(
     for name in names or default_names(hardware, is_lora=is_lora):
         settings = parse_name(name, hardware)
         try:
-            plan = plan_run(load(file, [*arguments, *settings], {}))
+            plan = plan_run(load(file, [*_NO_ROLES, *arguments, *settings], {}))
         except IsotypeError as error:
             left_out[name] = str(error).splitlines()[0]
             continue
