@@ -25,7 +25,9 @@ from ..errors import IsotypeError, RunError, UsageError
 from ..precision import PRESETS, Precision
 from ..runs.checkpoint.atomic_folder import write_text
 from ..runs.folder import RunFolder
+from ..runs.metrics import read_all_rows
 from ..tasks.choose import plan_run
+from ..wording import align_columns
 
 STEPS = 30
 RESULT_FILE = "try.json"
@@ -308,7 +310,9 @@ def run_trial(name: str, file: Path, settings: Sequence[str], *, seed: int) -> T
         )
         if process.returncode:
             return Trial(name, seed, error=_first_error_line(process.stderr))
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        run = RunFolder(folder)
+        with run.metrics.open("rb") as metrics:
+            rows = read_all_rows(metrics).rows
         speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
         return Trial(
             name,
@@ -316,7 +320,7 @@ def run_trial(name: str, file: Path, settings: Sequence[str], *, seed: int) -> T
             # the first steps compile and allocate
             tokens_per_second=statistics.median(speeds[len(speeds) // 4 :]),
             peak_bytes=max(row.get("memory_bytes", 0) for row in rows),
-            eval_loss=float(RunFolder(folder).read_json("result.json")["eval_loss"]),
+            eval_loss=float(run.read_json("result.json")["eval_loss"]),
         )
 
 
@@ -338,14 +342,9 @@ def _trial_line(trial: Trial) -> str:
 
 def result_lines(comparison: Comparison) -> list[str]:
     """Returns the table as text, and the line to write into the configuration file."""
-    table = comparison.table()
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table
-    ]
     best = comparison.best()
     return [
-        *lines,
+        *align_columns(comparison.table()),
         "",
         (
             f"noise     {comparison.noise:.4f}: the difference between two seeds of"
