@@ -233,3 +233,13 @@ def test_the_kernel_compiles_for_every_dtype_and_target(stochastic):
         fail_on="note",
         binary=True,
     )
+
+
+def test_fp32_tensors_need_no_noise(monkeypatch):
+    """A seed for fp32 weights changes nothing, and drawing noise for them takes most of the time."""
+    first = tensors(100, *[torch.float32] * 3)
+    second = tensors(100, *[torch.float32] * 3)
+    adamw_reference_(*first, NUMBERS, None)
+    monkeypatch.delattr(adamw_module, "draw_noise_bits")
+    adamw_reference_(*second, NUMBERS, 1)
+    assert all(map(torch.equal, first, second))

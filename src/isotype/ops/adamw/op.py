@@ -90,7 +90,7 @@ def adamw_reference_(
     change = old_weight * h.decay_rate + new_mean * h.step_size / denominator
     targets = (weight, mean, square)
     values = (old_weight - change, new_mean, new_square)
-    if seed is None:
+    if seed is None or all(target.dtype != torch.bfloat16 for target in targets):
         for target, value in zip(targets, values):
             target.copy_(value)
         return
