@@ -73,11 +73,11 @@ def _process_limits() -> Iterator[int]:
         limit, _ = resource.getrlimit(getattr(resource, kind))
         if limit == resource.RLIM_INFINITY:
             continue
-        unused_addresses = _status_bytes(used_field) - _status_bytes("VmRSS")
+        unused_addresses = status_bytes(used_field) - status_bytes("VmRSS")
         yield max(1, limit - max(0, unused_addresses))
 
 
-def _status_bytes(name: str) -> int:
+def status_bytes(name: str) -> int:
     """Returns a size in /proc/self/status; 0 on systems that have no such file."""
     try:
         lines = (PROCESS / "status").read_text(encoding="utf-8").splitlines()

@@ -10,10 +10,8 @@ import random
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from ..config.schema import AdapterSection, TrainSection
 from ..distributed.shard import Sharding
 from ..distributed.world import ALONE, World
+from ..environment.memory_limits import status_bytes
 from ..errors import RunError
 from ..observe.continuity import Continuity
 from ..optimize import check_placed
@@ -459,9 +458,8 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # on Linux, `getrusage` counts the memory of the process that started this one too
-    with suppress(OSError, ValueError, IndexError):
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    if peak := status_bytes("VmHWM"):
+        return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
