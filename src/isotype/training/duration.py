@@ -24,7 +24,7 @@ from ..precision.precision import Precision
 from .console import format_duration
 from .memory.recomputation import Checkpointing
 from .schedule import RunSchedule
-from .task import ModelOutline, Task, evaluation_batch_size
+from .task import ModelOutline, StepOutline, Task, evaluation_batch_size
 
 # a step takes 1.17 to 1.31 times as long as its matrix products
 STEP_OVERHEAD = 1.3
@@ -92,6 +92,7 @@ class TimeEstimate:
 def estimate_time(
     task: Task,
     model_outline: ModelOutline,
+    step_outline: StepOutline,
     schedule: RunSchedule,
     precision: Precision,
     checkpointing: Checkpointing,
@@ -99,20 +100,18 @@ def estimate_time(
     """Estimates the time of a run on the CPU of this machine. Returns None if the FLOPs of the model
     are unknown.
     """
-    step = task.outline_largest_step(precision)
     model = model_outline.model
-    block_flops = step.block_flops(model)
+    block_flops = step_outline.block_flops(model)
     if not block_flops:
         return None
     dtype = to_torch(precision.compute)
     speed = measure_flops_per_second(dtype)
     recomputed = sum(block_flops[i] for i in checkpointing.layers if i < len(block_flops))
-    forward = sum(block_flops) + step.head_flops(model)
+    forward = sum(block_flops) + step_outline.head_flops(model)
     batch_seconds = (2 * forward + recomputed) / speed * STEP_OVERHEAD
     rounds = task.sample_forwards
     sample_seconds = 0.0
-    is_dense = precision.base in ("fp32", "bf16", "fp16")
-    if rounds and is_dense:
+    if rounds and not precision.packed:
         weight_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
         sample_seconds = rounds * weight_bytes / measure_bytes_per_second(dtype) * TOKEN_OVERHEAD
     return TimeEstimate(

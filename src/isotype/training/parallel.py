@@ -147,9 +147,15 @@ def choose_parallel(task: Task, device_setup: DeviceSetup, world: World) -> Para
         available = available_memory(device_setup.hardware.memory, device)
 
         def peak() -> int:
-            return planned_checkpointing(
-                task, device_setup, model_outline, available=available, overhead=0
-            )[1].peak
+            _, plan = planned_checkpointing(
+                task,
+                device_setup,
+                model_outline,
+                task.outline_largest_step(precision),
+                available=available,
+                overhead=0,
+            )
+            return plan.peak
 
         parallel = choose_by_plan(
             task.max_step_bytes(model_outline.model, precision), available, peak, config=config

@@ -20,13 +20,13 @@ from .duration import TimeEstimate, estimate_time
 from .header import attention_line
 from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
 from .memory.choice import planned_checkpointing
-from .memory.device import TRAINING_PROCESS_BYTES, memory_saving_advice
+from .memory.device import memory_saving_advice, overhead_memory
 from .memory.plan import MemoryPlan
 from .memory.recomputation import AUTO, Checkpointing
 from .parallel import HYBRID, REPLICATE, SHARD, Parallel, choose_by_plan
 from .schedule import RunSchedule, learning_rate, repeated_rows_warning, warmup_steps
 from .step import peak_memory
-from .task import ModelOutline, Task, evaluation_batch_size
+from .task import ModelOutline, StepOutline, Task, evaluation_batch_size
 
 # the most memory beyond its plan that a process was measured to use if malloc keeps freed memory
 RETAINED_MEMORY = "up to 340 MiB"
@@ -251,16 +251,24 @@ def plan_run(
     precision = device_setup.resolved.precision
     model_outline = task.outline_model(precision, device_type=device_setup.device.type)
     architecture, notes = task.model_notes(model_outline, precision)
-    process_bytes = 0
+    step_outline = task.outline_largest_step(precision)
     if device_setup.device.type == "cpu":
-        process_bytes = peak_memory(device_setup.device) + TRAINING_PROCESS_BYTES
+        device_setup.process_bytes = peak_memory(device_setup.device)
+    process_bytes = overhead_memory(device_setup.process_bytes)
     checkpointing, memory = planned_checkpointing(
-        task, device_setup, model_outline, available=hardware.memory, overhead=process_bytes
+        task,
+        device_setup,
+        model_outline,
+        step_outline,
+        available=hardware.memory,
+        overhead=process_bytes,
     )
     estimate = None
     if hardware.kind == "cpu" and gpus is None:
         run_schedule = RunSchedule.from_config(config, rows=task.rows, eval_rows=task.eval_rows)
-        estimate = estimate_time(task, model_outline, run_schedule, precision, checkpointing)
+        estimate = estimate_time(
+            task, model_outline, step_outline, run_schedule, precision, checkpointing
+        )
     peak = memory.peak + process_bytes
     if hardware.memory and peak > hardware.memory:
         advice = memory_saving_advice(config, checkpointing.kind)
@@ -273,6 +281,7 @@ def plan_run(
                 task,
                 device_setup,
                 model_outline,
+                step_outline,
                 batching,
                 gpus,
                 whole_model=(checkpointing, memory),
@@ -311,7 +320,7 @@ def plan_run(
             if batching is None
             else len(batching.local_micro_batches),
             compute=precision.compute,
-            flops=task.outline_largest_step(precision).block_flops,
+            flops=step_outline.block_flops,
         ),
         notes=tuple(notes),
         row_name=task.metric_names.row,
@@ -423,6 +432,7 @@ def plan_processes(
     task: Task,
     device_setup: DeviceSetup,
     model_outline: ModelOutline,
+    step_outline: StepOutline,
     batching: Batching,
     processes: int,
     *,
@@ -444,7 +454,13 @@ def plan_processes(
     ):
         parts = processes // nodes if kind == HYBRID else processes
         kinds[kind] = planned_checkpointing(
-            task, device_setup, model_outline, available=available, overhead=0, parts=parts
+            task,
+            device_setup,
+            model_outline,
+            step_outline,
+            available=available,
+            overhead=0,
+            parts=parts,
         )
     kind_setting = config.parallel.kind
     if kind_setting == AUTO:

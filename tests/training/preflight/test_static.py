@@ -81,7 +81,7 @@ def planned(one):
 
 def besides(one):
     prepared = one.prepared
-    return overhead_memory(prepared.model, prepared.device, prepared.process_bytes)
+    return overhead_memory(prepared.process_bytes)
 
 
 def with_memory(one, size):

@@ -11,7 +11,7 @@ from torch import nn
 from ...config.schema import RunConfig, size_in_bytes
 from ...wording import format_binary_bytes
 from ..device_setup import DeviceSetup
-from ..task import ModelOutline, Task
+from ..task import ModelOutline, StepOutline, Task
 from .blocks import OFFLOAD_SETTING, effective_train_settings
 from .device import (
     available_memory,
@@ -44,7 +44,7 @@ def choose_checkpointing(
     device = device_setup.device
     precision = device_setup.resolved.precision
     available = available_memory(device_setup.hardware.memory, device)
-    overhead = overhead_memory(model, device, device_setup.process_bytes)
+    overhead = overhead_memory(device_setup.process_bytes)
     upper_bound = task.max_step_bytes(model, precision) + overhead
     is_near_limit = upper_bound > available // 2
     if is_near_limit and available and device.type == "cpu":
@@ -63,7 +63,13 @@ def choose_checkpointing(
         )
     model_outline = task.outline_model(precision, device_type=device.type)
     checkpointing, _ = planned_checkpointing(
-        task, device_setup, model_outline, available=available, overhead=overhead, parts=parts
+        task,
+        device_setup,
+        model_outline,
+        task.outline_largest_step(precision),
+        available=available,
+        overhead=overhead,
+        parts=parts,
     )
     return checkpointing
 
@@ -79,6 +85,7 @@ def planned_checkpointing(
     task: Task,
     device_setup: DeviceSetup,
     model_outline: ModelOutline,
+    step_outline: StepOutline,
     *,
     available: int,
     overhead: int,
@@ -92,7 +99,6 @@ def planned_checkpointing(
     """
     train = effective_train_settings(task.config)
     precision = device_setup.resolved.precision
-    step_outline = task.outline_largest_step(precision)
     earlier_plan: MemoryPlan | None = None
 
     def simulate(checkpointing: Checkpointing) -> MemoryPlan:

@@ -22,11 +22,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from ...config.schema import RunConfig
 from ...wording import format_binary_bytes
-from ..step import peak_memory
 from .plan import MemoryPlan
 from .recomputation import AUTO, LAYERS, NONE, OFFLOAD, Checkpointing
 
@@ -93,20 +91,13 @@ def available_memory(device_bytes: int, device: torch.device) -> int:
     return device_bytes
 
 
-def overhead_memory(model: nn.Module, device: torch.device, process_bytes: int = 0) -> int:
+def overhead_memory(process_bytes: int) -> int:
     """Returns the bytes that this process uses for libraries and data while it trains. If the model
     is on the CPU, these bytes are in the same memory as the model.
 
-    process_bytes  the bytes that the process used before it loaded the model, if they were
-                   measured. Without them, the result is too small for weights that are mapped from
-                   a file, because a mapped weight takes no memory until it is read
+    process_bytes  the bytes that the process used before it loaded the model; 0 on a GPU
     """
-    if device.type != "cpu":
-        return 0
-    if process_bytes:
-        return process_bytes + TRAINING_PROCESS_BYTES
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    return max(0, peak_memory(device) - weights)
+    return process_bytes + TRAINING_PROCESS_BYTES if process_bytes else 0
 
 
 def choose_checkpointing_by_plan(

@@ -285,7 +285,7 @@ def check_memory(subject: PreflightSubject) -> Iterator[Finding]:
     precision = prepared.resolved.precision
     device = prepared.device.type
     available = available_memory(prepared.hardware.memory, prepared.device)
-    overhead = overhead_memory(prepared.model, prepared.device, prepared.process_bytes)
+    overhead = overhead_memory(prepared.process_bytes)
     if not available or task.max_step_bytes(prepared.model, precision) + overhead <= available // 2:
         return
     plan = plan_process_memory(
