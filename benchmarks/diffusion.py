@@ -35,6 +35,7 @@ from torch import Tensor
 
 from isotype.config.load import load
 from isotype.environment.hardware import detect
+from isotype.environment.memory_limits import status_bytes
 from isotype.model.build import resolve_precision
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.denoiser import build_denoiser
@@ -179,18 +180,9 @@ def peak_of(step: Callable[[Batch], float], batches: list[Batch]) -> int:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     # sets the highest resident size back to the present one
     Path("/proc/self/clear_refs").write_text("5")
-
-    def resident(key: str) -> int:
-        line = next(
-            line
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith(key)
-        )
-        return int(line.split()[1]) * 1024
-
-    before = resident("VmRSS")
+    before = status_bytes("VmRSS")
     step(last)
-    return resident("VmHWM") - before
+    return status_bytes("VmHWM") - before
 
 
 def peaks() -> list[int]:

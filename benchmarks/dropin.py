@@ -36,6 +36,8 @@ from typing import Any
 
 import torch
 
+from isotype.environment.memory_limits import status_bytes
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
@@ -390,18 +392,9 @@ def peak_of(step: Step) -> int:
     # what earlier steps freed would hide what this one takes
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-
-    def status(key: str) -> int:
-        line = next(
-            line
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith(key)
-        )
-        return int(line.split()[1]) * 1024
-
-    before = status("VmRSS")
+    before = status_bytes("VmRSS")
     step()
-    return status("VmHWM") - before
+    return status_bytes("VmHWM") - before
 
 
 def speed(

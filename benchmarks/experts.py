@@ -27,10 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from isotype import optimize
+from isotype.environment.memory_limits import status_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lora import Step, compare, resident, show
+from benchmarks.lora import Step, compare, show
 
 SHAPES = {"8 experts, top 2": (8, 2, 1024, 768, 1024), "32 experts, top 4": (32, 4, 512, 512, 384)}
 
@@ -81,11 +82,11 @@ def memory(a: argparse.Namespace, run: Step) -> float:
         run()
         return (torch.cuda.max_memory_allocated() - held) / 2**20
     ctypes.CDLL(None).malloc_trim(0)
-    held = resident("VmRSS")
+    held = status_bytes("VmRSS")
     # 5 sets the highest resident size back to the present one
     Path("/proc/self/clear_refs").write_text("5")
     run()
-    return (resident("VmHWM") - held) / 2**20
+    return (status_bytes("VmHWM") - held) / 2**20
 
 
 def compared(a: argparse.Namespace, steps: dict[str, Step]) -> dict[str, Any]:

@@ -31,6 +31,8 @@ import torch
 import transformers
 from torch import nn
 
+from isotype.environment.memory_limits import status_bytes
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import lora
@@ -75,11 +77,11 @@ def measure(sizes: argparse.Namespace, who: str, *, full: bool, steps: int) -> d
         ctypes.CDLL(None).malloc_trim(0)
         # 5 sets the highest resident size back to the present one
         Path("/proc/self/clear_refs").write_text("5")
-        held = lora.resident("VmRSS")
+        held = status_bytes("VmRSS")
         start = time.process_time()
         step()
         seconds.append(time.process_time() - start)
-        peak = lora.resident("VmHWM") - held
+        peak = status_bytes("VmHWM") - held
     return {"seconds": min(seconds), "memory": peak, "loss": loss}
 
 

@@ -513,15 +513,9 @@ def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
 # --- memory, one process for each contender
 
 
-def resident(field: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status")
-
-
 def step_memory(a: argparse.Namespace, who: str, checkpointing: bool) -> dict[str, float]:
+    from isotype.environment.memory_limits import status_bytes
+
     model = contender(a, who, checkpointing)
     step = step_of(a, model)
     step()
@@ -535,11 +529,11 @@ def step_memory(a: argparse.Namespace, who: str, checkpointing: bool) -> dict[st
 
     if a.device == "cpu":
         ctypes.CDLL(None).malloc_trim(0)
-        before = resident("VmRSS")
+        before = status_bytes("VmRSS")
         # 5 sets the highest resident size back to the present one
         Path("/proc/self/clear_refs").write_text("5")
         step()
-        peak = resident("VmHWM") - before
+        peak = status_bytes("VmHWM") - before
     else:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

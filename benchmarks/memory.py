@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.whole_run import write_inputs
 
+from isotype.environment.memory_limits import status_bytes
+
 CASES = (
     "bf16-pure/none",
     "bf16-mixed/none",
@@ -55,14 +57,6 @@ PARTS = {
 Measures = dict[str, list[tuple[int, float]]]
 
 
-def resident(field: str) -> int:
-    """Returns VmRSS or VmHWM of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status")
-
-
 def measured(function: Callable[..., Any], values: list[tuple[int, float]]) -> Callable[..., Any]:
     """Returns the function with a measurement: it adds the highest resident size and the CPU time
     of each call to `values`.
@@ -74,7 +68,7 @@ def measured(function: Callable[..., Any], values: list[tuple[int, float]]) -> C
         Path("/proc/self/clear_refs").write_text("5")
         start = time.process_time()
         result = function(*args, **kwargs)
-        values.append((resident("VmHWM"), time.process_time() - start))
+        values.append((status_bytes("VmHWM"), time.process_time() - start))
         return result
 
     return call

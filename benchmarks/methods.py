@@ -27,23 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isotype.environment.memory_limits import status_bytes
+
 VOCABULARY, HIDDEN = 32_000, 512
 STEPS, PAIRS, PROMPT, ANSWER = 4, 2, 48, 128  # of dpo; the first step is not counted
-
-
-def resident(name: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
-    line = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
-    )
-    return int(line.split()[1]) * 1024
 
 
 def begin_step() -> int:
     """What is resident before a step; its peak is counted from here on."""
     ctypes.CDLL(None).malloc_trim(0)  # what earlier steps freed would hide what this one takes
     Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
+    return status_bytes("VmRSS")
 
 
 # --- logits
@@ -150,7 +144,7 @@ def distil_worker(peer: str, beta: float) -> dict[str, float]:
     student.grad = None
     before = begin_step()
     loss().backward()
-    return {"seconds": best, "peak": resident("VmHWM") - before}
+    return {"seconds": best, "peak": status_bytes("VmHWM") - before}
 
 
 # --- dpo
@@ -162,7 +156,9 @@ def dpo_worker(peer: str, folder: Path) -> dict[str, float]:
 
     def ended() -> None:
         nonlocal before, high
-        high = resident("VmHWM")  # what is saved and loaded after the last step is none of a step's
+        high = status_bytes(
+            "VmHWM"
+        )  # what is saved and loaded after the last step is none of a step's
         times.append(time.process_time())
         if len(times) == 2:
             before = begin_step()

@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from isotype.environment.memory_limits import status_bytes
+
 CONTENDERS = ("isotype", "without optimize", "hf-trainer")
 
 
@@ -41,7 +43,7 @@ class StepMemory:
             ctypes.CDLL(None).malloc_trim(0)
             # 5 sets the highest resident size back to the present one
             Path("/proc/self/clear_refs").write_text("5")
-            self.held = resident("VmRSS")
+            self.held = status_bytes("VmRSS")
         else:
             torch.cuda.reset_peak_memory_stats()
             self.held = torch.cuda.memory_allocated()
@@ -50,17 +52,9 @@ class StepMemory:
         import torch
 
         if self.device == "cpu":
-            self.peak = resident("VmHWM") - self.held
+            self.peak = status_bytes("VmHWM") - self.held
         else:
             self.peak = torch.cuda.max_memory_allocated() - self.held
-
-
-def resident(field: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status")
 
 
 def model_and_rows(a: argparse.Namespace) -> tuple[Any, list[Any]]:

@@ -36,6 +36,8 @@ from typing import Any
 
 import torch
 
+from isotype.environment.memory_limits import status_bytes
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
@@ -120,7 +122,11 @@ class Clock:
                 "tower": self.tower,
             }
             self.steps.append(
-                {**took, "bytes": resident("VmHWM") - self.before, "first_loss": self.first_loss}
+                {
+                    **took,
+                    "bytes": status_bytes("VmHWM") - self.before,
+                    "first_loss": self.first_loss,
+                }
             )
         else:
             self.first_loss = loss
@@ -128,15 +134,8 @@ class Clock:
         # what earlier steps freed would hide what this one takes
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-        self.before, self.tower, self.begun = resident("VmRSS"), 0.0, True
+        self.before, self.tower, self.begun = status_bytes("VmRSS"), 0.0, True
         self.wall, self.cpu = time.perf_counter(), time.process_time()
-
-
-def resident(key: str) -> int:
-    line = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
-    )
-    return int(line.split()[1]) * 1024
 
 
 def own_run(folder: Path, steps: int, clock: Clock) -> None:
