@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tests.api import (
     RunWeights,
+    export_language,
     load_run,
     lora_layers,
     pack_compressed,
@@ -196,6 +198,20 @@ def test_a_merged_folder_has_the_rounded_weights(served, tmp_path) -> None:
     weights = RunWeights(load_run(served.run, as_served=False))
     for name, value in merged.items():
         assert torch.equal(value, weights.trained(name)), name
+
+
+def test_without_a_type_ollama_gets_the_rounded_weights(served, tmp_path) -> None:
+    """The types of compressed-tensors have no GGUF type that `--type` could be equal to."""
+    run = load_run(served.run, as_served=False)
+    run = replace(run, precision=run.precision.but(served="int4"))
+    export_language(
+        served.run, tmp_path / "out", to="ollama", kind=None, name="mine", load=lambda _: run
+    )
+    stored = file_tensors(tmp_path / "out" / "model.gguf")
+    name = "model.layers.1.mlp.down_proj.weight"
+    rounded = RunWeights(run).trained(name)
+    assert not torch.equal(rounded, RunWeights(run).unrounded(name))
+    assert torch.equal(read_values(stored, name), rounded.bfloat16().float())
 
 
 @pytest.mark.parametrize(

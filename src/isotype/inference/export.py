@@ -251,7 +251,7 @@ def _merge_lazily(run: LoadedRun, folder: Path, kind: str | None) -> dict[str, W
     weights = RunWeights(run)
     skipped = _write_settings(run, weights, folder)
     is_served = weights.served is not None
-    is_served_type = GGUF_FORMATS.get(run.precision.served) == kind
+    is_served_type = kind is not None and kind == GGUF_FORMATS.get(run.precision.served)
     read = weights.unrounded if is_served_type else weights.trained
     return {
         name: WeightToWrite(
