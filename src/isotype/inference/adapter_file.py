@@ -49,6 +49,15 @@ class LoraPair:
     def rank(self) -> int:
         return self.a.shape[0]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Returns the shape of the layer's weight."""
+        return self.b.shape[0], self.a.shape[1]
+
+    def change(self) -> Tensor:
+        """Returns the matrix that is added to the layer's weight, in fp32."""
+        return self.scale * (self.b.float() @ self.a.float())
+
     def rescaled_b(self, scale: float) -> Tensor:
         """Returns `b`, rescaled so that a program which multiplies by `scale` gets the same result.
         If `scale` is the pair's own scale, `b` is unchanged.

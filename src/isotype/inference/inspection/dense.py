@@ -23,7 +23,6 @@ from ...dtypes import format_dtype
 from ...errors import UsageError
 from ...model.adapter import load_adapter
 from ...model.architecture import auto_class
-from ...model.lora_names import PEFT_PREFIX
 from ...ops.packed import widen
 from ...ops.packed.recognise import SERVING_TENSORS, TORCHAO_NAMES, build_state, recognise_layout
 from ...precision.packing import Packing
@@ -294,7 +293,7 @@ def _open_adapted(checkpoint: Checkpoint, base: Path | None) -> DenseWeights:
     tensors = dict(base_weights.tensors)
     for name, pair in pairs.items():
         stored = base_weights.find(name)
-        if stored is None or stored.shape != (pair.b.shape[0], pair.a.shape[1]):
+        if stored is None or stored.shape != pair.shape:
             problem = "does not have it" if stored is None else f"has {list(stored.shape)} there"
             raise UsageError(
                 f"{checkpoint.path}: the adapter changes {name}, and {base_path} {problem}",
@@ -302,16 +301,14 @@ def _open_adapted(checkpoint: Checkpoint, base: Path | None) -> DenseWeights:
             )
         read = partial(_add_pair, stored, pair)
         tensors[name] = WrittenTensor(name, "F32", stored.shape, read)
-    for name, value in full_weights.items():
-        read = partial(Tensor.float, value)
-        tensors[name] = WrittenTensor(name, "F32", tuple(value.shape), read)
+    tensors |= _full_tensors(full_weights)
     tied_names = full_weights.keys() | pairs.keys()
     return DenseWeights(
         f"{base_path} + {checkpoint.path}",
         tensors,
         base_weights.skipped,
         {name: tied for name, tied in base_weights.aliases.items() if name not in tied_names},
-        changes={name: partial(pair_change, pair) for name, pair in pairs.items()},
+        changes={name: pair.change for name, pair in pairs.items()},
         base=base_weights,
         config=base_weights.config,
         computed=frozenset(pairs),
@@ -381,13 +378,16 @@ def _base_path(checkpoint: Checkpoint) -> Path:
     return Path(name)
 
 
+def _full_tensors(full_weights: Mapping[str, Tensor]) -> dict[str, WrittenTensor]:
+    """Returns the weights of modules that were trained in full."""
+    return {
+        name: WrittenTensor(name, "F32", tuple(value.shape), value.float)
+        for name, value in full_weights.items()
+    }
+
+
 def _add_pair(stored: WrittenTensor, pair: LoraPair) -> Tensor:
-    return stored.read() + pair_change(pair)
-
-
-def pair_change(pair: LoraPair) -> Tensor:
-    """Returns the matrix that a pair of LoRA matrices adds to its weight, in fp32."""
-    return pair.scale * (pair.b.float() @ pair.a.float())
+    return stored.read() + pair.change()
 
 
 def _open_adapter_alone(checkpoint: Checkpoint) -> DenseWeights:
@@ -395,12 +395,9 @@ def _open_adapter_alone(checkpoint: Checkpoint) -> DenseWeights:
     pairs, full_weights = _read_adapter(checkpoint)
     weights = DenseWeights(f"the changes of {checkpoint.path}", {}, computed=frozenset(pairs))
     for name, pair in pairs.items():
-        shape = (pair.b.shape[0], pair.a.shape[1])
-        kind = _KINDS.get(checkpoint.tensors[f"{PEFT_PREFIX}{pair.module}.lora_B.weight"].dtype, "F32")  # fmt: skip
-        weights.tensors[name] = WrittenTensor(name, kind, shape, partial(pair_change, pair))
-    for name, value in full_weights.items():
-        read = partial(Tensor.float, value)
-        weights.tensors[name] = WrittenTensor(name, "F32", tuple(value.shape), read)
+        kind = _KINDS.get(format_dtype(pair.b.dtype), "F32")
+        weights.tensors[name] = WrittenTensor(name, kind, pair.shape, pair.change)
+    weights.tensors |= _full_tensors(full_weights)
     return weights
 
 

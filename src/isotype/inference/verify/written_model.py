@@ -235,10 +235,9 @@ def adapter_model(
     """
     tensors = {}
     for name, pair in pairs.items():
-        shape = (pair.b.shape[0], pair.a.shape[1])
         kind = _KINDS.get(format_dtype(pair.b.dtype), "F32")
         read = partial(_add_pair, pair, name, read_base)
-        tensors[name] = WrittenTensor(pair.module, kind, shape, read)
+        tensors[name] = WrittenTensor(pair.module, kind, pair.shape, read)
     return WrittenModel(
         description,
         tensors,
@@ -250,5 +249,4 @@ def adapter_model(
 
 def _add_pair(pair: LoraPair, name: str, read_base: Callable[[str], Tensor]) -> Tensor:
     base = read_base(name)
-    change = pair.b.float() @ pair.a.float()
-    return base + pair.scale * change.to(base.device)
+    return base + pair.change().to(base.device)
