@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..model.export import embedding_and_head
 from ..model.load import load_base
 from ..model.served import ServedFormat
+from ..precision.apply import weight_shape
 from .loaded import LoadedRun
 from .merge import adapted_weights, dequantise, merged_weight, strip_adapter_name
 
@@ -61,9 +62,7 @@ class RunWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a weight, also of a packed weight."""
-        parameter = self.parameters[name]
-        state = getattr(parameter, "quant_state", None)
-        return tuple(parameter.shape if state is None else state.shape)
+        return weight_shape(self.parameters[name])
 
     @torch.no_grad()
     def base(self, name: str) -> Tensor:

@@ -20,7 +20,7 @@ from ..lora.attach import is_lora, lora_layers, serve_layer
 from ..lora.quantised import PackedLinear, is_packed
 from ..ops.packed import PackedState, widen
 from ..ops.packed.quantise import NVFP4_BLOCK, pack_blocks, pack_compressed
-from ..precision.apply import inner_model
+from ..precision.apply import inner_model, weight_shape
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts
 
@@ -123,7 +123,7 @@ class ServedFormat:
         is_tied = head is None or head.weight is embedding.weight
         self.head = embedding if is_tied else head
         self.weights = self._find_weights(inner)
-        columns = {_weight_shape(weight)[1] for weight in self.weights.values()}
+        columns = {weight_shape(weight)[1] for weight in self.weights.values()}
         self.group = next((g for g in _INT4_GROUPS if not any(c % g for c in columns)), 0)
         self._refuse_rows(columns)
 
@@ -135,7 +135,7 @@ class ServedFormat:
                 f" {family}",
                 fix=SERVE_FIX,
             )
-        shapes = [_weight_shape(parameter) for parameter in inner.parameters()]
+        shapes = [weight_shape(parameter) for parameter in inner.parameters()]
         if any(len(shape) > 2 for shape in shapes) or vision_parts(inner) is not None:
             raise UsageError(
                 f"{self.name}: {family} has stacked experts or a vision tower, whose weights are not"
@@ -194,11 +194,6 @@ class ServedFormat:
             return weight
         packed, state = self.pack(weight, is_head=parameter is self.head.weight)
         return state.widen(packed, torch.float32)
-
-
-def _weight_shape(weight: Any) -> tuple[int, ...]:
-    state = getattr(weight, "quant_state", None)
-    return tuple(weight.shape if state is None else state.shape)
 
 
 @torch.no_grad()

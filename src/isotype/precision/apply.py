@@ -173,6 +173,12 @@ def quantised_dtype_name(parameter: Tensor) -> str:
     return str(getattr(state, "dtype_name", None) or getattr(state, "quant_type", "int8"))
 
 
+def weight_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Returns the shape of a weight. For a packed weight, this is the shape after dequantisation."""
+    state = getattr(parameter, "quant_state", None)
+    return tuple(parameter.shape if state is None else state.shape)
+
+
 def is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) or type(
         module

@@ -19,7 +19,7 @@ from tests.api import export_model, open_checkpoint, open_two
 from tests.commands import ask, invoke
 from tests.gguf_files import splitting
 from tests.models import lora, tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from isotype.errors import UsageError
 
@@ -224,6 +224,26 @@ def test_an_adapter_with_dora(files, tmp_path):
     merged.save_pretrained(tmp_path / "merged")
     assert against(tmp_path / "merged", tmp_path / "dora")["is_same"]
     assert not against(files.base, tmp_path / "dora")["is_same"]
+
+
+def test_an_adapter_with_dora_on_an_nf4_base_in_the_home_folder(files, tmp_path, monkeypatch):
+    """A packed weight has the shape that it has after dequantisation."""
+    pytest.importorskip("bitsandbytes")
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    packed = AutoModelForCausalLM.from_pretrained(
+        files.base, quantization_config=settings, device_map="cpu"
+    )
+    packed.save_pretrained(tmp_path / "nf4")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = lora(packed, r=4, use_dora=True)
+    model.peft_config["default"].base_model_name_or_path = "~/nf4"
+    model.save_pretrained(tmp_path / "dora")
+    _, second = open_two(open_checkpoint(files.base), open_checkpoint(tmp_path / "dora"), None)
+    assert second.tensors[Q].kind == "F32"
+    for weights in (second, second.base):
+        shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
+        assert shapes[Q] == (64, 64)
+        assert shapes == {name: tensor.read().shape for name, tensor in weights.tensors.items()}
 
 
 def test_two_adapters(files, tmp_path):

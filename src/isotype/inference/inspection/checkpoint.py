@@ -13,6 +13,7 @@ from typing import Any
 from ...config.kind import PIPELINE_FILE
 from ...config.sources import is_lfs_pointer, lfs_fix
 from ...errors import UsageError
+from ...model.adapter_settings import ADAPTER_CONFIG_FILE
 from ...precision.safetensors_header import check_positions, read_safetensors_header
 from ...runs.value_limits import parse_json
 
@@ -21,7 +22,6 @@ ADAPTER = "adapter"
 SAFETENSORS = "safetensors file"
 GGUF = "GGUF file"
 CONFIG_FILE = "config.json"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 _FETCH_AGAIN = "get the file again from where it came"
 _MAX_SETTINGS_BYTES = 32 << 20
 # the files of weights in the order in which transformers and diffusers look for them

@@ -22,9 +22,11 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ...dtypes import format_dtype
 from ...errors import UsageError
 from ...model.adapter import load_adapter
+from ...model.adapter_settings import ADAPTER_CONFIG_FILE
 from ...model.architecture import auto_class
 from ...ops.packed import widen
 from ...ops.packed.recognise import SERVING_TENSORS, TORCHAO_NAMES, build_state, recognise_layout
+from ...precision.apply import weight_shape
 from ...precision.packing import Packing
 from ...training.console import silence_library_warnings
 from ...wording import first_line
@@ -342,7 +344,7 @@ def _open_with_peft(checkpoint: Checkpoint, base_path: Path) -> DenseWeights:
     )
     for name, parameter in parameters.items():
         kind = _KINDS.get(format_dtype(parameter.dtype), "F32")
-        shape = tuple(parameter.shape)
+        shape = weight_shape(parameter)
         base.tensors[name] = WrittenTensor(name, kind, shape, partial(dequantise, parameter))
         weights.tensors[name] = base.tensors[name]
         if name in layers:
@@ -367,15 +369,16 @@ def _read_adapter(checkpoint: Checkpoint) -> tuple[dict[str, LoraPair], dict[str
 
 def _base_path(checkpoint: Checkpoint) -> Path:
     """Returns the folder of an adapter's base. Raises UsageError if it is not on this machine."""
-    settings = checkpoint.settings.get("adapter_config.json", {})
+    settings = checkpoint.settings.get(ADAPTER_CONFIG_FILE, {})
     name = settings.get("base_model_name_or_path")
-    if not isinstance(name, str) or not Path(name).expanduser().exists():
+    path = Path(name).expanduser() if isinstance(name, str) else None
+    if path is None or not path.exists():
         raise UsageError(
-            f"{checkpoint.path}/adapter_config.json: base_model_name_or_path: {name}: not a folder on"
-            " this machine",
+            f"{checkpoint.path}/{ADAPTER_CONFIG_FILE}: base_model_name_or_path: {name}: not a folder"
+            " on this machine",
             fix="--base FOLDER",
         )
-    return Path(name)
+    return path
 
 
 def _full_tensors(full_weights: Mapping[str, Tensor]) -> dict[str, WrittenTensor]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...dtypes import format_dtype
 from ...finding import Finding, Place, Severity, join_names
+from ...model.adapter_settings import ADAPTER_CONFIG_FILE
 from ...wording import pluralise
 from .checkpoint import CONFIG_FILE, GGUF, MODEL, Checkpoint, StoredTensor
 from .tokens import GENERATION_FILE, TOKENIZER, TokenSettings
@@ -438,7 +439,7 @@ def _incomplete_adapter(facts: Facts) -> Iterator[Finding]:
             code="MF015",
             severity=Severity.ERROR,
             message=adapter.problem,
-            place=facts.place(file="adapter_config.json"),
+            place=facts.place(file=ADAPTER_CONFIG_FILE),
             cause="the settings belong to another adapter, or were changed after training",
             fix="the adapter_config.json that was written with these weights",
         )
