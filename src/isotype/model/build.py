@@ -23,7 +23,7 @@ from ..optimize.manifest import base_notes as notes_of_optimize
 from ..precision.apply import apply_precision
 from ..precision.parts import Part
 from ..precision.precision import Precision
-from ..precision.quantised_base import check_share, quantisation_from_settings
+from ..precision.quantised_base import check_share, quantisation_from_config_file
 from ..precision.resolution import Resolved, resolve
 from ..precision.vision import vision_parts
 from .adapter import (
@@ -222,14 +222,7 @@ def _published_quantisation(settings: Mapping[str, Any]) -> tuple[str, str] | No
     """If the base was published quantised, returns the name of its dtype and a description.
     Otherwise returns None.
     """
-    quantisation_settings = settings.get("quantization_config") or (
-        settings.get("text_config") or {}
-    ).get("quantization_config")
-    quantisation = (
-        quantisation_from_settings(quantisation_settings)
-        if isinstance(quantisation_settings, dict)
-        else None
-    )
+    quantisation = quantisation_from_config_file(settings)
     if quantisation is None or quantisation.unread_reason or quantisation.weight_format == "fp4":
         return None
     return (quantisation.weight_format, str(quantisation))

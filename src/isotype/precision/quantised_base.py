@@ -81,6 +81,18 @@ def quantisation_from_config(config: Any) -> Quantisation | None:
     )
 
 
+def quantisation_from_config_file(settings: Mapping[str, Any]) -> Quantisation | None:
+    """Reads the quantisation from the content of config.json, where it may be part of
+    `text_config`. Returns None for a model that is not quantised.
+    """
+    text_settings = settings.get("text_config")
+    for section in (settings, text_settings if isinstance(text_settings, dict) else {}):
+        value = section.get("quantization_config")
+        if isinstance(value, dict):
+            return quantisation_from_settings(value)
+    return None
+
+
 def quantisation_from_settings(settings: Mapping[str, Any]) -> Quantisation:
     """Reads the quantisation from `quantization_config`."""
     method = settings.get("quant_method", "unknown")

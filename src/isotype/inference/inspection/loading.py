@@ -33,7 +33,7 @@ from ...ops.packed.recognise import (
     recognise_layout,
 )
 from ...precision.packing import Packing
-from ...precision.quantised_base import Quantisation, quantisation_from_settings
+from ...precision.quantised_base import Quantisation, quantisation_from_config_file
 from ...training.console import quiet_libraries, silence_library_warnings
 from ...wording import first_line
 from .checkpoint import CONFIG_FILE, Checkpoint, StoredTensor
@@ -105,9 +105,7 @@ def ask_transformers(checkpoint: Checkpoint) -> Loading:
         loading.problem = f"no {CONFIG_FILE}, so that the class is not known"
         return loading
     check_model_config(settings, f"{checkpoint.path / CONFIG_FILE}")
-    quantisation = _quantisation_settings(settings)
-    if quantisation is not None:
-        loading.quantisation = quantisation_from_settings(quantisation)
+    loading.quantisation = quantisation_from_config_file(settings)
     if "_class_name" in settings and "model_type" not in settings:
         loading.problem = "a model of diffusers"
         loading.diffusers_class = str(settings["_class_name"])
@@ -121,16 +119,6 @@ def ask_transformers(checkpoint: Checkpoint) -> Loading:
     orphaned = set(loading.scales.orphaned)
     loading.unexpected = [name for name in loading.unexpected if name not in orphaned]
     return loading
-
-
-def _quantisation_settings(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns `quantization_config` of the model or of its text part."""
-    text_settings = settings.get("text_config")
-    for section in (settings, text_settings if isinstance(text_settings, dict) else {}):
-        value = section.get("quantization_config")
-        if isinstance(value, dict):
-            return value
-    return None
 
 
 def _build_model(checkpoint: Checkpoint, loading: Loading) -> Any:
