@@ -73,6 +73,10 @@ class CheckpointComparison:
     expected: float | None = None
 
     @property
+    def compared_count(self) -> int:
+        return self.equal + self.rounded + len(self.differences)
+
+    @property
     def has_change(self) -> bool:
         """Returns False if the other checkpoint contains only a small share of an adapter's change."""
         if self.kept is None or self.expected is None:
@@ -88,12 +92,12 @@ class CheckpointComparison:
 
     def lines(self) -> list[str]:
         """Returns the report."""
-        total = self.equal + self.rounded + len(self.differences)
         lines = [
             f"first         {self.first}",
             f"second        {self.second}",
-            f"weights       {total:,} compared: {self.equal:,} equal, {self.rounded:,} within the"
-            f" rounding of their dtypes, {len(self.differences):,} different",
+            f"weights       {self.compared_count:,} compared: {self.equal:,} equal,"
+            f" {self.rounded:,} within the rounding of their dtypes,"
+            f" {len(self.differences):,} different",
         ]
         for label, names in (("only first", self.only_first), ("only second", self.only_second)):
             if names:
@@ -150,7 +154,6 @@ def compare_checkpoints(
     first, second = open_two(open_checkpoint(first_path), open_checkpoint(second_path), base)
     comparison = CheckpointComparison(first.label, second.label)
     comparison.skipped = {**first.skipped, **second.skipped}
-    compared = False
     change = _AdapterChange(first, second)
     for name in dict.fromkeys([*first.tensors, *second.tensors]):
         pair = first.find(name), second.find(name)
@@ -162,9 +165,8 @@ def compare_checkpoints(
         elif pair[1] is None:
             comparison.only_first.append(name)
         else:
-            compared = True
             _compare_weight(comparison, name, (pair[0], pair[1]), change)
-    if not compared:
+    if not comparison.compared_count:
         raise UsageError(
             f"{first_path} and {second_path} have no weight of the same name",
             fix="two checkpoints of the same architecture",
