@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -25,7 +25,7 @@ from ...model.adapter import load_adapter
 from ...model.adapter_settings import ADAPTER_CONFIG_FILE
 from ...model.architecture import auto_class
 from ...ops.packed import widen
-from ...ops.packed.recognise import SERVING_TENSORS, TORCHAO_NAMES, build_state, recognise_layout
+from ...ops.packed.recognise import TORCHAO_NAMES, build_state, recognise_layout
 from ...precision.apply import weight_shape
 from ...precision.packing import Packing
 from ...training.console import silence_library_warnings
@@ -39,9 +39,11 @@ from .checkpoint import ADAPTER, GGUF, MODEL, Checkpoint, StoredTensor, open_che
 from .loading import (
     Loading,
     ask_transformers,
+    find_linear,
     group_by_owner,
     has_codes,
     tensor_headers,
+    weight_parts,
 )
 
 _KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp64": "F32"}
@@ -228,11 +230,8 @@ def _layer_shape(
     """Returns the shape of a layer's weight. It is read from the model class, or computed from the
     layer's tensors.
     """
-    try:
-        layer = None if model is None else model.get_submodule(owner)
-    except AttributeError:
-        layer = None
-    if isinstance(layer, nn.Linear):
+    layer = find_linear(model, owner)
+    if layer is not None:
         return layer.out_features, layer.in_features
     weight = parts.get("weight") or parts.get("weight_packed") or parts.get("_weight_qdata")
     if weight is None or len(weight.shape) != 2 or weight.dtype == "int32":
@@ -244,11 +243,7 @@ def _layer_shape(
 def _read_packed(
     owner: str, parts: Mapping[str, StoredTensor], packing: Packing, shape: tuple[int, int]
 ) -> Tensor:
-    used = {
-        name: tensor
-        for name, tensor in parts.items()
-        if name != "bias" and name not in SERVING_TENSORS
-    }
+    used = weight_parts(parts)
     layout = recognise_layout(owner, tensor_headers(used), packing, shape)
     tensors = {TORCHAO_NAMES.get(name, name): _read_stored(tensor) for name, tensor in used.items()}
     state = build_state(owner, layout, packing.dtype_name, tensors)

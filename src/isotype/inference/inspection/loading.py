@@ -204,6 +204,23 @@ def has_codes(parts: Mapping[str, StoredTensor]) -> bool:
     return any(name in parts for name in _CODE_NAMES)
 
 
+def weight_parts(parts: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns those tensors of a layer that store its quantised weight."""
+    other_names = ("bias", *SERVING_TENSORS)
+    return {name: tensor for name, tensor in parts.items() if name not in other_names}
+
+
+def find_linear(model: Any, path: str) -> nn.Linear | None:
+    """Returns the linear layer at this path; None if the model has none there.
+
+    model  the model on the meta device; None if it could not be built
+    """
+    layer = None
+    with suppress(AttributeError):
+        layer = None if model is None else model.get_submodule(path)
+    return layer if isinstance(layer, nn.Linear) else None
+
+
 def tensor_headers(parts: Mapping[str, StoredTensor]) -> dict[str, TensorHeader]:
     return {
         name: TensorHeader(torch_dtype(tensor.dtype), tensor.shape)
@@ -251,14 +268,9 @@ def _missing_part(
             if not any(name.startswith(f"weight.{part}") for name in parts)
         ]
         return f"weight.{absent[0]} is missing" if absent else ""
-    layer = None
-    with suppress(AttributeError):
-        layer = None if model is None else model.get_submodule(owner)
-    if packing is not None and isinstance(layer, nn.Linear):
-        other_names = ("bias", *SERVING_TENSORS)
-        headers = {
-            name: part for name, part in tensor_headers(parts).items() if name not in other_names
-        }
+    layer = find_linear(model, owner)
+    if packing is not None and layer is not None:
+        headers = tensor_headers(weight_parts(parts))
         try:
             recognise_layout(owner, headers, packing, (layer.out_features, layer.in_features))
         except UsageError as error:
