@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -73,6 +74,19 @@ def test_a_kernel_passes_or_is_stopped_by_scalars_and_offsets() -> None:
     narrow = run_gate(load_gate_target(f"{KERNELS}:Narrow", "reference"), largest=sizes)
     assert failed(narrow) == ["compile", "offsets"]
     assert {"KN021", "KN022"} == {finding.code for finding in narrow.findings}
+
+
+def test_inputs_may_be_one_tensor() -> None:
+    pytest.importorskip("triton")
+    target = load_gate_target(f"{KERNELS}:launch", "reference")
+
+    def scaled_tanh(x):
+        return target.function(x, True) if x.is_cuda else torch.tanh(x * 0.7)
+
+    (tensor,) = target.build_inputs()
+    one_tensor = dataclasses.replace(target, function=scaled_tanh, build_inputs=lambda: tensor)
+    kernels = next(q for q in run_gate(one_tensor).questions if q.name == "kernels")
+    assert kernels.detail.startswith("scaled_tanh"), kernels.detail
 
 
 def test_offsets_that_were_not_asked_do_not_stop_a_pass(tmp_path: Path) -> None:

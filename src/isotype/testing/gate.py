@@ -257,13 +257,19 @@ def _ask_kernels(
     compiled = Question("compile")
     if "triton" not in sys.modules:
         return kernels, compiled, 0
-    from ..doctor.kernels.calls import INPUTS_AS_GIVEN, check_wrapper
+    from ..doctor.kernels.calls import INPUTS_AS_GIVEN, check_wrapper, split_calls
+    from ..doctor.kernels.checker import Report as KernelReport
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = check_wrapper(target.function, arguments, architectures)
+        report = KernelReport()
+        refused: dict[str, str] = {}
+        for call in split_calls(arguments):
+            call_report = check_wrapper(target.function, call, architectures)
+            report.add(call_report)
+            refused |= call_report.refused
     if not report.launches:
-        reason = report.refused.get(INPUTS_AS_GIVEN)
+        reason = refused.get(INPUTS_AS_GIVEN)
         if reason:
             kernels.verdict = NOT_ASKED
             kernels.detail = f"the function raises on a simulated GPU: {reason}"

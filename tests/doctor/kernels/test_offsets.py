@@ -62,6 +62,39 @@ def test_a_value_that_the_function_reads_is_named() -> None:
     assert f"test_offsets.py:{line} reads the value of a tensor" in report.remarks[0]
 
 
+class NarrowCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return copy_rows(large_kernels.row_scale, x, False)
+
+    @staticmethod
+    def backward(ctx, d):
+        return d
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [lambda x: (x,), lambda x: x, lambda x: [x], lambda x: [(x,), {"x": x}]],
+    ids=["tuple", "tensor", "list", "calls"],
+)
+def test_inputs_have_every_form_that_other_checks_take(arrange) -> None:
+    def build(rows: int = 4, columns: int = 64):
+        return arrange(*draw_rows(rows, columns))
+
+    def copy(x):
+        return copy_rows(large_kernels.row_scale, x, False)
+
+    report = check_largest(copy, build, (65537, 32768))
+    assert not report.refused, report.refused
+    assert report.findings
+
+
+def test_an_autograd_function_is_applied() -> None:
+    report = check_largest(NarrowCopy, draw_rows, (65537, 32768))
+    assert report.launches == 1
+    assert report.findings
+
+
 def test_a_function_that_refuses_the_shape_is_not_asked() -> None:
     def refusing(x):
         if x.shape[1] > 1024:

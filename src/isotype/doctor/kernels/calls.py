@@ -337,6 +337,18 @@ def split_calls(inputs: Any) -> list[Any]:
     return [(inputs,)] if isinstance(inputs, Tensor) else [inputs]
 
 
+def call_function(function: Callable[..., Any], arguments: Any, *, backward: bool = True) -> None:
+    """Calls a function with the arguments of one call. Then calls backward on the outputs that
+    require a gradient. An autograd Function is called with `apply`.
+    """
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        function = function.apply
+    result = function(**arguments) if isinstance(arguments, dict) else function(*arguments)
+    outputs = [t for t in _float_tensors(result) if t.requires_grad]
+    if backward and outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+
 def check_wrapper(
     function: Callable[..., Any],
     inputs: Any,
@@ -354,18 +366,13 @@ def check_wrapper(
     require_triton()
     calls = WrapperCalls()
     target = parse_target(targets[0])
-    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-        function = function.apply
     for label, reach, dtype_names in _dtype_variants(inputs):
         arguments = _cast_inputs(inputs, dtype_names)
         callee = copy.deepcopy(function) if isinstance(function, torch.nn.Module) else function
         if isinstance(callee, torch.nn.Module) and dtype_names and label != INPUTS_AS_GIVEN:
             callee = callee.to(to_torch(max(set(dtype_names), key=dtype_names.count)))
         with calls.record(target, label, reach):
-            result = callee(**arguments) if isinstance(arguments, dict) else callee(*arguments)
-            outputs = [t for t in _float_tensors(result) if t.requires_grad]
-            if backward and outputs:
-                torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+            call_function(callee, arguments, backward=backward)
     return calls.report(targets, binary=binary)
 
 

@@ -82,6 +82,7 @@ class Report:
         self.compiled += report.compiled
         self.failed += report.failed
         self.usages += report.usages
+        self.launches += report.launches
         self.remarks += [
             f"{label}: refused by the function itself: {reason}"
             for label, reason in report.refused.items()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .calls import Launch, trap_launches
+from .calls import Launch, call_function, split_calls, trap_launches
 from .checker import Report, build_offset_findings
 from .observe import observe
 from .offsets import MAX_INT32
@@ -43,7 +43,9 @@ def check_largest(
     report = Report()
     with trap_launches() as trap, simulate_gpu(target, allocates=False) as reads:
         try:
-            _call(function, build_inputs(*sizes))
+            for arguments in split_calls(build_inputs(*sizes)):
+                _require_gradients(arguments)
+                call_function(function, arguments)
         except Exception as error:
             text = " ".join(str(error).split())[:MAX_REASON]
             report.refused[label] = f"{type(error).__name__}: {text}"
@@ -59,19 +61,10 @@ def check_largest(
     return report
 
 
-def _call(function: Callable[..., Any], inputs: Any) -> None:
-    arguments = inputs if isinstance(inputs, (tuple, dict)) else (inputs,)
+def _require_gradients(arguments: Any) -> None:
     for leaf in pytree.tree_leaves(arguments):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.is_leaf:
             leaf.requires_grad_()
-    result = function(**arguments) if isinstance(arguments, dict) else function(*arguments)
-    outputs = [
-        leaf
-        for leaf in pytree.tree_leaves(result)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
 def _check_launch(
