@@ -259,6 +259,7 @@ def _ask_kernels(
         return kernels, compiled, 0
     from ..doctor.kernels.calls import INPUTS_AS_GIVEN, check_wrapper, split_calls
     from ..doctor.kernels.checker import Report as KernelReport
+    from ..doctor.kernels.signature import Reach
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -278,17 +279,9 @@ def _ask_kernels(
     kernels.detail = f"{names}: {report.compiled} compilations for {', '.join(architectures)}"
     compiled.detail = "Python floats as fp64, as Inductor passes them"
     for finding in report.findings:
-        labels = dict(finding.details).get("fails for", "")
-        is_about_compile = finding.code == "KN021" or _is_only_with_fp64(labels)
+        is_about_compile = dict(finding.details).get("reach") == Reach.COMPILED.description
         (compiled if is_about_compile else kernels).findings.append(finding)
     return kernels, compiled, report.launches
-
-
-def _is_only_with_fp64(labels: str) -> bool:
-    """True if a kernel fails to compile only with fp64 scalars."""
-    from ..doctor.kernels.python_floats import LABEL
-
-    return bool(labels) and LABEL in labels.partition(",")[0]
 
 
 def _ask_compile(target: GateTarget, arguments: Any, question: Question) -> None:
