@@ -99,6 +99,7 @@ INNER = {
     "isotype.inference.push": "inference_push= check_push push_push=push",
     "isotype.integrations.claims": "TESTED_VERSIONS",
     "isotype.integrations.monitor": "read_reduce_dtypes",
+    "isotype.integrations.recorder": "StepRecorder",
     "isotype.integrations.weights": "RoundingLoss",
     "isotype.lora.attach": "lora_layers read_projection serve_layer served_weight set_serving",
     "isotype.lora.group": "lora_group",

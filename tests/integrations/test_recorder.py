@@ -7,6 +7,7 @@ import torch
 
 from isotype.errors import RunError
 from isotype.integrations import attach, detach
+from tests.api import StepRecorder
 from tests.integrations.trainers import TRAINERS, Setting, plain
 
 pytest.importorskip("trl")
@@ -79,6 +80,17 @@ def test_an_update_of_nan_leaves_the_last_good_weights(models):
     finding, _ = run(trainer)
     assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
     assert finding["code"] in ("RN034", "RN036"), finding
+
+
+def test_a_second_training_forgets_the_batches_of_the_first(models, monkeypatch):
+    monkeypatch.setitem(globals(), "BAD_STEP", 1)
+    trainer = spoil(plain(Setting(models, "full")), log_of_negative)
+    attach(trainer, "fp32", recorder=True, preflight=False, quiet=True)
+    (recorder,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, StepRecorder)]
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"NF001 step 1"):
+            trainer.train()
+        assert len(recorder.batches) == 1
 
 
 def test_training_with_a_recorder_is_unchanged(models):

@@ -28,10 +28,12 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ..doctor.run.not_finite.recorder import NotFiniteError, Recorder
+from ..doctor.run.not_finite.replay import preserved_gradients
 from ..doctor.run.not_finite.report import explain_step, explain_update
 from ..doctor.run.not_finite.step import all_finite
 from ..errors import RunError
 from ..finding import Finding
+from ..optimize.generation import generator_states, set_generator_states
 from .attachment import Attachment, MethodWrappers
 
 FILE = "not_finite.json"
@@ -44,7 +46,7 @@ class MicroBatch:
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random_state: dict[str, Tensor]
+    random_state: list[Tensor]
 
 
 class StepRecorder(TrainerCallback):
@@ -59,7 +61,6 @@ class StepRecorder(TrainerCallback):
         self.trainer = attachment.trainer
         self.methods = MethodWrappers(attachment.trainer)
         self.batches: list[MicroBatch] = []
-        self.step = -1
         self.good_weights: list[tuple[nn.Parameter, Tensor]] = []
         self.is_replaying = False
 
@@ -82,14 +83,10 @@ class StepRecorder(TrainerCallback):
     def _record_batch(
         self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        step = self.trainer.state.global_step
-        if step != self.step:
-            self.batches.clear()
-            self.step = step
         # training_step may remove entries of the batch
         copied = dict(inputs) if isinstance(inputs, dict) else inputs
         arguments = (model, copied, *args)
-        self.batches.append(MicroBatch(original, arguments, kwargs, _random_state()))
+        self.batches.append(MicroBatch(original, arguments, kwargs, generator_states()))
         return original(model, inputs, *args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -98,6 +95,9 @@ class StepRecorder(TrainerCallback):
             for parameter in self.trainer.model.parameters()
             if parameter.requires_grad
         ]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.batches.clear()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for parameter, copy in self.good_weights:
@@ -130,11 +130,11 @@ class StepRecorder(TrainerCallback):
     def _find_operator(self) -> Finding | None:
         recorder = Recorder()
         recorder.number = self.trainer.state.global_step + 1
-        with self._replay(), _kept_gradients(self.trainer.model):
+        with self._replay(), preserved_gradients([self.trainer.model]):
             recorder.install()
             try:
                 for batch in self.batches:
-                    _set_random_state(batch.random_state)
+                    set_generator_states(batch.random_state)
                     batch.call(*batch.args, **batch.kwargs)
                     if recorder.suspect is not None:
                         suspect = recorder.suspect
@@ -150,13 +150,13 @@ class StepRecorder(TrainerCallback):
 
     @contextmanager
     def _replay(self) -> Iterator[None]:
-        state = _random_state()
+        states = generator_states()
         self.is_replaying = True
         try:
             yield
         finally:
             self.is_replaying = False
-            _set_random_state(state)
+            set_generator_states(states)
 
     def _publish(self, finding: Finding, error: RunError) -> None:
         """Adds the report about the operator at fault to the error, and writes it to the folder of
@@ -168,29 +168,3 @@ class StepRecorder(TrainerCallback):
             folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(finding.to_dict(), indent=1)
             (folder / FILE).write_text(text + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _kept_gradients(model: nn.Module) -> Iterator[None]:
-    """Within this block no parameter has a gradient. The gradients are restored afterwards."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

@@ -373,22 +373,15 @@ class Replay:
         """Runs forward and backward again. The gradients of the program are saved before this run
         and restored after it.
         """
-        gradients = {}
-        for model in self.models:
-            for parameter in model.parameters():
-                gradients[parameter] = parameter.grad
-                parameter.grad = None
-        try:
-            with _store_stacks(), self._watching():
+        with preserved_gradients(self.models), _store_stacks(), self._watching():
+            try:
                 for entry in self.step.entries:
                     self._run_entry(entry)
                 self.watch.in_backward = True
                 losses = [self._replace(loss) for loss in self.step.losses]
                 torch.autograd.backward(losses, self._replace(list(self.step.gradients)))
-        finally:
-            self.watch.in_backward = False
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
+            finally:
+                self.watch.in_backward = False
 
     def _run_entry(self, entry: Entry) -> None:
         if not entry.takes_part:
@@ -483,6 +476,21 @@ def _optimizer_site() -> Site | None:
 
 def _autocast(device: str, dtype: torch.dtype | None) -> Any:
     return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+
+
+@contextmanager
+def preserved_gradients(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Within this block no parameter of the models has a gradient. The gradients are restored
+    afterwards.
+    """
+    gradients = [(parameter, parameter.grad) for m in models for parameter in m.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 @contextmanager
