@@ -559,7 +559,7 @@ def conform(
             help="FILE.py:NAME or package.module:NAME; NAME defaults to `build`", show_default=False
         ),
     ],
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
     fail_on: FailOn = "error",
 ) -> None:
     """Check an autograd.Function, a module or any callable under every dtype combination that a
@@ -647,7 +647,7 @@ def gate(
     import warnings
 
     sizes = _parse_sizes(largest)
-    architectures = [name.strip() for name in arch.split(",") if name.strip()]
+    architectures = _split_names(arch)
     warnings.filterwarnings("ignore", module="triton")
     # output of the checked file goes to stderr, so that stdout holds only the report
     with contextlib.redirect_stdout(sys.stderr):
@@ -657,6 +657,11 @@ def gate(
         result = run_gate(loaded, largest=sizes, architectures=architectures or ["sm_90"])
     print(json.dumps(result.to_dict(), indent=1) if json_output else result.render())
     raise typer.Exit(result.status)
+
+
+def _split_names(text: str) -> list[str]:
+    """Returns the names in a text such as `sm_80, sm_90`."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _parse_sizes(text: str) -> list[int]:
@@ -690,7 +695,7 @@ def kernels(
         ),
     ] = "",
     largest: Largest = "",
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
     fail_on: FailOn = "error",
 ) -> None:
     """Compile Triton kernels for every dtype and several GPU architectures, without a GPU, and
@@ -712,9 +717,7 @@ def kernels(
     import warnings
 
     threshold = parse_threshold(fail_on)
-    targets = [
-        architecture.strip() for architecture in arch.split(",") if architecture.strip()
-    ] or None
+    targets = _split_names(arch) or None
     warnings.filterwarnings("ignore", module="triton")
     # output of imported code must not appear in the JSON
     with contextlib.redirect_stdout(sys.stderr):

@@ -228,7 +228,7 @@ class _Evaluation:
                 self.operations += 1
                 if self.operations > MAX_OPERATIONS:
                     raise _TooLongError
-                if operation.name in ("scf.yield", "tt.return", "tt.reduce.return"):
+                if operation.name in ("scf.yield", "tt.return"):
                     yielded.append([values.get(name) for name in operation.values])
                 elif operation.name == "scf.condition":
                     yielded.append([values.get(name) for name in operation.values[1:]])

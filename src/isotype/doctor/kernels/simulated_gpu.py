@@ -43,7 +43,8 @@ def _is_cuda(value: Any) -> bool:
     )
 
 
-_CREATION_FUNCTIONS = (
+# functions whose arguments are a shape or a range
+_SHAPED_NAMES = (
     "empty",
     "zeros",
     "ones",
@@ -52,6 +53,10 @@ _CREATION_FUNCTIONS = (
     "randn",
     "randint",
     "arange",
+    "empty_strided",
+)
+_CREATION_FUNCTIONS = (
+    *_SHAPED_NAMES,
     "linspace",
     "eye",
     "tensor",
@@ -64,7 +69,6 @@ _CREATION_FUNCTIONS = (
     "full_like",
     "rand_like",
     "randn_like",
-    "empty_strided",
 )
 _TENSOR_METHODS = (
     "to",
@@ -80,20 +84,7 @@ _TENSOR_METHODS = (
 )
 
 
-_SHAPED_FUNCTIONS = [
-    getattr(torch, name)
-    for name in (
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "rand",
-        "randn",
-        "randint",
-        "arange",
-        "empty_strided",
-    )
-]
+_SHAPED_FUNCTIONS = [getattr(torch, name) for name in _SHAPED_NAMES]
 _COMPARISONS = (torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose)
 _VALUE_READERS = {
     torch.Tensor.item: lambda tensor: tensor.dtype,
