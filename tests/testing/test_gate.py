@@ -89,6 +89,22 @@ def test_inputs_may_be_one_tensor() -> None:
     assert kernels.detail.startswith("scaled_tanh"), kernels.detail
 
 
+def test_offsets_do_not_pass_if_the_function_raises_on_a_gpu() -> None:
+    pytest.importorskip("triton")
+    target = load_gate_target(f"{KERNELS}:launch", "reference")
+
+    def refuses_a_gpu(x):
+        if x.is_cuda:
+            raise ValueError("needs a CPU")
+        return torch.tanh(x * 0.7)
+
+    result = run_gate(dataclasses.replace(target, function=refuses_a_gpu), largest=(8, 8))
+    answers = {question.name: question for question in result.questions}
+    for name in ("kernels", "offsets"):
+        assert answers[name].verdict == "not asked", result.render()
+        assert "needs a CPU" in answers[name].detail
+
+
 def test_offsets_that_were_not_asked_do_not_stop_a_pass(tmp_path: Path) -> None:
     """Most calls state no largest shape."""
     result = ask("TanhLinear")

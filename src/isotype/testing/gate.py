@@ -199,7 +199,10 @@ def run_gate(
         _ask_compile(target, arguments, compiled)
     compiled.judge()
     kernels.judge()
-    offsets = _ask_offsets(target, largest, architectures[0], has_kernels=bool(launches))
+    if launches:
+        offsets = _ask_offsets(target, largest, architectures[0])
+    else:
+        offsets = Question("offsets", kernels.verdict, kernels.detail)
     measurements = report.measurements if report is not None else ()
     return GateResult(target.label, [*questions, kernels, compiled, offsets], measurements)
 
@@ -295,13 +298,8 @@ def _ask_compile(target: GateTarget, arguments: Any, question: Question) -> None
         question.detail = ""
 
 
-def _ask_offsets(
-    target: GateTarget, largest: Sequence[int], architecture: str, *, has_kernels: bool
-) -> Question:
+def _ask_offsets(target: GateTarget, largest: Sequence[int], architecture: str) -> Question:
     question = Question("offsets")
-    if not has_kernels:
-        question.detail = "no Triton kernel is launched"
-        return question
     if not largest:
         question.is_required = False
         question.verdict = NOT_ASKED
