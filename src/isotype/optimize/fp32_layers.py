@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ..instance_method import INSTALLED_KEY
 from ..precision.apply import (
     FP32_LAYERS_KEY,
+    decoder_layers,
     inner_model,
-    is_block,
     is_cast_hook,
     is_quantised,
 )
@@ -37,9 +37,9 @@ MAX_VALUE = torch.finfo(torch.float16).max / 2
 
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the decoder layers of a model, by the name of the module."""
-    stacks = [m for m in inner_model(model).modules() if isinstance(m, nn.ModuleList)]
-    blocks = {id(block) for stack in stacks for block in stack if is_block(block)}
-    return {name: m for name, m in inner_model(model).named_modules() if id(m) in blocks}
+    inner = inner_model(model)
+    layers = set(decoder_layers(inner))
+    return {name: module for name, module in inner.named_modules() if module in layers}
 
 
 def find_overflowing_layers(model: nn.Module, forward: Callable[[], object]) -> dict[str, float]:

@@ -268,13 +268,7 @@ def apply_precision(
     in_fp32 = modules_kept_in_fp32(inner, to_torch(precision.compute))
     # some decoder layers of transformers (Mamba, XGLM, JetMoE) return the residual stream in a
     # wider dtype
-    for block in (
-        block
-        for stack in inner.modules()
-        if isinstance(stack, nn.ModuleList)
-        for block in stack
-        if is_block(block)
-    ):
+    for block in decoder_layers(inner):
         block.register_forward_hook(_CastFirstOutput(to_torch(precision.compute)))
     for block in denoiser_blocks(inner):
         # a table of shifts and scales that is trained in fp32 makes the block's output fp32
@@ -418,6 +412,12 @@ class _CastAllOutputs(_CastOutput):
                 super(_CastAllOutputs, self).__call__(module, args, item) for item in output
             )
         return super().__call__(module, args, output)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Returns the decoder layers of a model of transformers, in the order of the model."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [block for stack in stacks for block in stack if is_block(block)]
 
 
 def is_block(module: nn.Module) -> bool:
