@@ -413,8 +413,8 @@ def test_tensors_are_compared_in_parts(kind: str, monkeypatch) -> None:
     assert whole.differences == parts.differences == []
     assert len(whole_damaged.differences) == 1
     assert whole_damaged.differences == parts_damaged.differences
-    assert parts_damaged.change_in_file == pytest.approx(whole_damaged.change_in_file)
-    assert parts_damaged.change_in_merge == pytest.approx(whole_damaged.change_in_merge)
+    assert parts_damaged.change.kept == pytest.approx(whole_damaged.change.kept)
+    assert parts_damaged.change.expected == pytest.approx(whole_damaged.change.expected)
 
 
 @pytest.mark.full

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...wording import align_columns, format_number, format_percent, list_names, pluralise
-from ..verify.tensors import TENSOR_ROUNDING, cast_to_merge, rounding_limits
+from ..verify.tensors import (
+    TENSOR_ROUNDING,
+    ChangeShare,
+    cast_to_merge,
+    has_change,
+    rounding_limits,
+)
 from ..verify.written_model import WrittenTensor
 from .checkpoint import open_checkpoint
 from .dense import DenseWeights, open_two
@@ -26,7 +32,6 @@ _MAX_ROWS = 20
 # values that are a constant times the other side's: their cosine is at least this
 _SCALED_COSINE = 0.99
 _SCALED_FACTOR = 0.02
-_MIN_SHARE = 0.5
 _NARROW = {"F16": "fp16", "BF16": "bf16"}
 
 
@@ -79,9 +84,7 @@ class CheckpointComparison:
     @property
     def has_change(self) -> bool:
         """Returns False if the other checkpoint contains only a small share of an adapter's change."""
-        if self.kept is None or self.expected is None:
-            return True
-        return self.kept > _MIN_SHARE * self.expected
+        return has_change(self.kept, self.expected)
 
     @property
     def is_same(self) -> bool:
@@ -171,23 +174,19 @@ def compare_checkpoints(
             f"{first_path} and {second_path} have no weight of the same name",
             fix="two checkpoints of the same architecture",
         )
-    comparison.kept = change.kept
-    comparison.expected = change.expected
+    comparison.kept = change.share.kept
+    comparison.expected = change.share.expected
     return comparison
 
 
 class _AdapterChange:
-    """Measures which share of an adapter's change the weights of the other checkpoint contain. For
-    this, the difference between these weights and the base is projected onto the change.
-    """
+    """Measures which share of an adapter's change the weights of the other checkpoint contain."""
 
     def __init__(self, first: DenseWeights, second: DenseWeights) -> None:
         self.computed = first.computed | second.computed
         self.adapted = next((side for side in (first, second) if side.changes), None)
         self.other_index = 1 if self.adapted is first else 0
-        self.size = 0.0
-        self.projection = 0.0
-        self.rounded_projection = 0.0
+        self.share = ChangeShare()
 
     def add(
         self, name: str, values: tuple[Tensor, Tensor], kinds: tuple[str, str]
@@ -202,24 +201,13 @@ class _AdapterChange:
         if read_change is None or base is None:
             return None
         base_value = base.read()
-        change = read_change().double().flatten()
         other = values[self.other_index]
         merged = values[1 - self.other_index]
         narrow = _NARROW.get(kinds[self.other_index])
         rounded = merged if narrow is None else cast_to_merge(merged, narrow)
-        self.size += float(change.square().sum())
-        self.projection += float((other - base_value).double().flatten() @ change)
-        self.rounded_projection += float((rounded - base_value).double().flatten() @ change)
+        self.share.add(read_change(), other - base_value, rounded - base_value)
         is_rounded = narrow is not None and base.kind != kinds[self.other_index]
         return base_value if is_rounded else None
-
-    @property
-    def kept(self) -> float | None:
-        return self.projection / self.size if self.size else None
-
-    @property
-    def expected(self) -> float | None:
-        return self.rounded_projection / self.size if self.size else None
 
 
 def _compare_weight(

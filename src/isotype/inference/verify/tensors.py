@@ -42,6 +42,7 @@ TENSOR_ROUNDING = {
 # errors of fp32 sums, and of the 1 that Gemma's norms are stored with
 _FP32_ERROR = 2e-6
 _ADAPTER_ERROR = 1e-5
+_MIN_SHARE = 0.5  # of the change that a file could contain
 _PART_SIZE = 1 << 21  # values of a tensor that are compared at once
 _ATTENTION = re.compile(r"(self_attn|attention|attn)\.")
 _EXPERTS = re.compile(r"\.(experts|shared_expert|block_sparse_moe)\b")
@@ -68,16 +69,54 @@ class Difference:
 
 
 @dataclass
+class ChangeShare:
+    """Measures which share of a change to the weights a file contains. For this, the difference
+    between the file's weights and the base is projected onto the change.
+
+    size                the squared norm of the change
+    file_projection     the dot product of the change with the change in the file
+    rounded_projection  the dot product of the change with the change that rounding leaves
+    """
+
+    size: float = 0.0
+    file_projection: float = 0.0
+    rounded_projection: float = 0.0
+
+    def add(self, change: Tensor, change_in_file: Tensor, rounded_change: Tensor) -> None:
+        """Adds a weight, or a part of it, to the sums."""
+        direction = change.double().flatten()
+        self.size += float(direction.square().sum())
+        self.file_projection += float(change_in_file.double().flatten() @ direction)
+        self.rounded_projection += float(rounded_change.double().flatten() @ direction)
+
+    @property
+    def kept(self) -> float | None:
+        """Returns the share of the change that the file contains; None without a change."""
+        return self.file_projection / self.size if self.size else None
+
+    @property
+    def expected(self) -> float | None:
+        """Returns the share of the change that rounding leaves; None without a change."""
+        return self.rounded_projection / self.size if self.size else None
+
+
+def has_change(kept: float | None, expected: float | None) -> bool:
+    """Returns False if a file contains only a small share of the change that it could contain.
+
+    kept, expected  the shares of `ChangeShare`
+    """
+    return kept is None or expected is None or kept > _MIN_SHARE * expected
+
+
+@dataclass
 class TensorComparison:
     """Contains the result of comparing all tensors of a file with those of its run.
 
     read_names        weights that were read from the file
     rounded_names     for each group of weights, the weights whose values in the file differ from
                       the merged values
-    change_in_file    the share of the change by training that the file's weights contain, measured
-                      by projecting the change in the file onto the change by training
-    change_in_merge   the share of the change by training that the merged weights contain after
-                      their cast
+    change            the shares of the change by training that the file's weights contain, and that
+                      the merged weights contain after their cast
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -89,17 +128,7 @@ class TensorComparison:
     unlike_base: int = 0
     frozen_total: int = 0
     frozen_different: int = 0
-    file_projection: float = 0.0
-    merge_projection: float = 0.0
-    run_change: float = 0.0
-
-    @property
-    def change_in_file(self) -> float | None:
-        return self.file_projection / self.run_change if self.run_change else None
-
-    @property
-    def change_in_merge(self) -> float | None:
-        return self.merge_projection / self.run_change if self.run_change else None
+    change: ChangeShare = field(default_factory=ChangeShare)
 
 
 def tensor_group(name: str) -> str:
@@ -252,28 +281,16 @@ def _compare_values(
             comparison.frozen_total += 1
             comparison.frozen_different += bool(message)
     else:
-        _add_changes(comparison, written.merge_dtype, value, trained, base)
+        for value_part, trained_part, base_part in _split(value, trained, base):
+            merged_part = cast_to_merge(trained_part, written.merge_dtype)
+            comparison.change.add(
+                trained_part - base_part, value_part - base_part, merged_part - base_part
+            )
         comparison.changed_total += 1
         comparison.changed_different += bool(message)
         comparison.unlike_base += bool(_deviation(tensor.kind, written, value, base, base))
     if message:
         comparison.differences.append(Difference("tensor", tensor.name, message))
-
-
-def _add_changes(
-    comparison: TensorComparison, merge_dtype: str, value: Tensor, trained: Tensor, base: Tensor
-) -> None:
-    """Adds three dot products to the sums in `comparison`. The change that training made to a
-    weight is multiplied by itself, by the change in the file, and by the change in the merged
-    weight.
-    """
-    for value_part, trained_part, base_part in _split(value, trained, base):
-        run_change = (trained_part - base_part).double().flatten()
-        comparison.run_change += float(run_change.square().sum())
-        file_change = (value_part - base_part).double().flatten()
-        comparison.file_projection += float(file_change @ run_change)
-        merged_change = cast_to_merge(trained_part, merge_dtype) - base_part
-        comparison.merge_projection += float(merged_change.double().flatten() @ run_change)
 
 
 def _deviation(
@@ -355,7 +372,7 @@ def refuse_other_run(comparison: TensorComparison) -> None:
             f" {comparison.frozen_total} matrices that the run did not train differ",
             fix="give the file that was written from this run",
         )
-    share = comparison.change_in_file
+    share = comparison.change.kept
     if share is None or 0.5 < share < 2.0:
         return
     total = comparison.changed_total
@@ -371,9 +388,9 @@ def unmerged_difference(comparison: TensorComparison) -> Difference | None:
     """Returns a difference if the file contains the base without the run's changes; None if the
     file contains the changes.
     """
-    share = comparison.change_in_file
-    expected = comparison.change_in_merge
-    if share is None or expected is None or share > 0.5 * expected:
+    share = comparison.change.kept
+    expected = comparison.change.expected
+    if share is None or expected is None or has_change(share, expected):
         return None
     message = (
         f"the file's weights hold {max(0.0, share):.0%} of the change that the run made; the merged"
