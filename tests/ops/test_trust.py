@@ -276,6 +276,18 @@ def test_no_check_begins_in_a_backward(monkeypatch):
     assert not backend._triton_verdicts
 
 
+def test_no_check_begins_while_a_cuda_graph_is_captured(monkeypatch):
+    """The check allocates memory in another thread, which makes the capture fail."""
+    monkeypatch.setattr(backend, "_triton_verdicts", {})
+    monkeypatch.setattr(backend, "_unavailable_reasons", {CPU: ""})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(trust, "find_disagreement", lambda *_: pytest.fail("checked"))
+    reason = backend.triton_blocked_reason("rope", CPU, torch.float32)
+    assert reason == "a CUDA graph is captured, in which no kernel can be checked"
+    assert not backend._triton_verdicts
+
+
 def test_an_error_of_a_check_is_raised_in_the_callers_thread():
     caller = threading.get_ident()
     threads = []

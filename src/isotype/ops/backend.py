@@ -183,7 +183,7 @@ def kernel_unavailable_reason(device: torch.device) -> str:
     if find_spec("triton") is None:
         reason = "Triton is not installed"
         is_permanent = True
-    elif torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    elif _is_capturing_graph():
         reason = "a CUDA graph is captured, in which no kernel can be tried out"
         is_permanent = False
     else:
@@ -193,6 +193,10 @@ def kernel_unavailable_reason(device: torch.device) -> str:
     if is_permanent:
         _unavailable_reasons[device] = reason
     return reason
+
+
+def _is_capturing_graph() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _run_probe(device: torch.device) -> tuple[str, bool]:
@@ -249,6 +253,9 @@ def triton_blocked_reason(op: str, device: torch.device, dtype: torch.dtype) -> 
         # a check would need the thread that computes gradients on this device, which waits here
         _warn_once(f"{device} for {op} in {dtype} until this kernel is checked")
         return "a backward is running, in which no kernel can be checked"
+    if _is_capturing_graph():
+        # a check allocates memory in another thread, which would make the capture fail
+        return "a CUDA graph is captured, in which no kernel can be checked"
     verdict = _check_triton_kernels(op, device, dtype)
     _triton_verdicts[key] = verdict
     if verdict:
