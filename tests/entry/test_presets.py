@@ -115,6 +115,8 @@ def test_roles_of_the_file_do_not_change_a_candidate(configured, trained, tmp_pa
     assert comparison.candidates[0].loses == "products keep 8 bits"
     precision = load(file, trained[0], {}).config.precision
     assert (precision.preset, precision.compute) == ("bf16-lora", None)
+    # keys of other kinds of runs would be refused, even if they are null
+    assert not any("precision.vae" in setting for setting in trained[0])
 
 
 def test_names_give_settings_for_the_card():

@@ -19,7 +19,6 @@ from typing import Any
 
 from ..config.kind import DIFFUSION, detect_run_kind
 from ..config.load import LoadedConfig, load
-from ..config.schema import PrecisionSection
 from ..environment.hardware import Hardware, detect
 from ..errors import IsotypeError, RunError, UsageError
 from ..precision import PRESETS, Precision
@@ -34,10 +33,6 @@ RESULT_FILE = "try.json"
 TABLE_FILE = "try.md"
 # formats to which Isotype quantises the frozen weights itself, beside the presets
 QUANTISED_BASES = ("fp8", "int8")
-# a candidate sets all roles, so the file's own roles must not change it
-_NO_ROLES = tuple(
-    f"precision.{role}=null" for role in PrecisionSection.model_fields if role != "preset"
-)
 # a trial uploads nothing, and its held-out loss is the loss after the last step
 _TRIAL_SETTINGS = (
     "run.push_to_hub=null",
@@ -187,7 +182,7 @@ def compare_presets(
     def run(candidate: Candidate, seed_of_run: int) -> Trial:
         held_out = loaded.config.data.eval_seed
         settings = [
-            *_NO_ROLES,
+            *reset_roles(loaded),
             *arguments,
             *candidate.settings,
             f"train.steps={steps}",
@@ -242,7 +237,7 @@ def choose_candidates(
     for name in names or default_names(hardware, is_lora=is_lora):
         settings = parse_name(name, hardware)
         try:
-            plan = plan_run(load(file, [*_NO_ROLES, *arguments, *settings], {}))
+            plan = plan_run(load(file, [*reset_roles(loaded), *arguments, *settings], {}))
         except IsotypeError as error:
             left_out[name] = str(error).splitlines()[0]
             continue
@@ -252,6 +247,14 @@ def choose_candidates(
         loses = describe_losses(plan.resolved.precision)
         candidates.append(Candidate(name, tuple(settings), loses))
     return candidates, left_out
+
+
+def reset_roles(loaded: LoadedConfig) -> list[str]:
+    """Returns the settings that remove the precision roles of a configuration file. They would
+    change the precision that the name of a candidate stands for.
+    """
+    roles = loaded.config.precision.model_dump(exclude={"preset"}, exclude_none=True)
+    return [f"precision.{role}=null" for role in roles]
 
 
 def default_names(hardware: Hardware, *, is_lora: bool) -> list[str]:
