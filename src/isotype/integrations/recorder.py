@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from ..doctor.run.not_finite.recorder import NotFiniteError, Recorder
@@ -85,7 +86,9 @@ class StepRecorder(TrainerCallback):
     ) -> Any:
         # training_step may remove entries of the batch
         copied = dict(inputs) if isinstance(inputs, dict) else inputs
-        arguments = (model, copied, *args)
+        # the other processes do not take part in a replay
+        local_model = model.module if isinstance(model, DistributedDataParallel) else model
+        arguments = (local_model, copied, *args)
         self.batches.append(MicroBatch(original, arguments, kwargs, generator_states()))
         return original(model, inputs, *args, **kwargs)
 
