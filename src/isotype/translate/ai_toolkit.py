@@ -218,6 +218,8 @@ HANDLERS: dict[str, transforms.Handler] = {
         pictures.set_lokr,
         transforms.report_no_effect(pictures.PEFT_LORA_NOTE),
     ),
+    # Source  ai-toolkit of 2026-08-21 (27a03a9): toolkit/config_modules.py has
+    #         NetworkConfig.pretrained_lora_path and ModelConfig.vae_path
     "network.pretrained_lora_path": pictures.set_start,
     "model.vae_path": pictures.set_vae,
     "network.lokr_full_rank": transforms.set_if_enabled(
