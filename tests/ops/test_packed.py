@@ -172,6 +172,14 @@ def four_bit(shape, *, kind="nf4", double=True, blocksize=64, storage=torch.uint
     )
 
 
+def test_4bit_weights_have_the_same_values_in_fp64(subtests):
+    for options in ({}, {"double": False}, {"kind": "fp4"}):
+        weight, state = four_bit((64, 128), **options)
+        with subtests.test(str(options)):
+            wide = widen_4bit(weight, state, torch.float64)
+            torch.testing.assert_close(wide, widen_4bit(weight, state, torch.float32).double())
+
+
 FOUR_BITS = (
     (torch.float16, {"blocksize": 128}),
     (torch.bfloat16, {"storage": torch.bfloat16}),

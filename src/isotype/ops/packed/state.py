@@ -379,10 +379,17 @@ def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
             absmax, quantised.absmax, quantised.code, quantised.blocksize, torch.float32
         )
         absmax = absmax + state.offset
+    # bitsandbytes 0.50.2 returns wrong values for fp64 on a CPU, without an error
+    kernel_dtype = torch.float32 if dtype == torch.float64 else dtype
     weight: Tensor = ops.dequantize_4bit.default(
-        packed.view(-1, 1), absmax, state.blocksize, state.quant_type, list(state.shape), dtype
+        packed.view(-1, 1),
+        absmax,
+        state.blocksize,
+        state.quant_type,
+        list(state.shape),
+        kernel_dtype,
     )
-    return weight
+    return weight.to(dtype)
 
 
 def widen(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
