@@ -30,7 +30,7 @@ from tests.models import FAMILIES as SETTINGS
 from tests.models import SIZES, lora, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from isotype.errors import UsageError
+from isotype.errors import RunError, UsageError
 from isotype.inference.loaded import load_run
 from isotype.inference.merge import merge
 from isotype.model.gguf import load_gguf_tokenizer
@@ -386,14 +386,83 @@ def test_adapters_that_a_reader_misreads_are_refused(tmp_path: Path, tokenizer, 
             assert refused.value.fix == "isotype merge writes a whole model, with everything in it"
 
 
+PROGRAMS = {
+    "copies": 'echo "[   1/   9] token_embd.weight"\ncp "$1" "$2"\n',
+    "fails": 'echo "starting"\nprintf half > "$2"\necho "failed to quantize: no space" >&2\nexit 3\n',
+    "writes nothing": "exit 0\n",
+}
+
+
+@pytest.fixture
+def install_quantiser(tmp_path: Path, monkeypatch):
+    """Makes a program named llama-quantize the only program of this name on the path."""
+
+    def install(script: str) -> None:
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        program = folder / "llama-quantize"
+        program.write_text(f'#!/bin/sh\necho "$3" > {tmp_path}/type\n{script}')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+    return install
+
+
+def test_llama_quantize_writes_k_types(tmp_path: Path, tokenizer, install_quantiser) -> None:
+    """The program gets the F16 file, and only its result stays in the folder."""
+    pytest.importorskip("gguf")
+    folder = saved(tmp_path / "model", "llama", tokenizer)
+    place = tmp_path / "place"
+    place.mkdir()
+    install_quantiser(PROGRAMS["copies"])
+    facts, lines = export_language(folder, place / "k.gguf", to="gguf", kind="q4_k_m", name="x")
+    assert (tmp_path / "type").read_text() == "Q4_K_M\n"
+    assert facts["type"] == "Q4_K_M"
+    assert lines == [f"exported  {facts['tensors']} tensors in Q4_K_M to {place / 'k.gguf'}"]
+    assert [file.name for file in place.iterdir()] == ["k.gguf"]
+    export_language(folder, tmp_path / "f16.gguf", to="gguf", kind="F16", name="x")
+    assert (place / "k.gguf").read_bytes() == (tmp_path / "f16.gguf").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("fails", r"llama-quantize failed \(exit status 3\): failed to quantize: no space"),
+        ("writes nothing", r"llama-quantize failed \(exit status 0\): it printed nothing"),
+    ],
+)
+def test_a_failing_llama_quantize_leaves_no_file(
+    script: str, message: str, tmp_path: Path, tokenizer, install_quantiser
+) -> None:
+    pytest.importorskip("gguf")
+    folder = saved(tmp_path / "model", "llama", tokenizer)
+    place = tmp_path / "place"
+    place.mkdir()
+    install_quantiser(PROGRAMS[script])
+    with pytest.raises(RunError, match=message):
+        export_language(folder, place / "k.gguf", to="gguf", kind="Q6_K", name="x")
+    assert list(place.iterdir()) == []
+
+
+def test_a_missing_llama_quantize_is_refused_before_the_merge(
+    tmp_path: Path, tokenizer, monkeypatch
+) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    folder = saved(tmp_path / "model", "llama", tokenizer)
+    with pytest.raises(UsageError, match="Q4_K_M: llama-quantize writes this type") as refused:
+        export_language(folder, tmp_path / "k.gguf", to="gguf", kind="q4_k_m", name="x")
+    assert "install llama.cpp" in str(refused.value.fix)
+
+
 def test_what_is_not_written_here_has_llama_cpps_command(tmp_path: Path, tokenizer) -> None:
     pytest.importorskip("gguf")
     folder = saved(tmp_path / "model", "llama", tokenizer)
     out = tmp_path / "out.gguf"
     with pytest.raises(UsageError, match="F16, BF16, Q8_0") as refused:
-        export_language(folder, out, to="gguf", kind="Q4_K_M", name="x")
+        export_language(folder, out, to="gguf", kind="IQ2_XS", name="x")
     assert f"convert_hf_to_gguf.py {folder}" in str(refused.value.fix)
-    assert str(refused.value.fix).endswith("llama-quantize whole.gguf Q4_K_M.gguf Q4_K_M")
+    assert str(refused.value.fix).endswith("llama-quantize whole.gguf IQ2_XS.gguf IQ2_XS")
     with pytest.raises(UsageError, match="olmoe: whole models are written of llama") as refused:
         export_language(
             saved(tmp_path / "olmoe", "olmoe", tokenizer), out, to="gguf", kind=None, name="x"

@@ -186,9 +186,10 @@ def export(
         typer.Option(
             "--type",
             help=(
-                "gguf, ollama: the whole model in F16, BF16, Q8_0, Q5_0 or Q4_0, or in the types of"
-                " the base's GGUF file (base). gguf without it: an adapter alone. compressed-tensors:"
-                " fp8, int8, int4, nvfp4 or mxfp4; by default the format of the base."
+                "gguf, ollama: the whole model in F16, BF16, Q8_0, Q5_0 or Q4_0, in the types of the"
+                " base's GGUF file (base), or in a type that llama-quantize writes (Q4_K_M, Q5_K_M,"
+                " Q6_K). gguf without it: an adapter alone. compressed-tensors: fp8, int8, int4,"
+                " nvfp4 or mxfp4; by default the format of the base."
             ),
         ),
     ] = None,
@@ -207,7 +208,7 @@ def export(
 
         isotype export runs/qwen --to gguf --type Q8_0     # merged: the whole model in one file
 
-        isotype export runs/qwen --to gguf --type Q4_0 --verify
+        isotype export runs/qwen --to gguf --type Q4_K_M --verify     # with llama-quantize
 
         isotype export runs/qwen --to compressed-tensors --type fp8   # a folder for vLLM
 
