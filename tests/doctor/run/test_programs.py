@@ -21,7 +21,7 @@ class Truth(NamedTuple):
 
     code: str
     line: str
-    symbol: str
+    symbol: str | None
     cause: str
     fix: str
 
@@ -250,6 +250,41 @@ TRUTH = {
         "clip",
         "implements quantile on cpu for other dtypes",
         "`values.abs().float()`",
+    ),
+    "loss_weights": Truth(
+        "RN002",
+        "return criterion(logits, labels)",
+        "CrossEntropyLoss",
+        "weight is fp64",
+        "cast the tensor that becomes weight to torch.float32 where your code makes it",
+    ),
+    "library_kernel": Truth(
+        "RN014",
+        "nn.init.orthogonal_(layer.weight)",
+        "<module>",
+        "is bf16, and PyTorch implements",
+        "the frames do not show this line",
+    ),
+    "compiled_attention": Truth(
+        "RN021",
+        "return torch.matmul(probabilities, values)",
+        None,
+        "an operand of `return torch.matmul(probabilities, values)`",
+        "cast the fp32 operand of this line to torch.bfloat16",
+    ),
+    "packed_weight": Truth(
+        "RN012",
+        "parameter.requires_grad_(True)",
+        "<module>",
+        "1.weight is a quantised weight (PackedWeight)",
+        "set requires_grad for floating-point parameters only",
+    ),
+    "fourier_layer": Truth(
+        "RN014",
+        "spectrum = torch.fft.rfft(wide)",
+        "1",
+        "implements rfft on cpu for other dtypes",
+        "cast back to torch.bfloat16 only after the inverse transform",
     ),
 }
 

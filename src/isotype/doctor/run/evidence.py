@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...dtypes import format_dtype
+from ...observe.origin import is_library_file
 from .autocast import AutocastState, find_other_region, read_autocast_state
 from .expressions import TensorFacts, is_tensor, read_value
 from .frames import CallFrame, collect_frames, iterate_causes
@@ -90,6 +91,7 @@ class Evidence:
     user_frame    the innermost frame of the user's own code
     module        the innermost module that was running
     in_backward   whether autograd was running
+    compiled_location  the file and line of the user's code that `torch.compile` traced
     """
 
     error: BaseException
@@ -105,6 +107,7 @@ class Evidence:
     settings: Sequence[Setting]
     optimizer: OptimizerFacts | None
     producers: dict[int, Producer] = field(default_factory=dict)
+    compiled_location: tuple[str, int] | None = None
 
     @property
     def message(self) -> str:
@@ -185,9 +188,18 @@ def collect_evidence(error: BaseException) -> Evidence | None:
         frames = collect_frames(cause)
         if frames:
             evidence = _build_evidence(cause, frames)
+            evidence = replace(evidence, compiled_location=_compiled_location(error))
             if _concerns_torch(evidence):
                 return evidence
     return None
+
+
+def _compiled_location(error: BaseException) -> tuple[str, int] | None:
+    """Returns the innermost line of the user's code that a message of `torch.compile` names."""
+    _, _, user_code = str(error).partition("from user code:")
+    matches = re.findall(r'File "([^"]+)", line (\d+), in', user_code)
+    locations = [(file, int(line)) for file, line in matches if not is_library_file(file)]
+    return locations[-1] if locations else None
 
 
 def _concerns_torch(evidence: Evidence) -> bool:

@@ -6,6 +6,8 @@ Only the first finding is reported. The texts of the findings are in `causes.txt
 from __future__ import annotations
 
 import ast
+import dataclasses
+import linecache
 import os
 import re
 from collections import Counter
@@ -49,7 +51,7 @@ def decide_cause(evidence: Evidence) -> Finding:
     for rule in RULES:
         finding = rule(evidence)
         if finding is not None:
-            return finding
+            return _check_fix(finding, evidence)
     first_line = evidence.message.strip().partition("\n")[0]
     return _make_finding(
         "RN000",
@@ -57,6 +59,66 @@ def decide_cause(evidence: Evidence) -> Finding:
         operation=evidence.operation,
         error=f"{type(evidence.error).__name__}: {first_line}",
     )
+
+
+_LOCATED_CODE = re.compile(r"`(?P<code>[^`]+)`[^`]*? (?:at|before) (?P<file>\S+):(?P<line>\d+)")
+_GENERAL_FIX = (
+    "cast the value where your code makes it: the frames do not show this line, and `isotype"
+    " doctor trace` names it"
+)
+
+
+def _check_fix(finding: Finding, evidence: Evidence) -> Finding:
+    """Replaces a fix that cannot be applied as it is written by a general one."""
+    for match in _LOCATED_CODE.finditer(finding.fix or ""):
+        if not _is_applicable(match["code"], match["file"], int(match["line"]), evidence):
+            return dataclasses.replace(finding, fix=_GENERAL_FIX)
+    return finding
+
+
+def _is_applicable(code: str, file: str, line: int, evidence: Evidence) -> bool:
+    """True if the file is the user's, and all names in the code are variables there. If the line is
+    the running line of a frame, it must also contain the names.
+    """
+    frames = [frame for frame in evidence.frames if short_path(frame.file) == file]
+    frames = [frame for frame in frames if frame.is_user_code]
+    try:
+        names = _names_in(code)
+    except SyntaxError:
+        return False
+    if not any(all(frame.has_variable(name) for name in names) for frame in frames):
+        return False
+    running = [frame for frame in frames if frame.line == line]
+    if any(_calls_in_place_function(frame, evidence) for frame in running):
+        return False  # it would change a copy
+    return not running or any(names <= _names_in_statement(frame) for frame in running)
+
+
+def _calls_in_place_function(frame: CallFrame, evidence: Evidence) -> bool:
+    """True if the frame calls a Python function of a library whose name ends with `_`."""
+    call = frame.expression
+    if frame is evidence.failing_frame or not isinstance(call, ast.Call):
+        return False
+    return ast.unparse(call.func).endswith("_")
+
+
+def _names_in(code: str) -> set[str]:
+    """Returns the variables that an expression reads, without the names of modules of torch."""
+    tree = ast.parse(code)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    bound = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    return names - bound - {"torch", "nn"}
+
+
+def _names_in_statement(frame: CallFrame) -> set[str]:
+    statement = frame.statement
+    if statement is None:
+        return set()
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
 
 
 def _make_finding(
@@ -93,7 +155,9 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
     """Returns the facts that are printed under every finding, such as the line, the operands and
     the autocast state.
     """
-    details = [("line", frame.text[:200])]
+    details = []
+    if frame.is_user_code:
+        details.append(("line", frame.text[:200]))
     if frame is not evidence.user_frame:
         details.append(("raised at", evidence.user_frame.location))
     for operand in evidence.operands[:6]:
@@ -176,6 +240,27 @@ def _half_dtype(operands: Sequence[Operand]) -> torch.dtype | None:
     if torch.float64 in dtypes:
         return None
     return next((dtype for dtype in _HALF_DTYPES if dtype in dtypes), None)
+
+
+def find_compiled_operands(evidence: Evidence) -> Finding | None:
+    """Finds operands of different dtypes in code that `torch.compile` traces. The frames are those
+    of the compiler: only its message contains the user's line.
+    """
+    operands = _floating(evidence)
+    if evidence.compiled_location is None or not _differ(operands):
+        return None
+    file, line = evidence.compiled_location
+    second = _first_of_other_dtype(operands)
+    finding = _make_finding(
+        "RN021",
+        evidence,
+        line=linecache.getline(file, line).strip(),
+        at=f"{short_path(file)}:{line}",
+        first=operands[0].dtype_name,
+        second=second.dtype_name,
+        target=str(second.dtype),
+    )
+    return dataclasses.replace(finding, place=Place(file=short_path(file), line=line))
 
 
 def find_changed_checkpoint(evidence: Evidence) -> Finding | None:
@@ -272,7 +357,15 @@ def find_integer_parameter(evidence: Evidence) -> Finding | None:
     if not integers:
         return None
     is_parameter = "Parameter" in evidence.user_frame.text
-    return _make_operand_finding("RN012", evidence, integers[0], is_parameter=is_parameter)
+    weight = integers[0]
+    return _make_operand_finding(
+        "RN012",
+        evidence,
+        weight,
+        is_parameter=is_parameter,
+        path=weight.path or weight.label,
+        storage=weight.storage or "",
+    )
 
 
 def find_numpy_conversion(evidence: Evidence) -> Finding | None:
@@ -310,6 +403,7 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
         operation=evidence.operation,
         device=operand.device.type,
         target=str(operand.dtype) if operand.dtype.is_floating_point else "",
+        is_fourier="fft" in evidence.operation,
     )
 
 
@@ -746,6 +840,7 @@ def find_mixed_operands(evidence: Evidence) -> Finding | None:
 
 # in the order of evaluation: the more specific rules come first
 RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
+    find_compiled_operands,
     find_changed_checkpoint,
     find_scaler_over_halves,
     find_stale_optimizer_states,
