@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from isotype.integrations import attach
-from tests.api import read_reduce_dtypes
+from tests.api import StepRecorder, read_reduce_dtypes
 from tests.distributed.processes import GUARD, environment
 from tests.integrations.trainers import TRAINERS, Setting, curve, plain
 from tests.warm import ROOT, interpreter
@@ -107,6 +107,18 @@ def ddp(hook=None, **options):
     if hook is not None:
         model.register_comm_hook(None, hook)
     return model
+
+
+def test_a_recorder_replays_without_the_other_processes(models):
+    trainer = plain(Setting(models, "full"))
+    attach(trainer, "fp32", recorder=True, preflight=False, quiet=True)
+    (recorder,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, StepRecorder)]
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1  # as `train` sets it
+    trainer.training_step(DistributedDataParallel(trainer.model), batch)
+    (step,) = recorder.batches
+    assert step.args[0] is trainer.model
 
 
 def own_hook(state, bucket):
