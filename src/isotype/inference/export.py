@@ -63,8 +63,9 @@ def export_language(
     to      vllm, gguf, ollama or compressed-tensors
     name    the adapter's name in vLLM, or the model's name in Ollama
     kind    the format of compressed-tensors. For GGUF, it is the type of the whole model, or `base`
-            for the types that the base's GGUF file has. llama-quantize writes QUANTISED_TYPES. If it is None, only the adapter is written
-            to a GGUF file; a model without an adapter is written in the type that keeps its values
+            for the types that the base's GGUF file has. llama-quantize writes the types in
+            QUANTISED_TYPES. If `kind` is None, only the adapter is written to a GGUF file; a model
+            without an adapter is written in the type that keeps its values
     load    a function that loads the run for a merge
     Raises  UsageError
     """
@@ -223,9 +224,8 @@ def _select_writer(
     """Returns the function that writes a GGUF file of a type to a path."""
     if kind in QUANTISED_TYPES:
         return partial(_write_quantised, folder, kind=kind, weights=weights)
-    if kind == BASE_TYPE:
-        return partial(export_model, folder, kind=kind, weights=weights, base=gguf_file(base))
-    return partial(export_model, folder, kind=kind, weights=weights)
+    base_file = gguf_file(base) if kind == BASE_TYPE else None
+    return partial(export_model, folder, kind=kind, weights=weights, base=base_file)
 
 
 def _write_quantised(
