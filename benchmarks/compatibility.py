@@ -46,13 +46,13 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
 }  # fmt: skip
 # settings that a GGUF file of the family requires, as in its released models
-OWN: dict[str, dict[str, Any]] = {
+REQUIRED_SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16},
 }
 HEAD_SIZE_FAMILIES = ("qwen3", "gemma2", "gemma3_text")
-ALLOWED = 1.5  # error relative to the error of the dense bf16 model
+MAX_RATIO = 1.5  # error relative to the error of the dense bf16 model
 CELL_SECONDS = 120
 Cell = tuple[str, str, str]
 
@@ -77,7 +77,7 @@ def save_model(family: str, folder: Path) -> None:
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    settings |= OWN.get(family, {})
+    settings |= REQUIRED_SETTINGS.get(family, {})
     torch.manual_seed(0)
     config = CONFIG_MAPPING[family](**settings)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
@@ -198,7 +198,7 @@ def relative_error(values: Any, exact: Any) -> float:
 
 
 def require_small_error(error: float, dense_error: float) -> None:
-    if not error <= ALLOWED * dense_error:
+    if not error <= MAX_RATIO * dense_error:
         ratio = error / dense_error
         raise ArithmeticError(
             f"relative error {error:.1e}, {ratio:.1f} times the error of the dense bf16 model"
@@ -427,8 +427,8 @@ with random weights. It loads the model with each kind of base weights, adds LoR
 | check | passes if |
 |---|---|
 | loads | the base weights are loaded without an exception |
-| gradient | the adapter's gradient has at most {ALLOWED} times the error of a dense bf16 model (1) |
-| merge | the merged model is saved and loaded again, and its logits have at most {ALLOWED} times the error of a merged dense model |
+| gradient | the adapter's gradient has at most {MAX_RATIO} times the error of a dense bf16 model (1) |
+| merge | the merged model is saved and loaded again, and its logits have at most {MAX_RATIO} times the error of a merged dense model |
 | export | the merged model is written as a GGUF file, and transformers reads the same logits from this file (2) |
 
 (1) Both are compared with the same weights in fp64. The dense model runs in PEFT, without autocast, with the dequantised weights.

@@ -156,9 +156,8 @@ def dpo_worker(peer: str, folder: Path) -> dict[str, float]:
 
     def ended() -> None:
         nonlocal before, high
-        high = status_bytes(
-            "VmHWM"
-        )  # what is saved and loaded after the last step is none of a step's
+        # read before anything is saved or loaded after the last step
+        high = status_bytes("VmHWM")
         times.append(time.process_time())
         if len(times) == 2:
             before = begin_step()
