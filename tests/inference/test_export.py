@@ -455,6 +455,20 @@ def test_a_missing_llama_quantize_is_refused_before_the_merge(
     assert "install llama.cpp" in str(refused.value.fix)
 
 
+@pytest.mark.parametrize("kind", [None, "Q8_0"])
+def test_a_base_that_is_not_here_is_named(kind: str | None, tmp_path: Path, tokenizer) -> None:
+    """For the adapter alone and for the whole model."""
+    pytest.importorskip("gguf")
+    base = saved(tmp_path / "base", "llama", tokenizer)
+    lora(AutoModelForCausalLM.from_pretrained(base)).save_pretrained(tmp_path / "adapter")
+    settings = tmp_path / "adapter/adapter_config.json"
+    content = json.loads(settings.read_text()) | {"base_model_name_or_path": "small-llama"}
+    settings.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=r"^base small-llama: ") as refused:
+        export_language(tmp_path / "adapter", tmp_path / "x.gguf", to="gguf", kind=kind, name="x")
+    assert refused.value.fix
+
+
 def test_what_is_not_written_here_has_llama_cpps_command(tmp_path: Path, tokenizer) -> None:
     pytest.importorskip("gguf")
     folder = saved(tmp_path / "model", "llama", tokenizer)

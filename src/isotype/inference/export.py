@@ -22,6 +22,7 @@ from ..errors import UsageError
 from ..model.adapter_settings import ADAPTER_CONFIG_FILE
 from ..model.export import embedding_and_head, write_config
 from ..model.gguf import read_architecture
+from ..model.load import explain_loading_errors
 from ..model.served import COMPRESSED_FORMATS, GGUF_FORMATS, ServedFormat
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import detect_model_folder, split_run_and_adapter
@@ -86,7 +87,8 @@ def export_language(
     if kind is not None:
         kind = _parse_type(kind, run, result, base)
     tokenizer = result if (result / "tokenizer_config.json").is_file() else base
-    config = read_architecture(base)
+    with explain_loading_errors(base, "base", None):
+        config = read_architecture(base)
     uses_converter = to == "ollama" and (config.architectures or ["?"])[0] in CONVERTED
     if uses_converter and kind is not None:
         raise UsageError(

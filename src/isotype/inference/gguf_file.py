@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from ..errors import UsageError
 from ..model.gguf import read_architecture
 from ..model.gguf_header import read_header
+from ..model.load import explain_loading_errors
 from ..model.pre_tokenizers import match_splitting
 from ..model.served import GGUF_FAMILIES, gguf_type
 from .adapter_file import read_pairs, read_settings
@@ -105,7 +106,8 @@ def export_adapter(adapter: Path, out: Path) -> int:
 
     pairs = read_pairs(adapter, "llama.cpp")
     base = str(read_settings(adapter).get("base_model_name_or_path"))
-    config = read_architecture(base)
+    with explain_loading_errors(base, "base", None):
+        config = read_architecture(base)
     family = FAMILIES.get(config.model_type)
     if family is None:
         command = (
