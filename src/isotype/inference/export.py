@@ -21,8 +21,6 @@ from ..dtypes import to_torch
 from ..errors import UsageError
 from ..model.adapter_settings import ADAPTER_CONFIG_FILE
 from ..model.export import embedding_and_head, write_config
-from ..model.gguf import read_architecture
-from ..model.load import explain_loading_errors
 from ..model.served import COMPRESSED_FORMATS, GGUF_FORMATS, ServedFormat
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import detect_model_folder, split_run_and_adapter
@@ -35,6 +33,7 @@ from .gguf_file import (
     export_adapter,
     export_model,
     llama_cpp,
+    read_base_architecture,
     refuse_model,
     tokenizer_keys,
 )
@@ -87,8 +86,7 @@ def export_language(
     if kind is not None:
         kind = _parse_type(kind, run, result, base)
     tokenizer = result if (result / "tokenizer_config.json").is_file() else base
-    with explain_loading_errors(base, "base", None):
-        config = read_architecture(base)
+    config = read_base_architecture(base)
     uses_converter = to == "ollama" and (config.architectures or ["?"])[0] in CONVERTED
     if uses_converter and kind is not None:
         raise UsageError(

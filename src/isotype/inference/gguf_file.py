@@ -106,8 +106,7 @@ def export_adapter(adapter: Path, out: Path) -> int:
 
     pairs = read_pairs(adapter, "llama.cpp")
     base = str(read_settings(adapter).get("base_model_name_or_path"))
-    with explain_loading_errors(base, "base", None):
-        config = read_architecture(base)
+    config = read_base_architecture(base)
     family = FAMILIES.get(config.model_type)
     if family is None:
         command = (
@@ -143,6 +142,14 @@ def export_adapter(adapter: Path, out: Path) -> int:
     ]
     _write_file(out, gguf.MODEL_ARCH_NAMES[architecture], header, matrices)
     return len(pairs)
+
+
+def read_base_architecture(base: str) -> PreTrainedConfig:
+    """Reads the configuration of an adapter's base. Raises UsageError if it is not on this machine
+    and the hub does not have it.
+    """
+    with explain_loading_errors(base, "base", None):
+        return read_architecture(base)
 
 
 def export_model(
