@@ -47,8 +47,32 @@ TRUTH = {
         "rows in which every position is -inf",
         "torch.finfo(x.dtype).min",
     ),
+    "fixed_loss_scale": Truth(
+        1,
+        "RN030",
+        "loss = model(x).float().square().mean()",
+        "gives inf in fp16",
+        "`(loss * scale).backward()`",
+        "use a smaller loss scale than 65536",
+    ),
+    "last_batch": Truth(
+        3,
+        "RN033",
+        "advantage = (batch - batch.mean()) / (batch.std(correction=correction) + 1e-8)",
+        "std gives NaN",
+        "of a single value",
+        "drop_last=True",
+    ),
+    "empty_mean": Truth(
+        3,
+        "RN033",
+        "loss = selected.mean()",
+        "mean gives NaN",
+        "averages over no value",
+        "skip a batch without selected values",
+    ),
     "log_of_zero": Truth(
-        3, "RN033", "log_probs = probs.log()", "log gives inf", "gets 0", "use log_softmax"
+        3, "RN033", "log_probs = probs.log()", "log gives -inf", "gets 0", "use log_softmax"
     ),
     "tiny_norm": Truth(
         3,
@@ -113,7 +137,7 @@ TRUTH = {
         "x.clamp(max=20)",
     ),
     "zero_target": Truth(
-        3, "RN033", "targets = counts.log()", "log gives inf", "gets 0", "clamp its input"
+        3, "RN033", "targets = counts.log()", "log gives -inf", "gets 0", "clamp its input"
     ),
     "angle": Truth(
         3,
@@ -127,7 +151,7 @@ TRUTH = {
         3,
         "RN030",
         "scores = q @ k.transpose(1, 2) + mask.to(q.dtype)",
-        "to_copy gives inf in fp16",
+        "to_copy gives -inf in fp16",
         "casts a value of 3.403e+38 to fp16",
         "torch.finfo(x.dtype).min",
     ),

@@ -45,6 +45,8 @@ class Range:
     has_infinity: bool = False
     zeros: int = 0
     count: int = 0
+    has_finite: bool = True
+    infinity: str = "inf"  # "-inf" if every infinite value is negative
 
     @classmethod
     def measure(cls, tensor: Tensor) -> Range:
@@ -63,7 +65,9 @@ class Range:
         low, high = 0.0, 0.0
         if kept.numel():
             low, high = (float(value) for value in torch.aminmax(kept))
-        return cls(low, high, has_nan, has_infinity, zeros, values.numel())
+        infinity = "inf" if bool((values == float("inf")).any()) else "-inf"
+        has_finite = bool(finite.any())
+        return cls(low, high, has_nan, has_infinity, zeros, values.numel(), has_finite, infinity)
 
     @property
     def is_finite(self) -> bool:
@@ -75,12 +79,12 @@ class Range:
 
     def __str__(self) -> str:
         parts = []
-        if self.count:
+        if self.count and self.has_finite:
             parts.append(f"{self.low:.4g} to {self.high:.4g}")
         if self.zeros and self.zeros < self.count and self.low >= 0:
             parts.append(f"{self.zeros} of {self.count} are 0")
         if self.has_infinity:
-            parts.append("inf")
+            parts.append(self.infinity)
         if self.has_nan:
             parts.append("NaN")
         return ", ".join(parts)

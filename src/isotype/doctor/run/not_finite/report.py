@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +25,11 @@ _DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "addcdiv"))
 _LOGARITHMS = frozenset(("log", "log2", "log10", "logit", "xlogy"))
 _SOFTMAXES = frozenset(("_softmax", "_log_softmax", "_safe_softmax"))
 _EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "cosh", "sinh"))
+_STATISTICS = frozenset(("mean", "std", "var", "std_mean", "var_mean", "std_correction"))
 _HUGE = 1e15  # a value that no healthy model has
 _HUGE_WEIGHT = 1e4
 _EVENT_DETAILS = 5
+_LOSS_SCALE = 64  # a smaller factor is the weight of a loss
 
 
 def explain_step(step: Step) -> Finding:
@@ -158,7 +161,12 @@ def _explain_result(entry: Entry) -> Finding | None:
         kind = "negative" if float(value) < 0 else "log"
     elif name in ("div", "divide", "truediv", "floordiv"):
         kind = "zero"
-    details = [("input", str(item)) for item in ranges]
+    elif name in _STATISTICS:
+        kind = _classify_count([tensor.numel() for tensor in inputs])
+    details = [
+        ("input", f"{format_dtype(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]  {item}")
+        for tensor, item in zip(inputs, ranges)
+    ]
     return _format_finding(
         "RN033",
         _place(entry.site, ""),
@@ -173,6 +181,13 @@ def _explain_result(entry: Entry) -> Finding | None:
         weight="",
         largest=f"{max(item.magnitude for item in ranges):.3g}",
     )
+
+
+def _classify_count(counts: Sequence[int]) -> str:
+    """Determines whether a mean or a standard deviation has too few values."""
+    if 0 in counts:
+        return "empty"
+    return "single" if 1 in counts else ""
 
 
 def _is_bad_data(tensor: Tensor) -> bool:
@@ -269,6 +284,7 @@ def _explain_overflow(event: Event, step: Step) -> Finding:
     if not divides:
         lost = None
     line = _line(event)
+    scale, scale_site = _find_loss_scale(step) if event.is_backward else (None, None)
     device = next((str(t.device.type) for t in step.losses), "cpu")
     return _format_finding(
         "RN030",
@@ -291,7 +307,35 @@ def _explain_overflow(event: Event, step: Step) -> Finding:
         device=device,
         scaler=event.site is not None and "grad_scaler" in event.site.file,
         autocast=any(entry.autocast for entry in step.entries),
+        loss_scale="" if scale is None else f"{scale:g}",
+        scale_line="" if scale_site is None else _statement(scale_site),
+        scale_at=_location(scale_site),
     )
+
+
+def _find_loss_scale(step: Step) -> tuple[float | None, Site | None]:
+    """Returns the number by which the program multiplies the loss before backward, and the line.
+    Loss scalers of PyTorch are left out, because they lower their scale.
+    """
+    if step.scale is not None:
+        return None, None
+    for entry in step.entries:
+        is_loss = any(output is loss for output in entry.outputs for loss in step.losses)
+        if not is_loss or entry.name.strip("_") not in ("mul", "rmul", "imul", "multiply"):
+            continue
+        factors = [_read_number(value) for value in entry.args]
+        largest = max((factor for factor in factors if factor is not None), default=0.0)
+        if largest >= _LOSS_SCALE:
+            return largest, entry.site
+    return None, None
+
+
+def _read_number(value: Any) -> float | None:
+    """Returns a number, or the value of a scalar tensor without a gradient."""
+    if isinstance(value, Tensor):
+        is_constant = value.numel() == 1 and not value.requires_grad
+        return float(value) if is_constant else None
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
@@ -313,6 +357,10 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
         return _classify_division(event), {}
     if name in _EXPONENTIALS and event.inputs:
         return "exponential", {}
+    if name in _STATISTICS:
+        kind = _classify_count([math.prod(item.shape) for item in event.inputs])
+        if kind:
+            return kind, {}
     if any(item.run.magnitude > _HUGE for item in event.inputs):
         return _classify_large(step)
     return "", {}
@@ -371,7 +419,7 @@ def _operator_text(event: Event) -> str:
 def _result_text(result: Range) -> str:
     if result.has_nan and result.has_infinity:
         return "NaN and inf"
-    return "NaN" if result.has_nan else "inf"
+    return "NaN" if result.has_nan else result.infinity
 
 
 def _line(event: Event) -> str:
