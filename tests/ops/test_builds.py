@@ -44,6 +44,22 @@ def test_a_library_that_is_being_built_is_waited_for(source, monkeypatch):
     assert len(builds) == 1
 
 
+def test_kernels_may_be_registered_while_builds_are_started(source, monkeypatch):
+    class Growing:
+        library = None
+
+        @property
+        def source(self):
+            kernels[f"op {len(kernels)}"] = Growing()
+            return source
+
+    kernels = {"op 0": Growing()}
+    monkeypatch.setattr(cpp, "_kernels", kernels)
+    monkeypatch.setattr(cpp, "_fallback_reasons", {"op 0": "for the test"})
+    cpp.start_builds([])
+    assert len(kernels) == 2
+
+
 def test_the_compilers_error_is_raised_where_the_library_is_needed(source, monkeypatch):
     builds = count_builds(monkeypatch)
     source.write_text("no C++\n")

@@ -89,7 +89,7 @@ def start_builds(sources: Iterable[Path]) -> None:
     """
     finished = {
         kernels.source
-        for op, kernels in _kernels.items()
+        for op, kernels in _kernels.copy().items()  # imports in other threads add kernels
         if kernels.library is not None or op in _fallback_reasons
     }
     builds = {
