@@ -115,3 +115,14 @@ def test_a_weight_that_was_rounded_while_generating_is_used_in_training() -> Non
     with torch.inference_mode():
         model(torch.arange(4, 9)[None])
     model(torch.arange(4, 9)[None]).logits.sum().backward()
+
+
+def test_weights_that_are_inference_tensors_are_rounded() -> None:
+    with torch.inference_mode():
+        model = served_model()
+        _, layer = next(iter(lora_layers(model)))
+        x = torch.randn(3, layer.in_features)
+        projection = read_projection(layer, x, for_served=True)
+        packed, state = pack(served_merged_weight(projection))
+        expected = x @ state.widen(packed, torch.float32).t()
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)

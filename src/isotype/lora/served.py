@@ -83,7 +83,7 @@ class ServedWeight(DroppedOnCopy):
         """Returns Q(W + s B A) in its packed form. It is computed again if A, B or the scale
         changed."""
         tensors = (projection.weight, projection.a, projection.b)
-        tensor_versions = [(id(t), getattr(t, "_version", 0)) for t in tensors]
+        tensor_versions = [(id(t), _tensor_version(t)) for t in tensors]
         versions = (*tensor_versions, projection.scale, _Updates.count)
         if self._packed is None or self._versions != versions:
             self._packed = None  # freed before the next one is made
@@ -91,6 +91,13 @@ class ServedWeight(DroppedOnCopy):
                 self._packed = self.pack(merged_weight(projection))
             self._versions = versions
         return self._packed
+
+
+def _tensor_version(tensor: Tensor | None) -> int:
+    """Returns the number of changes in place that PyTorch counted. An inference tensor has none."""
+    if tensor is None or tensor.is_inference():
+        return 0
+    return tensor._version
 
 
 @torch.no_grad()
