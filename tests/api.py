@@ -181,7 +181,7 @@ INNER = {
     "isotype.optimize.head": "head= BYPASSED_NOTE Targets compute_loss takes_targets",
     "isotype.optimize.joint_attention": "joint_attention=",
     "isotype.optimize.layers": "layers=",
-    "isotype.optimize.fp32_layers": "find_overflowing_layers use_fp32_layers",
+    "isotype.optimize.fp32_layers": "find_layers find_overflowing_layers use_fp32_layers",
     "isotype.optimize.place": "note_wrong_kernels",
     "isotype.optimize.trl_head": "find_fused_head",
     "isotype.pages.finding_sheet": "load_finding_formatter",

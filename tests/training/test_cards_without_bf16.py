@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tests.api import find_overflowing_layers, load_run, use_fp32_layers
+from tests.api import find_layers, find_overflowing_layers, load_run, use_fp32_layers
 from tests.models import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -97,6 +97,35 @@ def test_an_overflow_inside_a_fused_op_is_found():
     apply_precision(model, PRESETS["fp16-mixed"], device_type="cpu")
     found = find_overflowing_layers(model, lambda: model(input_ids=IDS, labels=IDS))
     assert list(found) == ["model.layers.1"]
+
+
+class ExpertSum(torch.nn.Module):
+    """Experts in a module list, as in models whose experts are separate modules."""
+
+    def __init__(self, experts) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(experts)
+
+    def forward(self, hidden):
+        return sum(expert(hidden) for expert in self.experts)
+
+
+def test_a_layer_with_experts_computes_in_fp32_as_a_whole():
+    def build(preset):
+        model = tiny(num_hidden_layers=2)
+        enlarge(model.model.layers[1], 1e5)
+        for layer in model.model.layers:
+            layer.mlp = ExpertSum([layer.mlp, type(layer.mlp)(model.config)])
+        return with_adapter(model, preset, is_fused=False)
+
+    expected_loss, _ = gradients(build("fp32"))
+    model = build("fp16-mixed")
+    assert list(find_layers(model)) == ["model.layers.0", "model.layers.1"]
+    layers = find_overflowing_layers(model, lambda: model(input_ids=IDS, labels=IDS))
+    assert list(layers) == ["model.layers.1"]
+    use_fp32_layers(model, layers)
+    loss, _ = gradients(model)
+    assert loss == pytest.approx(expected_loss, rel=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -36,10 +36,18 @@ MAX_VALUE = torch.finfo(torch.float16).max / 2
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the decoder layers of a model, by the name of the module."""
+    """Returns the decoder layers of a model, by the name of the module. A block inside a layer, such
+    as an expert, is a part of this layer.
+    """
     inner = inner_model(model)
-    layers = set(decoder_layers(inner))
-    return {name: module for name, module in inner.named_modules() if module in layers}
+    blocks = set(decoder_layers(inner))
+    layers: dict[str, nn.Module] = {}
+    parts: set[nn.Module] = set()
+    for name, module in inner.named_modules():
+        if module in blocks and module not in parts:
+            layers[name] = module
+            parts.update(module.modules())
+    return layers
 
 
 def find_overflowing_layers(model: nn.Module, forward: Callable[[], object]) -> dict[str, float]:
