@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.api import (
     RunWeights,
     export_language,
@@ -237,11 +237,82 @@ def test_a_folder_of_compressed_tensors_keeps_the_rounded_weights(served, tmp_pa
     packed = loaded.get_submodule(layer).weight
     values = packed.quant_state.widen(packed.data, torch.float32)
     exact = weights.trained(f"{layer}.weight")
-    want, state = pack_compressed(exact, name, group=64)
+    global_scale = load_file(folder / "model.safetensors").get(f"{layer}.weight_global_scale")
+    want, state = pack_compressed(exact, name, group=64, global_scale=global_scale)
     assert torch.equal(values, state.widen(want, torch.float32))
     assert torch.equal(
         loaded.lm_head.weight.float(), weights.trained("lm_head.weight").bfloat16().float()
     )
+
+
+JOINED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
+
+
+def global_scales(folder: Path) -> list[set[float]]:
+    """Returns the global scales in nvfp4 of the matrices that vLLM joins, for each joined matrix."""
+    stored = load_file(folder / "model.safetensors")
+    return [
+        {
+            float(stored[f"model.layers.{layer}.{block}.{name}.weight_global_scale"])
+            for name in names
+        }
+        for layer in range(2)
+        for block, names in JOINED
+    ]
+
+
+def enlarge(base: Path, factors: dict[str, float]) -> None:
+    """Multiplies matrices of a base by different factors, so that their largest values differ."""
+    tensors = load_file(base / "model.safetensors")
+    for name, tensor in tensors.items():
+        for part, factor in factors.items():
+            if part in name:
+                tensors[name] = tensor * factor
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("serve_as", ["nvfp4", None])
+def test_matrices_that_a_server_joins_have_one_global_scale(place, tmp_path, serve_as) -> None:
+    """vLLM keeps the largest `weight_global_scale` of q, k and v, and of gate and up."""
+    shutil.copytree(place / "base", tmp_path / "base")
+    enlarge(tmp_path / "base", {"k_proj": 8.0, "up_proj": 0.2})
+    changes = {"model__name": str(tmp_path / "base"), "train__steps": 2}
+    targets = {"adapter__targets": ["q_proj", "up_proj"], "adapter__serve_as": serve_as}
+    ask("train", write_run(place, f"joined-{serve_as}", **changes, **targets))
+    run = place / f"joined-{serve_as}"
+    folder = tmp_path / "nvfp4"
+    ask("export", run, "--to", "compressed-tensors", "--type", "nvfp4", "--out", folder)
+    assert [scales for scales in global_scales(folder) if len(scales) > 1] == []
+    result = verify(run, folder, "--keep", 0.0)
+    assert result["differences"] == []
+    if serve_as:
+        assert result["loss"]["served"] == result["loss"]["trained"]
+
+
+def test_a_published_nvfp4_base_gets_one_global_scale(place, tmp_path) -> None:
+    """The matrices of a base may have different global scales, as other programs write them."""
+    changes = {"adapter__serve_as": None, "train__steps": 2}
+    ask("train", write_run(place, "to-nvfp4", **changes))
+    base = tmp_path / "base"
+    ask(
+        "export", place / "to-nvfp4", "--to", "compressed-tensors", "--type", "nvfp4", "--out", base
+    )
+    tensors = load_file(base / "model.safetensors")
+    for name in tensors:
+        if "k_proj.weight_global_scale" in name:
+            tensors[name] = tensors[name] * 4
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    settings = {"model__name": str(base), "precision__preset": "auto"}
+    targets = {"adapter__targets": ["q_proj"]}
+    ask("train", write_run(place, "from-nvfp4", **changes, **settings, **targets))
+    folder = tmp_path / "nvfp4"
+    ask("export", place / "from-nvfp4", "--to", "compressed-tensors", "--out", folder)
+    assert [scales for scales in global_scales(folder) if len(scales) > 1] == []
+    assert verify(place / "from-nvfp4", folder, "--keep", 0.0)["differences"] == []
+    stored = load_file(folder / "model.safetensors")
+    for part in ("weight_packed", "weight_scale", "weight_global_scale"):
+        name = f"model.layers.0.mlp.up_proj.{part}"
+        assert torch.equal(stored[name].view(torch.uint8), tensors[name].view(torch.uint8)), part
 
 
 @pytest.mark.full

@@ -100,7 +100,7 @@ def write_weights(
         if not served.rounds(parameter):
             tensors[name] = value.to(to_torch(dtype)).contiguous().cpu()
             continue
-        packed, state = served.pack(value)
+        packed, state = served.pack(value, parameter)
         if weights.served is None and name not in weights.changed_names:
             packed, state = _published(parameter, packed, state)
         owner = name.removesuffix("weight")
@@ -122,13 +122,19 @@ def write_weights(
 
 
 def _published(parameter: Tensor, packed: Tensor, state: PackedState) -> tuple[Tensor, PackedState]:
-    """Returns the packed weight that the base was published with, if it has the same format as the
-    new packed weight (`packed` and `state`). Otherwise returns the new packed weight.
+    """Returns the packed weight that the base was published with, if it has the same format and the
+    same global scale as the new packed weight (`packed` and `state`). Otherwise returns the new
+    packed weight.
     """
     base_state = getattr(parameter, "quant_state", None)
     if not isinstance(base_state, PackedState) or base_state.layout != state.layout:
         return packed, state
     if base_state.tensors.keys() != state.tensors.keys():
+        return packed, state
+    global_scale = state.tensors.get("weight_global_scale")
+    if global_scale is not None and not torch.equal(
+        global_scale, base_state.tensors["weight_global_scale"]
+    ):
         return packed, state
     _, dtype, shape = base_state.layout.packed_tensor
     return parameter.data.view(dtype).view(shape), base_state

@@ -169,7 +169,10 @@ def _export_compressed(
             fix="--type fp8",
         )
     weights = RunWeights(loaded)
-    served = ServedFormat(name, loaded.model)
+    if weights.served is not None and weights.served.name == name:
+        served = weights.served
+    else:
+        served = ServedFormat(name, loaded.model, weights.trained_values)
     dtype, _ = merged_dtype(loaded.precision)
     counts: list[int] = []
 

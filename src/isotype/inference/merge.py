@@ -90,8 +90,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> MergeResult
         served = ServedFormat(run.precision.served, run.model)
     state, noise, count = merged_state(run.model, to_torch(dtype), served)
     rows = _load_rows(run)
-    round_frozen(run.model, run.precision)
-    serve_adapters(run.model, run.precision)
+    serve_adapters(run.model, round_frozen(run.model, run.precision))
     adapter_loss = _loss(run.model, run, rows)
 
     def fill(folder: Path) -> None:

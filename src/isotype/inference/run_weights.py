@@ -80,6 +80,11 @@ class RunWeights:
             return value
         return self.served.round(value, self.parameters[name])
 
+    def trained_values(self, parameter: Tensor) -> Tensor:
+        """Returns what `trained` returns, for a parameter of the model in place of its name."""
+        name = next(name for name, value in self.parameters.items() if value is parameter)
+        return self.trained(name)
+
     @torch.no_grad()
     def unrounded(self, name: str) -> Tensor:
         """Returns the fp32 value of a weight after training, as `trained` does, but never rounds it

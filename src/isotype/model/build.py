@@ -91,7 +91,7 @@ def build_model(
     model = attach_trained_parts(
         base, config, precision, has_pictures=has_pictures, token_ids=token_ids, notes=notes
     )
-    round_frozen(model, precision)
+    served = round_frozen(model, precision)
     if precision.base == "nf4":
         check_share(
             base, is_allowed=config.model.allow_unquantised, dtype_name=precision.unquantised
@@ -106,7 +106,7 @@ def build_model(
         manifest = Manifest(notes=["model.optimize: false", *notes_of_optimize(model, precision)])
     manifest.notes += notes
     apply_precision(model, precision, device_type=device.type, part=part)
-    manifest.notes += serve_adapters(model, precision)
+    manifest.notes += serve_adapters(model, served)
     if config.train.embedding_noise is not None:
         add_embedding_noise(model, config.train.embedding_noise)
     return model, manifest

@@ -8,7 +8,9 @@ writes contains the weights with which the model was trained.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,13 @@ from ..errors import UsageError
 from ..lora.attach import is_lora, lora_layers, serve_layer
 from ..lora.quantised import PackedLinear, is_packed
 from ..ops.packed import PackedState, widen
-from ..ops.packed.quantise import NVFP4_BLOCK, pack_blocks, pack_compressed
+from ..ops.packed.quantise import (
+    NVFP4_BLOCK,
+    NVFP4_LARGEST,
+    nvfp4_global_scale,
+    pack_blocks,
+    pack_compressed,
+)
 from ..precision.apply import inner_model, weight_shape
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts
@@ -37,6 +45,9 @@ BLOCK_SIZE = 32
 # types of the head that are wider than the type of the other matrices. llama-quantize writes Q6_K,
 # for which the package gguf has no quantiser
 _HEAD_TYPES = {"Q4_0": "Q8_0", "Q5_0": "Q8_0"}
+# training changes the weights after their global scale is computed: up to this factor, their
+# largest magnitude can grow without saturation
+_GLOBAL_SCALE_HEADROOM = 2.0
 
 
 def gguf_type(kind: str, shape: Sequence[int], *, is_head: bool) -> str:
@@ -105,11 +116,21 @@ def served_start(adapter: AdapterSection, total: int) -> int:
 class ServedFormat:
     """Says how each matrix of a model is rounded.
 
-    name   a value of `adapter.serve_as`
-    group  the number of neighbouring values of a row that have the same scale in int4
+    name           a value of `adapter.serve_as`
+    group          the number of neighbouring values of a row that have the same scale in int4
+    global_scales  id of a weight -> its global scale in nvfp4, fp32[1]
+
+    A server joins matrices that have the same input (query, key and value; gate and up) and reads
+    the joined matrix with one global scale. So matrices of one module with rows of the same length
+    have the same global scale.
+
+    read_values  returns the final values of a weight, in fp32. Without it, the values of the base
+                 are read, and the global scales leave room for the change by training
     """
 
-    def __init__(self, name: str, model: nn.Module) -> None:
+    def __init__(
+        self, name: str, model: nn.Module, read_values: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         self.name = name
         self.is_gguf = name in GGUF_FORMATS
         inner: Any = inner_model(model)
@@ -126,6 +147,9 @@ class ServedFormat:
         columns = {weight_shape(weight)[1] for weight in self.weights.values()}
         self.group = next((g for g in _INT4_GROUPS if not any(c % g for c in columns)), 0)
         self._refuse_rows(columns)
+        self.global_scales: dict[int, Tensor] = {}
+        if name == "nvfp4":
+            self.global_scales = self._compute_global_scales(inner, read_values)
 
     def _refuse_family(self, inner: Any) -> None:
         family = inner.config.model_type
@@ -162,6 +186,22 @@ class ServedFormat:
                 weights[id(weight)] = weight
         return weights
 
+    @torch.no_grad()
+    def _compute_global_scales(
+        self, inner: nn.Module, read_values: Callable[[Tensor], Tensor] | None
+    ) -> dict[int, Tensor]:
+        groups: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
+        for path, module in inner.named_modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and id(weight) in self.weights:
+                parent = path.removesuffix(".base_layer").rpartition(".")[0]
+                groups[parent, weight_shape(weight)[1]].append(weight)
+        scales: dict[int, Tensor] = {}
+        for weights in groups.values():
+            scale = _shared_global_scale(weights, read_values)
+            scales |= {id(weight): scale for weight in weights}
+        return scales
+
     def _refuse_rows(self, columns: set[int]) -> None:
         blocks = {"nvfp4": NVFP4_BLOCK, "fp8": 1, "int8": 4}
         size = blocks.get(self.name, BLOCK_SIZE)
@@ -176,10 +216,16 @@ class ServedFormat:
         """Returns True if a file in this format contains rounded values of this weight."""
         return id(weight) in self.weights
 
-    def pack(self, weight: Tensor, *, is_head: bool = False) -> tuple[Tensor, PackedState]:
-        """Packs a matrix, fp32[O K]."""
+    def pack(self, weight: Tensor, parameter: Tensor) -> tuple[Tensor, PackedState]:
+        """Packs a matrix.
+
+        weight     fp32[O K], the values before they are rounded
+        parameter  the parameter of the model whose values these are
+        """
         if not self.is_gguf:
-            return pack_compressed(weight, self.name, group=self.group)
+            scale = self.global_scales.get(id(parameter))
+            return pack_compressed(weight, self.name, group=self.group, global_scale=scale)
+        is_head = parameter is self.head.weight
         return pack_blocks(
             weight, gguf_type(GGUF_FORMATS[self.name], weight.shape, is_head=is_head)
         )
@@ -192,18 +238,52 @@ class ServedFormat:
         """
         if not self.rounds(parameter):
             return weight
-        packed, state = self.pack(weight, is_head=parameter is self.head.weight)
+        packed, state = self.pack(weight, parameter)
         return state.widen(packed, torch.float32)
 
 
+def _base_values(weight: Tensor) -> Tensor:
+    """Returns the values of a weight of the base in fp32."""
+    state: Any = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight.detach().float()
+    return widen(weight.data, state, torch.float32)
+
+
+def _shared_global_scale(
+    weights: Sequence[Tensor], read_values: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """Returns one global scale, fp32[1], for matrices that a server joins. If they were published
+    with one global scale that fits their values, it is kept.
+    """
+    headroom = 1.0
+    if read_values is None:
+        read_values = _base_values
+        headroom = _GLOBAL_SCALE_HEADROOM
+    largest = torch.stack([read_values(weight).abs().amax() for weight in weights]).amax()
+    states = [getattr(weight, "quant_state", None) for weight in weights]
+    published = [
+        state.tensors.get("weight_global_scale") if isinstance(state, PackedState) else None
+        for state in states
+    ]
+    first = published[0]
+    if first is None or first.is_meta:
+        return nvfp4_global_scale(largest * headroom)
+    is_shared = all(scale is not None and torch.equal(scale, first) for scale in published)
+    if is_shared and largest * first <= NVFP4_LARGEST:
+        return first
+    return nvfp4_global_scale(largest * headroom)
+
+
 @torch.no_grad()
-def round_frozen(model: nn.Module, precision: Precision) -> None:
+def round_frozen(model: nn.Module, precision: Precision) -> ServedFormat | None:
     """Rounds the matrices without an adapter to the served format. A matrix that is not packed
     keeps its dtype. If this dtype is bf16, the cast back to it rounds the values a second time.
-    Does nothing if the run is not trained for a served format.
+    Returns the format, which `serve_adapters` needs. Returns None and does nothing if the run is
+    not trained for a served format.
     """
     if not precision.served:
-        return
+        return None
     served = ServedFormat(precision.served, model)
     inner = inner_model(model)
     adapted = {id(layer.base_layer) for _, layer in lora_layers(inner)}
@@ -219,29 +299,29 @@ def round_frozen(model: nn.Module, precision: Precision) -> None:
             if is_packed(module):
                 setattr(parent, name, _round_packed(module, served))
                 continue
-            is_head = weight is served.head.weight
-            packed, state = served.pack(weight.float(), is_head=is_head)
+            packed, state = served.pack(weight.float(), weight)
             weight.data = state.widen(packed, weight.dtype)
+    return served
 
 
 def _round_packed(module: Any, served: ServedFormat) -> PackedLinear:
-    weight = widen(module.weight.data, module.weight.quant_state, torch.float32)
-    packed, state = served.pack(weight)
+    packed, state = served.pack(_base_values(module.weight), module.weight)
     layer = PackedLinear(module.in_features, module.out_features, packed, state, module.bias)
     layer.compute_dtype = module.compute_dtype
     return layer
 
 
-def serve_adapters(model: nn.Module, precision: Precision) -> list[str]:
+def serve_adapters(model: nn.Module, served: ServedFormat | None) -> list[str]:
     """Makes the layers with an adapter multiply by the rounded sum of base and adapter. Returns
-    lines for the run's header. Does nothing if the run is not trained for a served format.
+    lines for the run's header. Does nothing without a format.
+
+    served  the result of `round_frozen`, made before the frozen matrices were rounded
     """
-    if not precision.served:
+    if served is None:
         return []
-    served = ServedFormat(precision.served, model)
     count = 0
     for _, layer in lora_layers(model):
-        serve_layer(layer, served.pack)
+        serve_layer(layer, partial(served.pack, parameter=layer.base_layer.weight))
         count += 1
     return [
         f"served: {count} layers multiply by their weights rounded to {served.name}; other matrices"

@@ -223,8 +223,7 @@ def _trained_names(reference: ReferenceModel, weights: RunWeights) -> list[str]:
 
 def _loss_in_run(run: LoadedRun, rows: Sequence[Row], pictures: Pictures | None) -> float:
     """Returns the trained model's loss in the run's own dtypes."""
-    round_frozen(run.model, run.precision)
-    serve_adapters(run.model, run.precision)
+    serve_adapters(run.model, round_frozen(run.model, run.precision))
     return evaluate(
         run.model,
         rows,

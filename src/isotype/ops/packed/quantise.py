@@ -112,17 +112,23 @@ _BLOCK_QUANTISERS: dict[str, Callable[[Tensor], Tensor]] = {
 _SCALE_DTYPE = torch.bfloat16  # of fp8, int8 and int4
 _E4M3_MAX = 448.0
 _FP4_MAX = 6.0
+NVFP4_LARGEST = _E4M3_MAX * _FP4_MAX
+"""The largest magnitude of NVFP4, before it is divided by the global scale."""
 _FP4_EXPONENT = 2  # of the largest number, 6
 NVFP4_BLOCK = 16
 MXFP4_BLOCK = 32
 
 
-def pack_compressed(weight: Tensor, name: str, *, group: int) -> tuple[Tensor, PackedState]:
+def pack_compressed(
+    weight: Tensor, name: str, *, group: int, global_scale: Tensor | None = None
+) -> tuple[Tensor, PackedState]:
     """Packs a weight in a format of compressed-tensors. Returns (packed weight, state).
 
-    weight  fp32[O K]
-    name    fp8, int8, int4, nvfp4 or mxfp4
-    group   values of a row that share a scale, for int4; K is a multiple of it
+    weight        fp32[O K]
+    name          fp8, int8, int4, nvfp4 or mxfp4
+    group         values of a row that share a scale, for int4; K is a multiple of it
+    global_scale  fp32[1], the scale of the whole weight in nvfp4; None: `nvfp4_global_scale` of its
+                  largest magnitude
     """
     columns = weight.shape[1]
     if name == "fp8":
@@ -132,7 +138,9 @@ def pack_compressed(weight: Tensor, name: str, *, group: int) -> tuple[Tensor, P
         size = group if bits == 4 else columns
         return _pack_integers(weight, bits, size)
     if name == "nvfp4":
-        return _pack_nvfp4(weight)
+        if global_scale is None:
+            global_scale = nvfp4_global_scale(weight.abs().amax())
+        return _pack_nvfp4(weight, global_scale.to(weight.device))
     return _pack_mxfp4(weight)
 
 
@@ -201,13 +209,21 @@ def _pack_fp4(
     return packed, PackedState(layout, format_name, tensors)
 
 
-def _pack_nvfp4(weight: Tensor) -> tuple[Tensor, PackedState]:
+def nvfp4_global_scale(largest: Tensor) -> Tensor:
+    """Returns the scale of a whole weight in nvfp4, fp32[1]. With it, the block that contains
+    `largest`, the largest magnitude of the weight (fp32[]), has the largest e4m3 number as scale.
+    """
+    return torch.where(largest > 0, NVFP4_LARGEST / largest, 1.0).view(1)
+
+
+def _pack_nvfp4(weight: Tensor, global_scale: Tensor) -> tuple[Tensor, PackedState]:
+    """Packs a weight as NVFP4. Values that are too large for the global scale are reduced to the
+    largest number of the format.
+    """
     blocks = weight.unflatten(1, (-1, NVFP4_BLOCK))
-    largest = weight.abs().amax()
-    global_scale = torch.where(largest > 0, _E4M3_MAX * _FP4_MAX / largest, 1.0).view(1)
     scale = (blocks.abs().amax(-1) * (global_scale / _FP4_MAX)).clamp_(max=_E4M3_MAX)
     scale = scale.to(torch.float8_e4m3fn)
-    tensors = {"weight_scale": scale, "weight_global_scale": global_scale}
+    tensors = {"weight_scale": scale, "weight_global_scale": global_scale.clone()}
     return _pack_fp4(blocks, scale.float() * (1 / global_scale), "nvfp4", tensors)
 
 

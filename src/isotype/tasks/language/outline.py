@@ -23,7 +23,7 @@ from ...model.adapter import (
 from ...model.architecture import AUTO, SCORE, attention_options, auto_class, explain_attention
 from ...model.build import attach_trained_parts
 from ...model.load import pack_outline, require_bitsandbytes
-from ...model.served import serve_adapters
+from ...model.served import ServedFormat, serve_adapters
 from ...ops.attention import Documents
 from ...optimize import optimize
 from ...precision.apply import apply_precision, use_generate_dtype
@@ -111,7 +111,8 @@ def outline_model(
         _fill_inverse_frequencies(base)
         optimize(model, precision, device_type=device_type, lora_branch=config.model.lora_branch)
     apply_precision(model, precision, device_type=device_type)
-    serve_adapters(model, precision)
+    if precision.served:
+        serve_adapters(model, ServedFormat(precision.served, model))
     model.train()
     apply_offload(
         model, config.model.offload, torch.device("cpu" if device_type == "cpu" else "meta")

@@ -65,6 +65,7 @@ def load_result(
              model
     adapter  the run's adapter settings; they say which parts of a vision-language model were frozen
     """
+    served = None
     if (folder / "adapter_config.json").is_file():
         source = replace(source, text_only=is_trained_on_text_class(folder))
         base = load_base(
@@ -79,7 +80,7 @@ def load_result(
             offload=config.offload,
         )
         model: nn.Module = load_adapter(base, folder)
-        round_frozen(model, precision)
+        served = round_frozen(model, precision)
     else:
         saved = Source(
             str(folder),
@@ -99,7 +100,7 @@ def load_result(
     if config.optimize:
         optimize(model, precision, device_type=device.type, lora_branch=config.lora_branch)
     apply_precision(model, precision, device_type=device.type, part=part)
-    serve_adapters(model, precision)
+    serve_adapters(model, served)
     return apply_offload(model, config.offload, device)
 
 
