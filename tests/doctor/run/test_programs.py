@@ -45,8 +45,8 @@ TRUTH = {
         "RN001",
         "out = model(ids, labels=ids)",
         "model.decoder.layers.0.self_attn_layer_norm",
-        "is fp32",
-        "cast the value to bf16 where it becomes fp32: in a hook",
+        "`output.float()` in the forward hook `<lambda>` of model.decoder.embed_tokens",
+        "leave `output.float()` (tests/doctor/run/programs/library_hook.py:22) out",
     ),
     "lora_adapters": Truth(
         "RN002",
@@ -94,7 +94,8 @@ TRUTH = {
         "RN010",
         "return F.cross_entropy(logits, labels)",
         "training_loss",
-        "`labels` is bf16",
+        "the cast `value.to(torch.bfloat16)` (tests/doctor/run/programs/class_targets.py:20) makes"
+        " `labels` bf16",
         "`labels.long()`",
     ),
     "binary_targets": Truth(
@@ -171,8 +172,8 @@ TRUTH = {
         "RN015",
         'model(batch["input_ids"]).float().sum().backward()',
         "0",
-        "is bf16",
-        "cast only floating-point tensors of the batch",
+        "the cast `v.to(torch.bfloat16)` (tests/doctor/run/programs/float_ids.py:13) makes them",
+        "leave integer tensors out of this cast",
     ),
     "integer_counts": Truth(
         "RN016",
@@ -285,6 +286,38 @@ TRUTH = {
         "1",
         "implements rfft on cpu for other dtypes",
         "cast back to torch.bfloat16 only after the inverse transform",
+    ),
+    "pre_hook": Truth(
+        "RN001",
+        "model(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()",
+        "2",
+        "`value.float()` in the forward pre-hook `steady_input` of 2, registered at"
+        " tests/doctor/run/programs/pre_hook.py:16",
+        "leave `value.float()` (tests/doctor/run/programs/pre_hook.py:12) out",
+    ),
+    "batch_helper": Truth(
+        "RN015",
+        "hidden = self.embed(input_ids)",
+        "embed",
+        "`v.to(DEVICE, dtype=dtype)` (tests/doctor/run/programs/batch_helper.py:26) makes them",
+        "leave integer tensors out of this cast (tests/doctor/run/programs/batch_helper.py:26)",
+    ),
+    "collator_cast": Truth(
+        "RN001",
+        "nn.functional.cross_entropy(model(features), labels).backward()",
+        "0",
+        "the explicit cast `features.to(self.dtype)` makes it fp16"
+        " (tests/doctor/run/programs/collator_cast.py:16)",
+        "`features.to(torch.bfloat16)` at",
+    ),
+    "position_table": Truth(
+        "RN001",
+        "return self.norm(self.dropout(x))",
+        "norm",
+        "the operation with `table` (tests/doctor/run/programs/position_table.py:29) promotes it to"
+        " fp32, because `torch.zeros(length, width)` is fp32"
+        " (tests/doctor/run/programs/position_table.py:11)",
+        "`table.to(torch.bfloat16)` at tests/doctor/run/programs/position_table.py:29",
     ),
 }
 

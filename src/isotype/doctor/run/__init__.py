@@ -10,6 +10,9 @@ frames       the frames of a traceback, and the expression that failed in each
 expressions  reads values of expressions without running code
 modules      finds the model in the frames, and the paths of its modules and parameters
 producers    finds the expression that gave a tensor its dtype
+casts        finds casts in the source code
+graph        finds in autograd's graph the operation that changed the dtype of a tensor
+hooks        finds hooks and callbacks, and the lines that register them
 autocast     the autocast state at the line that failed
 settings     precision settings of trainers, optimizers and loss scalers
 evidence     all of these facts for one exception

@@ -6,8 +6,9 @@ module determines the dtype of the result.
 from __future__ import annotations
 
 import ast
+import inspect
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class TensorFacts:
     device: torch.device
 
 
-_CAST_METHODS = {
+CAST_METHODS = {
     "float": torch.float32,
     "half": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -139,6 +140,20 @@ def read_value(node: ast.AST | None, frame: CallFrame) -> Any:
     return UNKNOWN
 
 
+def read_function(node: ast.AST, frame: CallFrame) -> Any:
+    """Returns the function, method or module that an expression names, or UNKNOWN."""
+    value = read_value(node, frame)
+    if value is not UNKNOWN or not isinstance(node, ast.Attribute):
+        return value
+    owner = read_value(node.value, frame)
+    if owner is UNKNOWN:
+        return UNKNOWN
+    function = inspect.getattr_static(type(owner), node.attr, UNKNOWN)
+    if isinstance(function, staticmethod):
+        return function.__func__
+    return MethodType(function, owner) if isinstance(function, FunctionType) else UNKNOWN
+
+
 def is_tensor(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, TensorFacts))
 
@@ -238,8 +253,8 @@ def _read_call(node: ast.Call, frame: CallFrame) -> Any:
     owner = read_value(node.func.value, frame)
     name = node.func.attr
     if is_tensor(owner):
-        if name in _CAST_METHODS:
-            return TensorFacts(_CAST_METHODS[name], owner.device)
+        if name in CAST_METHODS:
+            return TensorFacts(CAST_METHODS[name], owner.device)
         if name in _CONVERTING_METHODS:
             return _read_conversion(node, owner, frame)
         if name in _DTYPE_KEEPING_METHODS and not node_keyword(node, "dtype"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import linecache
 import os
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,8 @@ from ...observe.origin import is_library_file, short_path
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 Position = tuple[int | None, int | None, int | None, int | None]
+
+_END_OF_CODE = 10**9  # a line after the last line of every file
 
 # functions of torch that only pass their arguments on to another function
 _FORWARDING_FUNCTIONS = frozenset(
@@ -140,6 +143,42 @@ def collect_frames(error: BaseException) -> list[CallFrame]:
     return frames
 
 
+def make_returned_frame(function: Any, variables: Mapping[str, Any]) -> CallFrame | None:
+    """Returns a frame for a function of the user's code that has already returned. Its local
+    variables no longer exist, so the frame contains `variables` instead, with the variables of the
+    function's closure. Returns None for functions of libraries, and for other objects.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    owner = getattr(function, "__self__", None)
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None or is_library_file(code.co_filename) or _find_scope(code) is None:
+        return None
+    values: dict[str, Any] = {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+        try:
+            values[name] = cell.cell_contents
+        except ValueError:
+            continue  # the variable has no value yet
+    if owner is not None and code.co_varnames:
+        values[code.co_varnames[0]] = owner
+    values |= variables
+    position = (None, None, None, None)
+    return CallFrame(code, _END_OF_CODE, position, values, function.__globals__)
+
+
+def make_module_frame(frame: CallFrame) -> CallFrame | None:
+    """Returns a frame for the module that contains the code of another frame."""
+    tree = _parse_file(frame.file)
+    if tree is None:
+        return None
+    code = compile("", frame.file, "exec")
+    position = (None, None, None, None)
+    return CallFrame(code, _END_OF_CODE, position, frame.global_variables, frame.global_variables)
+
+
 def iterate_causes(error: BaseException) -> Iterator[BaseException]:
     """Yields the exception that was raised first, and then the exceptions that it caused."""
     chain: list[BaseException] = []
@@ -175,6 +214,11 @@ def _line_count(node: ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno
 
 
+def parse_user_file(file: str) -> ast.Module | None:
+    """Returns the syntax tree of a file of the user's code, or None for files of libraries."""
+    return None if is_library_file(file) else _parse_file(file)
+
+
 @functools.cache
 def _parse_file(file: str) -> ast.Module | None:
     try:
@@ -183,20 +227,20 @@ def _parse_file(file: str) -> ast.Module | None:
         return None
 
 
-@functools.cache
 def _find_scope(code: CodeType) -> Scope | None:
-    tree = _parse_file(code.co_filename)
-    if tree is None or code.co_name == "<module>":
+    return _find_definition(code.co_filename, code.co_name, code.co_firstlineno)
+
+
+@functools.cache
+def _find_definition(file: str, name: str, first_line: int) -> Scope | None:
+    tree = _parse_file(file)
+    if tree is None or name == "<module>":
         return tree
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
             decorator_lines = [decorator.lineno for decorator in node.decorator_list]
-            if code.co_firstlineno in (node.lineno, *decorator_lines):
+            if first_line in (node.lineno, *decorator_lines):
                 return node
-        if (
-            isinstance(node, ast.Lambda)
-            and code.co_name == "<lambda>"
-            and node.lineno == code.co_firstlineno
-        ):
+        if isinstance(node, ast.Lambda) and name == "<lambda>" and node.lineno == first_line:
             return node
     return None

@@ -1,34 +1,57 @@
 """Finds the expression that gave a tensor its dtype. The search starts at the line that failed and
 goes backward through the source code. From a name, the search goes to its assignment. From a call
 that keeps the dtype, it goes to the operand, and from a parameter to the argument that the caller
-passed.
+passed. From a call of the user's own function, hook or module, it goes to what this function
+returned.
 
 Variables are read with the values that they had at the failure. The search continues at an
-expression only if its value has the same dtype as the tensor, or if the value cannot be read.
+expression only if its value has the same dtype as the tensor, or if the value cannot be read. The
+local variables of a function that has returned cannot be read. So the search uses the result of
+such a function only if the source code proves the dtype: an explicit cast, a new tensor, or weights
+of this dtype.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from .casts import find_cast, read_cast_dtype
 from .expressions import (
     CREATION_FUNCTIONS,
     UNKNOWN,
     TensorFacts,
     is_tensor,
     read_condition,
+    read_function,
     read_value,
 )
-from .frames import CallFrame
-from .modules import ModelNames
+from .frames import CallFrame, make_module_frame, make_returned_frame
+from .hooks import describe_hook
+from .modules import ModelNames, floating_weight_dtypes
 
-_MAX_STEPS = 24
+_MAX_STEPS = 60
+_ITERATION_WRAPPERS = frozenset(("enumerate", "tqdm", "trange", "iter", "islice", "zip"))
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """An operation of two tensors whose result has the wider of their dtypes.
+
+    operation  the name of the operation in autograd's graph, such as `Add`
+    operand    the source code of the operand with the wider dtype
+    location   the file and line of the operation
+    """
+
+    operation: str
+    operand: str
+    location: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +67,9 @@ class Producer:
     passed    the expression that the innermost frame of the user's code passes to another function
               as this tensor; "" if there is none
     passed_at the file and line of that expression
+    is_proven whether the source code or a stored value shows that the expression gives the dtype
+    hook      the hook that contains the expression; "" if no hook does
+    promotions  the operations through which the dtype reached the tensor
     """
 
     kind: str
@@ -54,6 +80,9 @@ class Producer:
     module: nn.Module | None = None
     passed: str = ""
     passed_at: str = ""
+    is_proven: bool = False
+    hook: str = ""
+    promotions: tuple[Promotion, ...] = ()
 
 
 def find_producer(
@@ -77,25 +106,36 @@ def find_assigned_call(node: ast.AST, frame: CallFrame) -> ast.Call | None:
 
 
 class _Search:
-    """Searches the code for the expression that gave a tensor its dtype."""
+    """Searches the code for the expression that gave a tensor its dtype.
+
+    frames   the frames of the traceback, and after them the frames of functions that have returned
+    callers  for each function that has returned: the index of its caller's frame, and the call
+    key      the last key or index with which the search looked into a container
+    element  the position of the tensor in the tuple that a call returned
+    """
 
     def __init__(self, frames: Sequence[CallFrame], dtype: torch.dtype, names: ModelNames) -> None:
-        self.frames = frames
+        self.frames = list(frames)
+        self.running_count = len(frames)
+        self.callers: dict[int, tuple[int, ast.Call | None]] = {}
         self.dtype = dtype
         self.names = names
         self.step_count = 0
         self.passed: ast.AST | None = None
         self.passed_at = ""
+        self.key: Any = UNKNOWN
+        self.element: int | None = None
+        self.promotions: list[Promotion] = []
 
     def follow(self, node: ast.AST, index: int, line: int | None = None) -> Producer:
         """`line` is the line at which the expression was evaluated. The default is the running
         line.
         """
-        frame = self.frames[index]
         if line is None:
-            line = frame.line
+            line = self.frames[index].line
+        frame = self.frame_at(index, line)
         self.step_count += 1
-        if self.passed is None and frame.is_user_code:
+        if self.passed is None and frame.is_user_code and index < self.running_count:
             self.passed = node
             self.passed_at = frame.location
         value = read_value(node, frame)
@@ -104,11 +144,14 @@ class _Search:
             return self.producer("unknown", node, index)
         path = self.names.tensor_path(value)
         if path is not None:
-            return self.producer("parameter", node, index, path=path)
+            return self.producer("parameter", node, index, path=path, is_proven=True)
         match node:
             case ast.Name(name):
                 return self.follow_name(node, name, index, line)
-            case ast.Subscript(container, _):
+            case ast.Attribute(ast.Name("self"), name) if is_tensor(value) or value is UNKNOWN:
+                return self.follow_attribute(node, name, index)
+            case ast.Subscript(container, key):
+                self.key = read_value(key, frame)
                 return self.follow(container, index, line)
             case ast.BinOp(left, _, right):
                 return self.follow_widest([left, right], node, index, line)
@@ -116,9 +159,48 @@ class _Search:
                 return self.follow(operand, index, line)
             case ast.IfExp(_, body, _):
                 return self.follow(body, index, line)
+            case ast.DictComp() | ast.ListComp() | ast.GeneratorExp() | ast.Dict():
+                return self.follow_container(node, index, line)
             case ast.Call():
                 return self.follow_call(node, index, line)
         return self.producer("unknown", node, index)
+
+    def frame_at(self, index: int, line: int) -> CallFrame:
+        """Returns a frame whose variables do not contain values that were assigned after `line`.
+        The values in a frame are those at the failure. For a function that has returned, they are
+        its arguments.
+        """
+        frame = self.frames[index]
+        scope = frame.scope
+        if scope is None:
+            return frame
+        has_arguments_only = index in self.callers
+        stale: dict[str, Any] = {}
+        for binding in _walk_bindings(scope):
+            last_line = _last_line(binding)
+            is_later = line <= last_line < frame.line
+            if is_later or (has_arguments_only and last_line < line):
+                for name in _bound_names(binding):
+                    stale[name] = self.read_passed_value(scope, name, index, line)
+        return replace(frame, variables={**frame.variables, **stale}) if stale else frame
+
+    def read_passed_value(self, scope: Any, name: str, index: int, line: int) -> Any:
+        """Returns the value that the caller passed for a parameter, if the function had assigned
+        nothing to it before `line`. Otherwise returns UNKNOWN.
+        """
+        if isinstance(scope, ast.Module) or name not in _parameter_names(scope):
+            return UNKNOWN
+        if index in self.callers or _earlier_bindings(scope, name, line):
+            return UNKNOWN
+        outer, call = self.find_caller(index)
+        if outer < 0:
+            return UNKNOWN
+        owner = self.frames[index].variables.get("self")
+        is_bound = not _is_first_argument(owner, call, self.frames[outer])
+        argument = _argument_expression(scope, call, name, is_bound)
+        if argument is None and isinstance(call, ast.Call):
+            return _read_default(scope, name)
+        return read_value(argument, self.frames[outer])
 
     def producer(
         self,
@@ -128,6 +210,7 @@ class _Search:
         *,
         path: str = "",
         module: nn.Module | None = None,
+        is_proven: bool = False,
     ) -> Producer:
         frame = self.frames[index]
         return Producer(
@@ -139,43 +222,77 @@ class _Search:
             module,
             "" if self.passed is None else _source(self.passed),
             self.passed_at,
+            is_proven,
+            "",
+            tuple(self.promotions),
         )
 
     def follow_widest(
         self, nodes: Sequence[ast.AST], node: ast.AST, index: int, line: int
     ) -> Producer:
         """Continues the search at the first operand that has the wanted dtype. If no operand has
-        it, the search continues at the first operand whose value cannot be read. If there is no
-        such operand either, the operation itself gave its result the dtype.
+        it, the search continues at the operands whose values cannot be read. If these do not lead
+        to a proof either, the operation itself gave its result the dtype.
         """
+        frame = self.frame_at(index, line)
         for operand in nodes:
-            value = read_value(operand, self.frames[index])
+            value = read_value(operand, frame)
             if is_tensor(value) and value.dtype == self.dtype:
+                self.add_promotion(node, operand, index)
                 return self.follow(operand, index, line)
+        results = []
         for operand in nodes:
-            if isinstance(operand, (ast.Call, ast.BinOp, ast.Name)):
-                value = read_value(operand, self.frames[index])
-                if value is UNKNOWN:
-                    return self.follow(operand, index, line)
-        return self.producer("call", node, index)
+            if not isinstance(operand, (ast.Call, ast.BinOp, ast.Name, ast.Attribute)):
+                continue
+            if read_value(operand, frame) is UNKNOWN:
+                count = len(self.promotions)
+                self.add_promotion(node, operand, index)
+                result = self.follow(operand, index, line)
+                if result.is_proven:
+                    return result
+                results.append(result)
+                del self.promotions[count:]
+        return results[0] if results else self.producer("call", node, index)
+
+    def add_promotion(self, node: ast.AST, operand: ast.AST, index: int) -> None:
+        """Adds an operation of two tensors to the list of promotions. Only the lines of running
+        functions are listed, because only their variables can be read.
+        """
+        frame = self.frames[index]
+        if not isinstance(node, ast.BinOp) or not frame.is_user_code:
+            return
+        if index >= self.running_count or isinstance(node.right, ast.Constant):
+            return
+        operation = type(node.op).__name__.replace("Mult", "Mul")
+        self.promotions.append(Promotion(operation, _source(operand), frame.location_of(operand)))
+
+    def follow_container(self, node: ast.AST, index: int, line: int) -> Producer:
+        """Continues the search in a dict or list that is written in the source code."""
+        frame = self.frame_at(index, line)
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values):
+                if key is not None and read_value(key, frame) == self.key:
+                    return self.follow(value, index, line)
+            return self.producer("data", node, index)
+        part = node.value if isinstance(node, ast.DictComp) else node.elt  # type: ignore[attr-defined]
+        cast = find_cast(part, frame, self.dtype)
+        if cast is not None:
+            return self.producer("cast", cast, index, is_proven=True)
+        if isinstance(part, ast.Call):
+            result = self.follow_call(part, index, line)
+            if result.is_proven:
+                return result
+        return self.producer("data", node, index)
 
     def follow_call(self, node: ast.Call, index: int, line: int) -> Producer:
-        frame = self.frames[index]
-        function = read_value(node.func, frame)
+        frame = self.frame_at(index, line)
+        function = read_function(node.func, frame)
         if isinstance(function, nn.Module):
-            path = self.names.module_path(function)
-            return self.producer("module", node, index, path=path, module=function)
+            return self.follow_module(function, node, index, line)
         if isinstance(node.func, ast.Attribute):
-            owner = read_value(node.func.value, frame)
-            result = read_value(node, frame)
-            if is_tensor(owner) and isinstance(result, TensorFacts):
-                if owner.dtype == result.dtype:
-                    return self.follow(node.func.value, index, line)
-                return self.producer("cast", node, index)
-            if node.func.attr in ("float", "half", "bfloat16", "double", "to"):
-                return self.producer("cast", node, index)
-            if owner is torch and node.func.attr in CREATION_FUNCTIONS:
-                return self.producer("creation", node, index)
+            result = self.follow_method(node, node.func, index, line)
+            if result is not None:
+                return result
         is_torch_function = getattr(function, "__module__", "").startswith("torch") or isinstance(
             function, type(torch.add)
         )
@@ -184,6 +301,11 @@ class _Search:
             if isinstance(operands[0], (ast.List, ast.Tuple)):
                 operands = list(operands[0].elts)
             return self.follow_widest(operands, node, index, line)
+        result = self.follow_returned(function, node, index) or self.follow_passed_function(
+            node, index, line
+        )
+        if result is not None:
+            return result
         if node.args and not frame.is_user_code:
             # a helper of a library: its first argument, if it has the dtype
             value = read_value(node.args[0], frame)
@@ -191,88 +313,365 @@ class _Search:
                 return self.follow(node.args[0], index, line)
         return self.producer("call", node, index)
 
-    def follow_name(self, node: ast.AST, name: str, index: int, line: int) -> Producer:
+    def follow_method(
+        self, node: ast.Call, method: ast.Attribute, index: int, line: int
+    ) -> Producer | None:
+        """Continues the search at a method of a tensor or of a batch. Returns None if the method is
+        another one.
+        """
+        frame = self.frame_at(index, line)
+        owner = read_value(method.value, frame)
+        result = read_value(node, frame)
+        if is_tensor(owner) and isinstance(result, TensorFacts):
+            if owner.dtype == result.dtype:
+                return self.follow(method.value, index, line)
+            return self.producer("cast", node, index, is_proven=result.dtype == self.dtype)
+        if method.attr in ("float", "half", "bfloat16", "double", "to", "type"):
+            dtype = read_cast_dtype(node, frame)
+            if dtype is None:  # a call that changes only the device
+                return self.follow(method.value, index, line)
+            return self.producer("cast", node, index, is_proven=dtype == self.dtype)
+        if owner is torch and method.attr in CREATION_FUNCTIONS:
+            is_proven = is_tensor(result) and result.dtype == self.dtype
+            return self.producer("creation", node, index, is_proven=is_proven)
+        return None
+
+    def follow_module(self, module: nn.Module, node: ast.Call, index: int, line: int) -> Producer:
+        """Continues the search at a call of a module: in its forward hooks, in its weights, in the
+        forward of a class of the user's code, and for a module without weights at its input.
+        """
+        path = self.names.module_path(module)
+        result = self.follow_hooks(module, "forward hook", index)
+        if result is not None:
+            return result
+        dtypes = floating_weight_dtypes(module)
+        if dtypes == {self.dtype}:
+            return self.producer("module", node, index, path=path, module=module, is_proven=True)
+        if isinstance(module, nn.Sequential):
+            return self.follow_sequential(module, node, index, line)
+        forward = MethodType(type(module).forward, module)
+        result = self.follow_returned(forward, node, index)
+        if result is not None:
+            return result
+        if not dtypes and type(module).__module__.startswith("torch.nn") and node.args:
+            return self.follow(node.args[0], index, line)
+        return self.producer("module", node, index, path=path, module=module)
+
+    def follow_sequential(
+        self, module: nn.Sequential, node: ast.Call, index: int, line: int
+    ) -> Producer:
+        for child in reversed(module):
+            result = self.follow_hooks(child, "forward hook", index)
+            if result is not None:
+                return result
+            dtypes = floating_weight_dtypes(child)
+            if not dtypes:
+                continue
+            path = self.names.module_path(child)
+            is_proven = dtypes == {self.dtype}
+            if not is_proven:
+                path = self.names.module_path(module)
+                child = module
+            return self.producer(
+                "module", node, index, path=path, module=child, is_proven=is_proven
+            )
+        if node.args:
+            return self.follow(node.args[0], index, line)
+        return self.producer("module", node, index, module=module)
+
+    def follow_hooks(self, module: nn.Module, kind: str, index: int) -> Producer | None:
+        """Searches the hooks of a module in the user's code, the last one first. `kind` is
+        `forward hook` or `forward pre-hook`.
+        """
+        hooks = module._forward_hooks if kind == "forward hook" else module._forward_pre_hooks
+        for hook in reversed(list(hooks.values())):
+            result = self.follow_returned(hook, None, index)
+            if result is not None:
+                path = self.names.module_path(module)
+                files = [frame.file for frame in self.frames if frame.is_user_code]
+                text = describe_hook(hook, kind, path, files)
+                return replace(result, hook=text)
+        return None
+
+    def follow_returned(self, function: Any, call: ast.Call | None, index: int) -> Producer | None:
+        """Searches the values that a function of the user's code returned. Returns None unless the
+        source code proves that a value has the dtype.
+        """
+        variables = self.read_arguments(function, call, index)
+        frame = make_returned_frame(_as_function(function), variables)
+        if frame is None or any(frame.code is other.code for other in self.frames):
+            return None
+        new_index = len(self.frames)
+        self.frames.append(frame)
+        self.callers[new_index] = (index, call)
+        element = self.element
+        self.element = None
+        values = list(_returned_values(frame.scope))
+        for value in values:
+            if isinstance(value, ast.Tuple) and element is not None and element < len(value.elts):
+                value = value.elts[element]
+            result = self.follow(value, new_index, value.lineno)
+            if result.is_proven:
+                return result
+        if call is None and values:  # a hook, which returns what it changed
+            cast = find_cast(frame.scope, frame, self.dtype)
+            if cast is not None:
+                return self.producer("cast", cast, new_index, is_proven=True)
+        return None
+
+    def read_arguments(self, function: Any, call: ast.Call | None, index: int) -> dict[str, Any]:
+        """Returns the values of the arguments that a call passed, as far as they can be read."""
+        function = _as_function(function)
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if call is None or code is None:
+            return {}
+        names = list(code.co_varnames[: code.co_argcount])
+        if isinstance(function, MethodType):
+            names = names[1:]
         frame = self.frames[index]
+        values = {}
+        for name, argument in zip(names, call.args):
+            if isinstance(argument, ast.Starred):
+                break
+            values[name] = read_value(argument, frame)
+        for keyword in call.keywords:
+            if keyword.arg is not None:
+                values[keyword.arg] = read_value(keyword.value, frame)
+        return values
+
+    def follow_passed_function(self, node: ast.Call, index: int, line: int) -> Producer | None:
+        """Searches a function that the call passes to a function of a library, such as the lambda
+        in `tree_map(lambda tensor: tensor.half(), batch)`.
+        """
+        frame = self.frame_at(index, line)
+        for argument in node.args:
+            if isinstance(argument, ast.Lambda):
+                cast = find_cast(argument.body, frame, self.dtype)
+                if cast is not None:
+                    return self.producer("cast", cast, index, is_proven=True)
+            elif isinstance(argument, (ast.Name, ast.Attribute)):
+                function = read_function(argument, frame)
+                if isinstance(function, (FunctionType, MethodType)):
+                    result = self.follow_returned(function, None, index)
+                    if result is not None:
+                        return result
+        return None
+
+    def follow_name(self, node: ast.AST, name: str, index: int, line: int) -> Producer:
+        frame = self.frame_at(index, line)
         scope = frame.scope
         if scope is None:
             return self.producer("unknown", node, index)
         for binding in _earlier_bindings(scope, name, line):
-            if _is_skipped(binding, scope, frame) or self.has_other_dtype(binding, name, frame):
+            if self.is_skipped(binding, scope, index) or self.has_other_dtype(binding, name, index):
                 continue  # in a branch that did not run
             return self.follow_binding(binding, name, index)
-        if not isinstance(scope, ast.Module) and name in _parameter_names(scope):
+        if isinstance(scope, ast.Module):
+            return self.producer("unknown", node, index)
+        if name in _parameter_names(scope):
             return self.follow_argument(scope, name, node, index)
+        if name not in frame.variables and name in frame.global_variables:
+            return self.follow_global(node, name, frame)
         return self.producer("unknown", node, index)
 
-    def has_other_dtype(self, binding: Any, name: str, frame: CallFrame) -> bool:
+    def follow_global(self, node: ast.AST, name: str, frame: CallFrame) -> Producer:
+        """Continues the search at the assignment of a global variable."""
+        for index, other in enumerate(self.frames):
+            if isinstance(other.scope, ast.Module) and other.file == frame.file:
+                return self.follow_name(node, name, index, other.line)
+        module_frame = make_module_frame(frame)
+        index = len(self.frames)
+        if module_frame is None:
+            return self.producer("unknown", node, index - 1)
+        self.frames.append(module_frame)
+        return self.follow_name(node, name, index, module_frame.line)
+
+    def follow_attribute(self, node: ast.AST, name: str, index: int) -> Producer:
+        """Continues the search at the assignment of `self.NAME` in a method of the same class."""
+        owner = self.frames[index].variables.get("self")
+        for kind in type(owner).__mro__[:-1]:
+            for method in vars(kind).values():
+                method_frame = None
+                if isinstance(method, FunctionType):
+                    method_frame = make_returned_frame(method, {"self": owner})
+                if method_frame is None:
+                    continue
+                for binding in _attribute_bindings(method_frame.scope, name):
+                    new_index = len(self.frames)
+                    self.frames.append(method_frame)
+                    self.callers[new_index] = (index, None)
+                    result = self.follow(binding.value, new_index, binding.lineno)
+                    if result.is_proven:
+                        return result
+        return self.producer("unknown", node, index)
+
+    def is_skipped(self, binding: ast.AST, scope: ast.AST, index: int) -> bool:
+        """True if a statement is in a branch whose condition is false. The condition is evaluated
+        with the values that the variables had at the failure, if they did not change after it.
+        """
+        for node in _walk_scope(scope):
+            if not isinstance(node, ast.If):
+                continue
+            holds = read_condition(node.test, self.frame_at(index, node.lineno))
+            if holds is None:
+                continue
+            skipped = node.orelse if holds else node.body
+            if any(part is binding for statement in skipped for part in ast.walk(statement)):
+                return True
+        return False
+
+    def has_other_dtype(self, binding: Any, name: str, index: int) -> bool:
         """True if the assigned value has another dtype than `self.dtype`."""
         if not isinstance(binding, ast.Assign):
             return False
         assigned = _assigned_expression(binding, name)
+        frame = self.frame_at(index, binding.lineno)
+        if isinstance(assigned, ast.Call):
+            dtype = read_cast_dtype(assigned, frame)
+            if dtype is not None:
+                return dtype != self.dtype
         value = read_value(assigned, frame)
         return is_tensor(value) and value.dtype != self.dtype
 
     def follow_binding(self, binding: Any, name: str, index: int) -> Producer:
         match binding:
             case ast.For() | ast.AsyncFor():
-                return self.producer("data", binding.iter, index)
+                return self.follow_loop(binding, name, index)
             case ast.AugAssign():
                 return self.follow_widest([binding.value], binding.value, index, binding.lineno)
             case ast.AnnAssign(value=ast.expr() as value):
                 return self.follow(value, index, binding.lineno)
         return self.follow_assignment(binding, name, index)
 
+    def follow_loop(self, binding: Any, name: str, index: int) -> Producer:
+        """Continues the search in the functions that make the items of a `for` loop: a generator, a
+        collator, or the `__getitem__` of a dataset.
+        """
+        iterable = binding.iter
+        while isinstance(iterable, ast.Call) and iterable.args:
+            if _source(iterable.func).rpartition(".")[2] not in _ITERATION_WRAPPERS:
+                break
+            iterable = iterable.args[0]
+        target = binding.target
+        if isinstance(target, ast.Tuple) and iterable is not binding.iter:
+            target = target.elts[-1]
+        self.element = _position_in(target, name)
+        frame = self.frame_at(index, binding.lineno)
+        value = read_value(iterable, frame)
+        functions = list(_item_functions(value))
+        if isinstance(iterable, ast.Call):
+            functions.append(read_function(iterable.func, frame))
+        element = self.element
+        for function in functions:
+            self.element = element
+            call = iterable if isinstance(iterable, ast.Call) else None
+            result = self.follow_returned(function, call, index)
+            if result is not None:
+                return result
+        self.element = None
+        return self.producer("data", binding.iter, index)
+
     def follow_assignment(self, binding: ast.Assign, name: str, index: int) -> Producer:
         value = _assigned_expression(binding, name)
         if value is None:
             return self.producer("call", binding.value, index)
-        # the name may stand on both sides: its value at the failure is that of the left side
         if isinstance(value, ast.Call):
-            return self.follow_call(value, index, binding.lineno)
+            self.element = _position_in(binding.targets[0], name)
+            result = self.follow_call(value, index, binding.lineno)
+            self.element = None
+            return result
         if isinstance(value, ast.BinOp):
+            # the name may stand on both sides, as in `x = x + table`
             operands = [value.left, value.right]
-            others = [operand for operand in operands if not _is_name(operand, name)]
-            return self.follow_widest(others, value, index, binding.lineno)
+            operands.sort(key=lambda operand: _is_name(operand, name))
+            return self.follow_widest(operands, value, index, binding.lineno)
         return self.follow(value, index, binding.lineno)
 
     def follow_argument(self, scope: ast.AST, name: str, node: ast.AST, index: int) -> Producer:
         """If the search has reached a parameter of a function, continues it at the argument that
         the caller passed for this parameter.
         """
+        outer, call = self.find_caller(index)
+        if outer < 0 or call is None:
+            return self.producer("unknown", node, index)
+        frame = self.frames[index]
+        is_bound = not _is_first_argument(frame.variables.get("self"), call, self.frames[outer])
+        argument = _argument_expression(scope, call, name, is_bound)
+        value = frame.variables.get(name)
+        module = frame.variables.get("self")
+        passed_value = read_value(argument, self.frames[outer])
+        if isinstance(module, nn.Module) and passed_value is not value:
+            result = self.follow_hooks(module, "forward pre-hook", index)
+            if result is not None:
+                return result
+        if argument is None or isinstance(argument, ast.Starred):
+            return self.follow_starred(argument, name, value, node, index, outer)
+        return self.follow(argument, outer)
+
+    def find_caller(self, index: int) -> tuple[int, ast.AST | None]:
+        """Returns the index of the caller's frame, and its call. The index is -1 if there is no
+        caller in the traceback.
+        """
+        if index in self.callers:
+            return self.callers[index]
         outer = index - 1
         while outer >= 0 and self.frames[outer].is_forwarding:
             outer -= 1
-        if outer < 0:
+        return outer, self.frames[outer].expression if outer >= 0 else None
+
+    def follow_starred(
+        self,
+        argument: ast.Starred | None,
+        name: str,
+        value: Any,
+        node: ast.AST,
+        index: int,
+        outer: int,
+    ) -> Producer:
+        """Continues the search if the caller passed the argument with `*` or `**`. The search goes
+        outward through the frames of libraries to the first call that passes this tensor by an
+        expression.
+        """
+        if index in self.callers or not isinstance(value, torch.Tensor):
             return self.producer("unknown", node, index)
-        call = self.frames[outer].expression
-        argument = _argument_expression(scope, call, name)
-        if argument is None:
-            return self.producer("unknown", node, index)
-        if isinstance(argument, ast.Starred) and not self.frames[outer].is_user_code:
-            return self.producer("unknown", node, index)
-        if isinstance(argument, ast.Starred):
-            return self.producer("data", argument.value, outer)
-        return self.follow(argument, outer)
+        for number in range(outer, -1, -1):
+            frame = self.frames[number]
+            call = frame.expression
+            if frame.is_forwarding or not isinstance(call, ast.Call):
+                continue
+            for part in _iterate_arguments(call):
+                if not isinstance(part, ast.Starred) and read_value(part, frame) is value:
+                    return self.follow(part, number)
+            if frame.is_user_code:
+                return self.follow_user_argument(call, name, value, node, index, number)
+        return self.producer("unknown", node, index)
+
+    def follow_user_argument(
+        self, call: ast.Call, name: str, value: torch.Tensor, node: ast.AST, index: int, outer: int
+    ) -> Producer:
+        """Continues the search at an argument of the user's call that contains the tensor, or that
+        cannot be read.
+        """
+        frame = self.frames[outer]
+        for part in _iterate_arguments(call):
+            container = part.value if isinstance(part, ast.Starred) else part
+            items = read_value(container, frame)
+            if items is not UNKNOWN and not _contains(items, value):
+                continue
+            self.key = name
+            is_starred = isinstance(part, ast.Starred)
+            result = self.follow(container, outer)
+            if not result.is_proven and (items is not UNKNOWN or is_starred):
+                result = self.producer("data", container, outer)
+            if is_starred:  # the user's line has no expression for the tensor alone
+                result = replace(result, passed="", passed_at="")
+            if result.is_proven or result.kind == "data":
+                return result
+        return self.producer("unknown", node, index)
 
 
 def _source(node: ast.AST) -> str:
     return " ".join(ast.unparse(node).split())
-
-
-def _is_skipped(binding: ast.AST, scope: ast.AST, frame: CallFrame) -> bool:
-    """True if a statement is in a branch whose condition is false. The condition is evaluated with
-    the values that the variables had at the failure.
-    """
-    for node in ast.walk(scope):
-        if not isinstance(node, ast.If):
-            continue
-        holds = read_condition(node.test, frame)
-        if holds is None:
-            continue
-        skipped = node.orelse if holds else node.body
-        if any(part is binding for statement in skipped for part in ast.walk(statement)):
-            return True
-    return False
 
 
 def _assigned_expression(binding: ast.Assign, name: str) -> ast.expr | None:
@@ -300,9 +699,14 @@ def _parameter_names(scope: Any) -> list[str]:
     return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
 
-def _argument_expression(scope: Any, call: ast.AST | None, name: str) -> ast.AST | None:
-    """Returns the expression that a call passes for a parameter. If the call unpacks a dict with
-    `**` that may contain the value, the result is this dict as an `ast.Starred`.
+def _argument_expression(
+    scope: Any, call: ast.AST | None, name: str, is_bound: bool
+) -> ast.AST | None:
+    """Returns the expression that a call passes for a parameter. If the call unpacks a tuple or
+    dict with `*` or `**` that may contain the value, the result is this container as an
+    `ast.Starred`.
+
+    is_bound  whether the call leaves out the first argument of a method, such as `self`
     """
     if not isinstance(call, ast.Call):
         return None
@@ -310,11 +714,12 @@ def _argument_expression(scope: Any, call: ast.AST | None, name: str) -> ast.AST
         if keyword.arg == name:
             return keyword.value
     positional = [a.arg for a in (*scope.args.posonlyargs, *scope.args.args)]
-    if positional[:1] in (["self"], ["cls"], ["ctx"]):
+    if is_bound and positional[:1] in (["self"], ["cls"], ["ctx"]):
         positional.pop(0)
     if name in positional:
         position = positional.index(name)
-        if position < len(call.args) and not isinstance(call.args[position], ast.Starred):
+        stars = [isinstance(argument, ast.Starred) for argument in call.args]
+        if position < len(call.args) and not any(stars[: position + 1]):
             return call.args[position]
     for keyword in call.keywords:
         if keyword.arg is None:
@@ -322,24 +727,115 @@ def _argument_expression(scope: Any, call: ast.AST | None, name: str) -> ast.AST
     return None
 
 
+def _is_first_argument(owner: Any, call: ast.AST | None, frame: CallFrame) -> bool:
+    """True if a call passes `owner` as its first argument, as `forward(self, x)` does."""
+    if owner is None or not isinstance(call, ast.Call) or not call.args:
+        return False
+    return read_value(call.args[0], frame) is owner
+
+
+def _read_default(scope: Any, name: str) -> Any:
+    """Returns the default value of a parameter, if it is a constant."""
+    positional = [a.arg for a in (*scope.args.posonlyargs, *scope.args.args)]
+    defaults = dict(zip(reversed(positional), reversed(scope.args.defaults)))
+    defaults |= dict(zip([a.arg for a in scope.args.kwonlyargs], scope.args.kw_defaults))
+    default = defaults.get(name)
+    return default.value if isinstance(default, ast.Constant) else UNKNOWN
+
+
+def _iterate_arguments(call: ast.Call) -> Iterator[ast.expr]:
+    """Yields the expressions of a call's arguments, with `**` arguments as an `ast.Starred`."""
+    yield from call.args
+    for keyword in call.keywords:
+        yield keyword.value if keyword.arg else ast.Starred(keyword.value)
+
+
+def _contains(container: Any, tensor: torch.Tensor) -> bool:
+    data = getattr(container, "data", container)  # BatchEncoding of transformers
+    if isinstance(data, dict):
+        return any(item is tensor for item in data.values())
+    return isinstance(data, (list, tuple)) and any(item is tensor for item in data)
+
+
+def _as_function(value: Any) -> Any:
+    """Returns the method `__call__` of an object of a class in the user's code, and other values
+    unchanged.
+    """
+    if isinstance(value, (FunctionType, MethodType, type, nn.Module)):
+        return value
+    method = vars(type(value)).get("__call__")
+    return MethodType(method, value) if isinstance(method, FunctionType) else value
+
+
+def _item_functions(value: Any) -> Iterator[Any]:
+    """Yields the functions that make the items of a DataLoader or dataset."""
+    if isinstance(value, torch.utils.data.DataLoader):
+        yield value.collate_fn
+        value = value.dataset
+    for name in ("__getitem__", "__iter__"):
+        method = getattr(type(value), name, None)
+        if isinstance(method, FunctionType):
+            yield MethodType(method, value)
+
+
+def _returned_values(scope: Any) -> Iterator[ast.expr]:
+    """Yields the expressions that a function returns or yields. The last one comes first."""
+    if isinstance(scope, ast.Lambda):
+        yield scope.body
+        return
+    nodes = [
+        node
+        for node in _walk_scope(scope)
+        if isinstance(node, (ast.Return, ast.Yield)) and node.value
+    ]
+    for node in sorted(nodes, key=lambda node: node.lineno, reverse=True):
+        assert node.value is not None
+        yield node.value
+
+
+def _attribute_bindings(scope: Any, name: str) -> Iterator[ast.Assign]:
+    """Yields the assignments `self.NAME = ...` in a method."""
+    for node in _walk_scope(scope):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"self.{name}":
+            yield node
+
+
+def _walk_scope(scope: ast.AST) -> Iterator[Any]:
+    """Yields the nodes of a function or module, without those of the functions that it defines."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            yield from _walk_scope(node)
+
+
+def _walk_bindings(scope: ast.AST) -> Iterator[Any]:
+    """Yields the statements of a function or module that assign a value to a name."""
+    for node in _walk_scope(scope):
+        is_assignment = isinstance(node, (ast.Assign, ast.AugAssign)) or (
+            isinstance(node, ast.AnnAssign) and node.value is not None
+        )
+        if is_assignment or isinstance(node, (ast.For, ast.AsyncFor)):
+            yield node
+
+
+def _last_line(binding: Any) -> int:
+    """Returns the last line of an assignment, or the first line of a `for` loop."""
+    if isinstance(binding, (ast.For, ast.AsyncFor)):
+        return int(binding.lineno)
+    return int(binding.end_lineno)
+
+
 def _earlier_bindings(scope: ast.AST, name: str, line: int) -> list[Any]:
     """Searches the code before a line for statements that assign a value to a name. The last of
     these statements is returned first. A `for` loop that assigns the name counts too, even if the
     line is inside the loop.
     """
-    bindings: list[Any] = []
-    node: Any
-    for node in ast.walk(scope):
-        is_loop = isinstance(node, (ast.For, ast.AsyncFor))
-        is_assignment = isinstance(node, (ast.Assign, ast.AugAssign)) or (
-            isinstance(node, ast.AnnAssign) and node.value is not None
-        )
-        if not (is_loop or is_assignment) or name not in _bound_names(node):
-            continue
-        last_line = node.lineno if is_loop else node.end_lineno
-        if last_line < line:
-            bindings.append(node)
-    return sorted(bindings, key=lambda node: node.lineno, reverse=True)
+    bindings = [
+        binding
+        for binding in _walk_bindings(scope)
+        if _last_line(binding) < line and name in _bound_names(binding)
+    ]
+    return sorted(bindings, key=lambda binding: binding.lineno, reverse=True)
 
 
 def _bound_names(node: Any) -> set[str]:
@@ -350,3 +846,11 @@ def _bound_names(node: Any) -> set[str]:
         for part in ast.walk(target)
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
     }
+
+
+def _position_in(target: ast.AST, name: str) -> int | None:
+    """Returns the position of a name in the tuple to which a value is assigned, or None."""
+    if not isinstance(target, (ast.Tuple, ast.List)):
+        return None
+    names = [element.id if isinstance(element, ast.Name) else "" for element in target.elts]
+    return names.index(name) if name in names else None

@@ -26,8 +26,9 @@ from .causes import SHEET
 from .evidence import Evidence, Operand, describe_autocast
 from .expressions import is_tensor, read_value
 from .frames import CallFrame
+from .graph import find_widening_operation
 from .modules import floating_weight_dtypes
-from .producers import Producer, find_assigned_call, find_producer
+from .producers import Producer, Promotion, find_assigned_call, find_producer
 
 _format_finding = load_finding_formatter(SHEET)
 _MAX_GRAPH_NODES = 200  # nodes of an autograd graph that are searched for a loss
@@ -422,6 +423,7 @@ def find_float_indices(evidence: Evidence) -> Finding | None:
         floats[-1],
         operation=evidence.operation,
         is_in_user_line=_is_in_user_line(evidence, floats[-1], producer),
+        is_cast=producer.kind == "cast" and producer.is_proven,
         source=producer.text,
         source_at=producer.location,
     )
@@ -445,6 +447,9 @@ def find_wrong_target(evidence: Evidence) -> Finding | None:
         evidence,
         loss=operation.removesuffix("_nd").removesuffix("_loss") if is_class_loss else operation,
         target=_passed(evidence, target, producer),
+        is_cast=producer.kind == "cast" and producer.is_proven,
+        source=producer.text,
+        source_at=producer.location,
         has=target.dtype_name,
         needs=format_dtype(needed_dtype),
         method=method,
@@ -471,6 +476,9 @@ def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
             evidence,
             loss=loss,
             target=target,
+            is_cast=False,
+            source="",
+            source_at="",
             has=dtype_name,
             needs=format_dtype(match[2]),
             method=f".to({to_torch(format_dtype(match[2]))})",
@@ -784,22 +792,41 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         dtypes = floating_weight_dtypes(producer.module)
         if dtypes == {operand.dtype}:
             producer_dtype = operand.dtype_name
+    promotion = _find_promotion(operand, producer)
     return _make_finding(
         "RN001",
         evidence,
+        hook=producer.hook,
+        promoted="" if promotion is None else _brackets(promotion.operand),
+        promoted_at="" if promotion is None else promotion.location,
         layer=weight.path.rpartition(".")[0] or evidence.module_path,
         has=operand.dtype_name,
         needs=weight.dtype_name,
         passed=passed,
         is_in_user_line=_is_in_user_line(evidence, operand, producer),
         passed_at=_passed_at(evidence, producer),
-        kind=producer.kind,
+        kind=_proven_kind(producer),
         producer=producer.text if producer.kind != "unknown" else passed,
         producer_at=producer.location,
         path=producer.path,
         producer_dtype=producer_dtype,
         target=str(weight.dtype),
     )
+
+
+def _proven_kind(producer: Producer) -> str:
+    """Returns the kind of an expression. An expression that may be a cast is of kind `call`."""
+    is_unproven_cast = producer.kind == "cast" and not producer.is_proven
+    return "call" if is_unproven_cast else producer.kind
+
+
+def _find_promotion(operand: Operand, producer: Producer) -> Promotion | None:
+    """Returns the operation that widened an operand, if autograd's graph confirms it."""
+    if not producer.is_proven or not producer.promotions:
+        return None
+    operation = find_widening_operation(operand.tensor)
+    matches = [p for p in producer.promotions if p.operation == operation]
+    return matches[0] if matches else None
 
 
 def _odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:
