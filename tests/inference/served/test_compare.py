@@ -26,7 +26,7 @@ from isotype.data.rows import SamplePrompt
 from isotype.errors import UsageError
 
 BOS, END = 1, 2
-REMEDIES = Remedies("template", "first", "stop", "thinking", "adapter", "context")
+REMEDIES = Remedies("template", "first", "stop", "thinking", "adapter", "context", "wider")
 FACTS = ServerFacts("engine", "model", 64)
 TRAINED = Answer("it is", (7, 8, END), ("it", " is", ""), (-0.2, -0.3, -0.1), has_ended=True)
 CHAT = Prompt("<s>ask", (BOS, 5, 6), messages=({"role": "user", "content": "ask"},))
@@ -159,6 +159,12 @@ ROUNDED = replace(TRAINED, logprobs=(-0.5, -0.1, -0.4))
             ["logprobs"],
             "F16 or BF16 rounds less",
         ),
+        ({"completion": ROUNDED, "single": -1.4}, ["logprobs"], "measures the file; wider"),
+        (
+            {"completion": ROUNDED, "single": -1.4, "facts": replace(FACTS, weights="BF16")},
+            ["logprobs"],
+            "measures the file\n",
+        ),
         ({"scores": {7: -1.9, 8: -1.8}}, ["logprobs", "kept"], "less than --keep 0.9"),
     ],
 )
@@ -184,6 +190,23 @@ def test_a_tie_is_no_difference_and_another_answer_is() -> None:
     result = compare(FakeServer(completion=other))
     assert differing(result) == ["answers"]
     assert "at token 1 ' no', the trained model ' is</s>'" in "\n".join(result.lines())
+
+
+def test_an_answer_without_texts_of_tokens_is_shown_from_the_difference() -> None:
+    """vLLM returns the ids of the tokens and the text of the whole answer."""
+    other = Answer("it no more", (7, 9), (), (-0.2, -0.1))
+    result = compare(FakeServer(completion=other))
+    assert "at token 1 ' no more', the trained model ' is</s>'" in "\n".join(result.lines())
+
+
+def test_the_error_of_the_runs_own_dtypes_is_allowed() -> None:
+    """A bf16 run served in bf16 is not fp32's result, and neither is the run."""
+    server = FakeServer(completion=replace(TRAINED, logprobs=(-0.29, -0.39, -0.01)))
+    assert differing(compare(server)) == ["logprobs"]
+    result = compare(server, run_error=0.05)
+    assert result.is_same, result.lines()
+    assert "the run's own dtypes give 0.0500" in "\n".join(result.lines())
+    assert differing(compare(FakeServer(completion=ROUNDED), run_error=0.05)) == ["logprobs"]
 
 
 def test_a_server_without_calls_of_its_own_is_compared_by_texts_and_lengths() -> None:

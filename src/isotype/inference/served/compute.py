@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from transformers import GenerationConfig
 from ...data.chat import ChatTemplate, chat_template
 from ...data.rows import IGNORE_INDEX, Row, SamplePrompt
 from ...errors import UsageError
+from ...model.served import round_frozen, serve_adapters
+from ...precision.apply import use_generate_dtype
 from ...tasks.language.sample import generation_config
 from ..loaded import LoadedRun
 from ..run_weights import RunWeights
@@ -31,6 +35,7 @@ from .expectation import (
 from .server import Prompt
 
 _SINGLE_TOKENS = 4
+_COMPARED_ALTERNATIVES = 5  # most probable tokens of each position, as many as servers return
 _SYSTEM_TEXT = "Answer in one short sentence."
 _QUESTION = "What is the weather in Oslo?"
 _TOOLS = [
@@ -90,6 +95,7 @@ def compute_expectations(run: LoadedRun, row_count: int) -> Expectations:
     with reference.holding_weights():
         for item in (*scored, *answers):
             item.score_base(reference)
+    run_error = _measure_run_error(run, answers)
     return Expectations(
         answers=[
             ExpectedAnswer(
@@ -121,6 +127,7 @@ def compute_expectations(run: LoadedRun, row_count: int) -> Expectations:
         max_length=run.config.data.max_length,
         row_source=row_source(loaded),
         folder=str(run.folder),
+        run_error=run_error,
     )
 
 
@@ -158,6 +165,27 @@ class _Scored:
         return tuple(float(row[token]) for row, token in zip(table, tokens))
 
 
+@torch.no_grad()
+def _measure_run_error(run: LoadedRun, answers: Sequence[_Scored]) -> float:
+    """Returns the root mean square of the differences between the log-probabilities of the trained
+    model in the run's own dtypes and in fp32, for the most probable tokens of each answer. Returns
+    0 if the run computes in fp32.
+    """
+    if run.precision.generate == "fp32":
+        return 0.0
+    # this changes the model in place
+    round_frozen(run.model, run.precision)
+    serve_adapters(run.model, run.precision)
+    errors = []
+    for answer in answers:
+        with use_generate_dtype(run.model):
+            table = _logprobs_of(run.model, run.device, answer.ids, answer.positions)
+        for row, alternatives in zip(table, answer.alternatives):
+            largest = list(alternatives.items())[:_COMPARED_ALTERNATIVES]
+            errors += [float(row[token]) - value for token, value in largest]
+    return math.sqrt(fmean(error**2 for error in errors)) if errors else 0.0
+
+
 def _most_probable(logprobs: Tensor, count: int) -> Mapping[int, float]:
     values, indices = logprobs.topk(min(count, len(logprobs)))
     return dict(zip(indices.tolist(), values.tolist()))
@@ -170,8 +198,14 @@ def _next_logprobs(
     """Returns the log-probabilities of the next token at each position, with the shape [positions
     V].
     """
-    input_ids = torch.tensor([list(ids)], device=reference.device)
-    logits = reference.model(input_ids).logits[0]
+    return _logprobs_of(reference.model, reference.device, ids, positions)
+
+
+def _logprobs_of(
+    model: Any, device: torch.device, ids: Sequence[int], positions: Sequence[int]
+) -> Tensor:
+    input_ids = torch.tensor([list(ids)], device=device)
+    logits = model(input_ids).logits[0]
     previous_positions = torch.tensor(
         [position - 1 for position in positions], device=logits.device
     )

@@ -26,6 +26,7 @@ class LlamaCppServer(OpenAiServer):
         thinking="--chat-template-kwargs with the run's data.template_kwargs",
         adapter="--lora FILE with the adapter, or -m with the merged model",
         context="-c with more tokens",
+        rounding="Q8_0 or BF16 rounds less",
     )
 
     def render(self, prompt: Prompt) -> str | None:
@@ -135,6 +136,10 @@ class VllmServer(OpenAiServer):
         thinking="--default-chat-template-kwargs with the run's data.template_kwargs",
         adapter="--enable-lora --lora-modules NAME=FOLDER, and --model NAME here",
         context="--max-model-len with more tokens",
+        rounding=(
+            "the adapter with --enable-lora is not rounded, and isotype merge --dtype fp32 with"
+            " vLLM's --dtype float32 rounds nothing"
+        ),
     )
 
     def render(self, prompt: Prompt) -> str | None:
@@ -197,6 +202,7 @@ class SglangServer(OpenAiServer):
         thinking="chat_template_kwargs of each request, as in data.template_kwargs",
         adapter="--lora-paths NAME=FOLDER, and --model NAME here",
         context="--context-length with more tokens",
+        rounding="the adapter with --lora-paths is not rounded",
     )
 
     def complete(self, ids: Sequence[int], max_tokens: int) -> Answer | None:
@@ -245,6 +251,7 @@ class OllamaServer(OpenAiServer):
         thinking="TEMPLATE in the Modelfile",
         adapter="FROM the merged model, or ADAPTER in the Modelfile",
         context="PARAMETER num_ctx in the Modelfile",
+        rounding="Q8_0 or BF16 rounds less",
     )
 
     def chat(self, prompt: Prompt, max_tokens: int) -> Answer:

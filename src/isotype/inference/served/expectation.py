@@ -82,6 +82,8 @@ class Expectations:
     max_length   data.max_length of the run
     row_source   held-out or training
     folder       the run's folder
+    run_error    the root mean square of the differences between the log-probabilities of the
+                 trained model in the run's own dtypes and in fp32; 0 if the run computes in fp32
     """
 
     answers: Sequence[ExpectedAnswer]
@@ -98,6 +100,7 @@ class Expectations:
     max_length: int = 0
     row_source: str = "held-out"
     folder: str = "RUN"
+    run_error: float = 0.0
 
 
 def choose_scored_positions(rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:

@@ -27,6 +27,7 @@ class OpenAiServer:
         thinking="set the template's switch as in data.template_kwargs",
         adapter="serve the merged model: isotype merge or export --type",
         context="load the model with a longer context",
+        rounding="a wider type rounds less",
     )
 
     def __init__(self, connection: Connection, facts: ServerFacts) -> None:

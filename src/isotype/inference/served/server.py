@@ -93,6 +93,7 @@ class Remedies:
     thinking: str
     adapter: str
     context: str
+    rounding: str
 
 
 class Server(Protocol):
