@@ -90,6 +90,7 @@ INNER = {
     "isotype.inference.served.server": "Answer Prompt Remedies ServerFacts",
     "isotype.inference.inspection.checkpoint": "open_checkpoint",
     "isotype.inference.inspection.dense": "open_two",
+    "isotype.inference.verify.gguf_model": "_file_type",
     "isotype.inference.verify.measure": "load_evaluation",
     "isotype.inference.verify.reference": "ReferenceModel",
     "isotype.inference.verify.result": "kept_share",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,15 @@ from tests.api import (
     RunWeights,
     WrittenModel,
     WrittenTensor,
+    _file_type,
+    compute_expectations,
     export_model,
     find_damage,
     header_keys,
     kept_share,
     load_evaluation,
     load_run,
+    read_header,
     tokenizer_keys,
     verify_tensors,
 )
@@ -585,6 +589,24 @@ def test_4_and_5_bit_types_keep_the_head_wider(llama, tmp_path) -> None:
         result = verify(llama.run, file, "--keep", 0.0)
         assert result["differences"] == []
         assert 0.5 < result["kept"] < 1.5
+
+
+def test_the_error_of_a_bf16_run_is_measured_and_an_fp32_run_has_none(llama) -> None:
+    """The comparison with a server allows this error."""
+    run = load_run(llama.run, as_served=False)
+    assert run.precision.generate == "bf16"
+    assert 1e-4 < compute_expectations(run, 4).run_error < 0.05
+    exact = replace(run, precision=run.precision.but(generate="fp32"))
+    assert compute_expectations(exact, 4).run_error == 0.0
+
+
+def test_a_file_is_named_by_its_file_type(llama, tmp_path) -> None:
+    """A Q4_K_M file of a small model has more bytes in other types than in Q4_K."""
+    file = tmp_path / "k.gguf"
+    shutil.copy(llama.file, file)
+    for number, name in ((15, "Q4_K_M"), (0, "F32"), (25, "IQ4_NL"), (999, "BF16")):
+        set_field(gguf.GGUFReader(str(file), "r+"), "general.file_type", number)
+        assert _file_type(read_header(file)) == name
 
 
 def test_an_export_rounds_the_sum_of_base_and_adapter_once(llama, tmp_path) -> None:

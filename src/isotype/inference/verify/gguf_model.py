@@ -104,7 +104,7 @@ def open_gguf(
     unexpected = set(header.tensors) - stored_names - {*ROPE_TENSORS, "output.weight"}
     rope_entry = header.tensors.get(ROPE_TENSORS[0])
     return WrittenModel(
-        f"GGUF, {_main_kind(header)}",
+        f"GGUF, {_file_type(header)}",
         tensors,
         unexpected=sorted(unexpected),
         fields=header.fields,
@@ -144,6 +144,21 @@ def _stacked_tensor(
 
 def _read_stacked(content: np.ndarray[Any, Any], entries: Sequence[TensorEntry]) -> Tensor:
     return torch.cat([read_tensor_values(content, entry) for entry in entries], dim=1)
+
+
+def _file_type(header: Header) -> str:
+    """Returns the type of the whole file, such as Q4_K_M, which its setting `general.file_type`
+    gives. A Q4_K_M file also has tensors of other types. Returns the type of most bytes for a file
+    without this setting.
+    """
+    import gguf
+
+    number = header.fields.get("general.file_type")
+    known = {kind.value: kind.name for kind in gguf.LlamaFileType}
+    name = known.get(number) if isinstance(number, int) else None
+    if name is None:
+        return _main_kind(header)
+    return name.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
 def _main_kind(header: Header) -> str:
