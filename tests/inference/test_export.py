@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -390,6 +391,7 @@ PROGRAMS = {
     "copies": 'echo "[   1/   9] token_embd.weight"\ncp "$1" "$2"\n',
     "fails": 'echo "starting"\nprintf half > "$2"\necho "failed to quantize: no space" >&2\nexit 3\n',
     "writes nothing": "exit 0\n",
+    "is interrupted": 'printf half > "$2"\necho "[   1/   9] x"\nkill -INT $PPID\nexec sleep 60\n',
 }
 
 
@@ -442,6 +444,24 @@ def test_a_failing_llama_quantize_leaves_no_file(
     with pytest.raises(RunError, match=message):
         export_language(folder, place / "k.gguf", to="gguf", kind="Q6_K", name="x")
     assert list(place.iterdir()) == []
+
+
+def test_ctrl_c_stops_llama_quantize_and_leaves_the_earlier_file(
+    tmp_path: Path, tokenizer, install_quantiser
+) -> None:
+    """The terminal sends SIGINT while the program has written a part of its file."""
+    pytest.importorskip("gguf")
+    folder = saved(tmp_path / "model", "llama", tokenizer)
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "k.gguf").write_text("the file of an earlier export")
+    install_quantiser(f"echo $$ > {tmp_path}/process\n{PROGRAMS['is interrupted']}")
+    with pytest.raises(KeyboardInterrupt):
+        export_language(folder, place / "k.gguf", to="gguf", kind="Q6_K", name="x")
+    assert [file.name for file in place.iterdir()] == ["k.gguf"]
+    assert (place / "k.gguf").read_text() == "the file of an earlier export"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "process").read_text()), 0)
 
 
 def test_a_missing_llama_quantize_is_refused_before_the_merge(
