@@ -77,6 +77,11 @@ SAID = [
         ("RuntimeError: Expected query, key, and value to have the same dtype,\nbut got query.dtype: c10::BFloat16 key.dtype: float and value.dtype: float instead.", "EX005", "KV cache", "cache"),
         ("RuntimeError: index_add_(): self (Half) and source (Float) must have the same scalar type\nAMP training", "EX007", "autocast made the source fp32", "src.to(dst.dtype)"),
         ("RuntimeError: expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != float\ninference on a CPU", "EX001", "half-precision parameters on a CPU", "model.float()"),
+        ("RuntimeError: expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != float", "EX001", "half-precision parameters on a CPU", "model.float()"),
+        (f"{MIXED}\nusing device_type: cpu", "EX001", "half-precision parameters on a CPU", "model.float()"),
+        ("ValueError: Flash Attention 2.0 only supports torch.float16 and torch.bfloat16 dtypes, but the current dype in Qwen2 is torch.float32.", "EX006", "loaded in fp32", "dtype=torch.bfloat16"),
+        ("NotImplementedError: \"mul_cuda\" not implemented for 'Float8_e4m3fn'", "EX026", "mul_cuda has no fp8_e4m3 kernel", "weight.to(x.dtype)"),
+        ("fatal error: error in backend: not support bf16 type cast", "EX030", "bf16 where it is not taken", "fp32"),
         ("AssertionError: FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}\nfirst forward", "EX014", "parts of the model", "before wrapping"),
         ("AssertionError: FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}\nwith LoRA", "EX014", "fp32 adapters", "autocast_adapter_dtype=False"),
         ("RuntimeError: mat1 and mat2 must have the same dtype\nmodels converted to float16, GPU without bfloat16", "EX001", "input and weight in two dtypes", "layer.weight.dtype"),
@@ -106,7 +111,7 @@ def test_autocast_is_advised_for_the_device_that_the_text_names():
     for where, device in (("inference on a CPU", "cpu"), ("on MPS", "mps"), ("on an A100", "cuda")):
         (finding,) = explain(
             [
-                f"RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16, {where}"
+                f"RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16, {where}"
             ]
         )
         told = f"{finding.fix} {dict(finding.details).get('or', '')}"
@@ -129,3 +134,36 @@ def test_nan_in_a_bf16_run_is_not_called_an_overflow_of_fp16():
     assert "weights that are nan already" in finding.cause
     (finding,) = explain(["Loss is nan, fp16 training"])
     assert "overflows fp16" in finding.cause
+
+
+def test_a_product_of_activations_in_a_library_is_read_from_its_line():
+    file = "/env/site-packages/diffusers/models/attention.py"
+    for code, is_decided in (
+        ("out = torch.bmm(probs, value)", True),
+        ("out = torch.matmul(x, self.weight.t())", False),
+        ("out = torch.matmul(X, W)", False),
+    ):
+        finding = explain(traceback((file, 9, "forward", code)))[0]
+        assert ("operands of two dtypes" in finding.cause) == is_decided
+
+
+def test_the_argument_of_lerp_tells_an_update_from_a_gradient():
+    error = "RuntimeError: expected dtype c10::BFloat16 for `end` but got dtype float"
+    file = "/env/site-packages/newopt/core.py"
+    for argument, cause in (("update", "update computed"), ("grad", "gradient in another")):
+        line = (file, 9, "apply", f"self.momentum.lerp_({argument}, 0.1)")
+        finding = explain(traceback(line, error=error))[0]
+        assert finding.code == "EX010"
+        assert cause in finding.cause
+
+
+def test_an_out_argument_is_not_the_cause_if_the_text_does_not_name_it():
+    line = ("/home/me/kernels.py", 9, "backward", "dX = torch.mm(dY, W, out=X)")
+    for error, is_buffer in (
+        ("RuntimeError: Expected out tensor to have dtype c10::Half, but got c10::BFloat16", True),
+        ("RuntimeError: expected scalar type Half but found BFloat16", False),
+    ):
+        finding = explain(traceback(line, error=error))[0]
+        sure = dict(finding.details)["sure"]
+        assert sure.startswith("decided") == is_buffer
+        assert finding.cause.startswith("out= buffer") == is_buffer

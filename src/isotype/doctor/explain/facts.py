@@ -24,7 +24,7 @@ def _sort_names(text: str) -> str:
 
 
 def _find_printed_dtype(text: str) -> str:
-    return next((normalise_dtype(name) for name in re.findall(r"dtype=(torch\.\w+)", text)), "")
+    return next((normalise_dtype(name) for name in re.findall(r"dtype ?= ?(torch\.\w+)", text)), "")
 
 
 def _dtype_of_set(number: int) -> Callable[[ErrorFacts], str | None]:

@@ -445,7 +445,7 @@ def _find_refused_dtype(line: str) -> dict[str, str] | None:
     half-precision dtype, the result is an empty dict. For any other line the result is None.
     """
     if (
-        not re.match(r"[\w.]*(?:Error|Exception|error)\b", line.strip())
+        not re.match(r"(?:fatal )?[\w.]*(?:Error|Exception|error)\b", line.strip())
         or "is not defined" in line
         or "import" in line
     ):

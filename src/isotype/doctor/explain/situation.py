@@ -130,7 +130,11 @@ _FLAG_PATTERNS: dict[str, tuple[str, str, str]] = {
         "",
         r"swa_utils\.py$|(?:^|/)ema\w*\.py$",
     ),
-    "optimizer": ("", r"optim\w*\.step\(", r"/optim/|/optimi|optimizer\w*\.py$"),
+    "optimizer": (
+        "",
+        r"optim\w*\.step\(|_optimizer_step\(|\b(?:\w*momentum|exp_avg|velocity)\w*\.\w+_\(",
+        r"/optim/|/optimi|optimizer\w*\.py$",
+    ),
     "evaluation": (
         "evaluate|evaluation(?:_loop)?|predict|prediction_step|validate|(?:log|run)_validation|validation_step",
         r"\bevaluate\(|validation",
@@ -216,7 +220,7 @@ _TEXT_PATTERNS = {
     "cpu": (
         r"\b(?:inference|training|generation|generates?|run|runs|running|trained|trains?) on (?:a"
         r" |the |my )?CPU\b"
-        r"|device(?:_map)?[ =(]+['\"]?cpu\b"
+        r"|device(?:[_ -](?:map|type))?[ =(:]+['\"]?cpu\b|\bm1 and m2 (?:must|to) have the same\b"
     ),
     "mps": r"\bMPS\b|\bM-series Mac|\bApple Silicon\b",
     "compiled only": (
@@ -345,6 +349,8 @@ def failing_call(situation: Situation) -> Call | None:
     for frame in reversed(situation.frames):
         if not is_library(frame.file):
             return _parse_call(frame)
+        if package_name(frame.file) != "torch":
+            return _parse_product_of_activations(frame)
         file = frame.file.replace("\\", "/")
         if not re.search(
             r"/torch/(?:functional|nn/functional|_tensor|_ops|_jit_internal|overrides|sparse/\w+|linalg/\w+)\.py$",
@@ -352,6 +358,19 @@ def failing_call(situation: Situation) -> Call | None:
         ):
             return None
     return None
+
+
+_WEIGHT = re.compile(r"weight|\bW\w*\b|\.t\(\)|\.T\b")
+
+
+def _parse_product_of_activations(frame: Frame) -> Call | None:
+    """Returns the product on a line of a library. Returns None if an operand may be a weight: other
+    causes explain such a product.
+    """
+    call = _parse_call(frame)
+    if call is None or not call.is_product or any(map(_WEIGHT.search, call.tensors)):
+        return None
+    return call
 
 
 def _parse_call(frame: Frame) -> Call | None:
