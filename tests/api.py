@@ -223,7 +223,7 @@ INNER = {
         "build_denoiser keep_time_exact load_frozen_denoiser time_embeddings"
     ),
     "isotype.tasks.diffusion.families.noise": "size_conditioning",
-    "isotype.tasks.diffusion.picture_files": "FileContent Picture",
+    "isotype.tasks.diffusion.picture_files": "ClipSettings FileContent Picture",
     "isotype.tasks.diffusion.pictures": "apply_caption_settings collect_pictures",
     "isotype.tasks.diffusion.pipeline": "pipeline= PipelineFolder",
     "isotype.tasks.diffusion.pixels": (

@@ -251,11 +251,12 @@ def _draw(
     weights_name, pictures = draw_pictures(run, texts, seed=seed, control=control)
     folder = split_run_and_adapter(run)[0] / "drawn"
     folder.mkdir(exist_ok=True)
-    first = 1 + max((int(p.stem) for p in folder.glob("*.png") if p.stem.isdecimal()), default=0)
+    first = 1 + max((int(p.stem) for p in folder.iterdir() if p.stem.isdecimal()), default=0)
     drawn: list[dict[str, str]] = []
     for number, picture in enumerate(pictures, start=first):
-        file = folder / f"{number}.png"
-        file.write_bytes(picture.png)
+        suffix, content = picture.file
+        file = folder / f"{number}{suffix}"
+        file.write_bytes(content)
         drawn.append({"prompt": picture.prompt, "file": str(file)})
     if json_output:
         print(json.dumps({"run": str(run), "taken": weights_name, "samples": drawn}))

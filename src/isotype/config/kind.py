@@ -22,7 +22,7 @@ PIPELINE_FILE = "model_index.json"
 KEYS_OF_KIND: Mapping[str, tuple[str, ...]] = {
     DIFFUSION: (
         "images.", "diffusion.", "model.vae", "precision.vae", "precision.text_encoder", "precision.timesteps", "precision.latents",
-        "precision.ema", "train.ema", "run.sample_steps", "run.sample_size", "run.sample_guidance",
+        "precision.ema", "train.ema", "run.sample_steps", "run.sample_size", "run.sample_frames", "run.sample_guidance",
         "run.adapter_format", "adapter.factor", "adapter.text_encoders", "adapter.text_encoder_rate",
     ),
     LANGUAGE: (

@@ -246,6 +246,17 @@ class ImagesSection(Section):
     """Side length of the training pictures in pixels. A picture is scaled so that it covers a
     square of this size, and is then cropped (see `crop`). A source can have its own `resolution`.
     """
+    frames: PositiveInt = 1
+    """For models that generate videos: the number of frames of a training clip. It must be 1 plus a
+    multiple of the number of frames that the VAE combines (4 for Wan, 8 for LTX-Video). With a
+    value above 1, each subfolder that contains pictures is a clip. The pictures are its frames, in
+    the order of the numbers in their names. The captions are in a .txt file beside the subfolder,
+    which has the name of the subfolder. Only the first frames of a longer clip are used.
+    """
+    frame_rate: PositiveFloat | None = None
+    """For models that generate videos: the number of frames per second of the clips and of the
+    samples. By default the rate that the pipeline of the model uses (16 for Wan, 25 for LTX-Video).
+    """
     max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = 1.0
     """With a value above 1, pictures keep their aspect ratio up to this limit, both wide and tall
     pictures. They are sorted into buckets of different shapes with about `resolution` x
@@ -750,6 +761,10 @@ class RunSection(Section):
     """Diffusion: number of denoising steps for a sample."""
     sample_size: PositiveInt | None = None
     """Diffusion: side length of a sample in pixels. By default `images.resolution`."""
+    sample_frames: PositiveInt | None = None
+    """For models that generate videos: the number of frames of a sample. By default
+    `images.frames`. A sample with more than one frame is an animated WebP file.
+    """
     sample_guidance: Annotated[float, Field(ge=0.0)] = 3.5
     """Diffusion: guidance scale for a sample."""
     observe_every: PositiveInt = 100

@@ -354,7 +354,7 @@ def judge_runs(folder: Path, *, draws: int) -> dict[str, Any]:
         )
         correct_counts[stage.name] = dict.fromkeys(SAMPLE_PROMPTS, 0)
         for j, picture in enumerate(pictures):
-            image = Image.open(io.BytesIO(picture.png)).convert("RGB")
+            image = Image.open(io.BytesIO(picture.content)).convert("RGB")
             correct_counts[stage.name][picture.prompt] += (
                 classify_picture(np.array(image)) == picture.prompt
             )

@@ -26,7 +26,7 @@ from ..errors import IsotypeError, UsageError
 from ..runs.folder import LOCK, LOG, RESOLVED, find_training_process, is_locked, open_inside
 from ..runs.metrics import read_thinned_rows
 from .page import STEPS_SCRIPT, LiveState, render
-from .record import RunRecord, read_picture, read_run, require_run_files
+from .record import RunRecord, picture_type, read_picture, read_run, require_run_files
 
 HOST = "127.0.0.1"
 # the number of lines of the log that are shown, and of bytes that are read
@@ -214,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.command == "GET"
             and (picture := read_picture(self.server.folder, {"file": path})) is not None
         ):
-            self._send(HTTPStatus.OK, picture, "image/png")
+            self._send(HTTPStatus.OK, picture, picture_type(picture))
         else:
             self._send(HTTPStatus.NOT_FOUND, b"nothing here\n", "text/plain")
 

@@ -429,7 +429,7 @@ _PICTURE_FACTS = {
     "train_pictures": "training pictures", "eval_pictures": "for evaluation", "regularisation_pictures": "for regularisation",
     "masked_pictures": "with a mask", "unmasked_pictures": "without a mask, learnt whole", "bad_pictures": "left out",
     "captions": "captions", "cut_captions": "captions cut by the text encoder", "first_cut_caption": "the first of them",
-    "buckets": "aspect buckets",
+    "buckets": "aspect buckets", "frames": "frames of a clip",
     "resolutions": "resolution in pixels", "latent_tokens": "latent tokens", "objective": "learns", "timesteps": "noise levels",
     "shift": "shift of the noise levels", "made": "latents and embeddings made", "found": "found in the cache",
 }  # fmt: skip

@@ -308,7 +308,7 @@ def _read_json(path: Path, record: RunRecord) -> Any:
 
 
 # the names that a run writes; an untrusted folder may contain other names
-_PICTURE_NAME = re.compile(r"samples/step_\d+_\d+\.png")
+_PICTURE_NAME = re.compile(r"samples/step_\d+_\d+\.(png|webp)")
 _MAX_PICTURE_BYTES = 8 << 20  # bytes
 _PNG = b"\x89PNG\r\n\x1a\n"
 MAX_PIXELS = 32_000_000  # a larger picture needs hundreds of MiB in a browser or Pillow
@@ -316,8 +316,8 @@ MAX_SAMPLES = 256  # per step
 
 
 def read_picture(folder: Path, sample: dict[str, Any]) -> bytes | None:
-    """Returns the PNG of one sample. The result is None for a text sample, and if the file is
-    missing or is not a picture of a run.
+    """Returns the file of one sample, which is a PNG picture or an animated WebP. The result is None
+    for a text sample, and if the file is missing or is not a picture of a run.
     """
     name = sample.get("file")
     if not isinstance(name, str) or not _PICTURE_NAME.fullmatch(name):
@@ -328,14 +328,26 @@ def read_picture(folder: Path, sample: dict[str, Any]) -> bytes | None:
             content = file.read(_MAX_PICTURE_BYTES + 1)
     except OSError:
         return None
-    if len(content) > _MAX_PICTURE_BYTES or not content.startswith(_PNG):
+    if len(content) > _MAX_PICTURE_BYTES:
         return None
-    # the header of a PNG begins with width and height
-    width = int.from_bytes(content[16:20])
-    height = int.from_bytes(content[20:24])
+    if content.startswith(_PNG):
+        # the header of a PNG begins with width and height
+        width = int.from_bytes(content[16:20])
+        height = int.from_bytes(content[20:24])
+    elif content[:4] == b"RIFF" and content[8:16] == b"WEBPVP8X":
+        # the header of an animated WebP contains width - 1 and height - 1
+        width = 1 + int.from_bytes(content[24:27], "little")
+        height = 1 + int.from_bytes(content[27:30], "little")
+    else:
+        return None
     if width * height > MAX_PIXELS:
         return None
     return content
+
+
+def picture_type(content: bytes) -> str:
+    """Returns the media type of a sample that `read_picture` has read."""
+    return "image/png" if content.startswith(_PNG) else "image/webp"
 
 
 AVERAGE = " (average of the weights)"

@@ -184,9 +184,9 @@ def test_adapters_on_the_way_change_nothing_and_are_drawn_with(drawn, tmp_path, 
     )
     assert all(torch.equal(second[name], tensor) for name, tensor in short.items())
     taken, (picture,) = draw_pictures(tmp_path / "way/adapters/step_2", [])
-    assert (taken, picture.png) == (
+    assert (taken, picture.content) == (
         "adapters/step_2",
-        draw_pictures(tmp_path / "short", [])[1][0].png,
+        draw_pictures(tmp_path / "short", [])[1][0].content,
     )
 
     capsys.readouterr()

@@ -83,7 +83,7 @@ def test_an_edit_with_its_blocks_in_host_memory_is_the_same(drawn, studio, tmp_p
         task.sample(model, torch.device("cpu"))
         for task, model in zip(drawn_with, models, strict=True)
     )
-    assert [sample.png for sample in first] == [sample.png for sample in second]
+    assert [sample.content for sample in first] == [sample.content for sample in second]
 
 
 def test_flux2_is_trained_on_pairs_where_a_setting_names_the_pictures_before(drawn, studio):
@@ -210,6 +210,6 @@ def test_an_edit_is_drawn_as_the_pipeline_draws_it(drawn, studio, tmp_path):
     ).images  # fmt: skip
     first, second = (
         torch.tensor(list(Image.open(BytesIO(png)).getdata())).float()
-        for png in (ours.png, encode_png(theirs * 2 - 1))
+        for png in (ours.content, encode_png(theirs * 2 - 1))
     )
     assert (first - second).abs().max() <= 1

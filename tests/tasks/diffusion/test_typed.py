@@ -185,7 +185,7 @@ def test_a_sample_may_have_any_shape(drawn, studio, tmp_path, family):
     )
     task, model = built(loaded, tmp_path)
     (picture,) = task.sample(model, torch.device("cpu"))
-    assert Image.open(io.BytesIO(picture.png)).size == (64, 32)
+    assert Image.open(io.BytesIO(picture.content)).size == (64, 32)
     assert picture.to_dict()["answer"].startswith("64 x 32 pixels, 2 steps, guidance ")
     assert picture.to_dict()["answer"].endswith(", seed 7")
 

@@ -259,6 +259,7 @@ def wan(folder: Path) -> None:
         ),
         vae=diffusers.AutoencoderKLWan(
             base_dim=4, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True], scale_factor_spatial=4,
+            scale_factor_temporal=2,
             latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 2.0, 1.0],
         ),
         text_encoder=transformers.UMT5EncoderModel(text), tokenizer=tokenizer(8),

@@ -53,10 +53,10 @@ class PlacedRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of pictures of one size. Its loss is divided by the number of pictures, and the speed
-    is also counted in pictures.
+    """A batch of pictures or clips of one size. Its loss is divided by their number, and the speed is
+    also counted in them.
 
-    latents, noise  F[N C H W]   in the dtype of `precision.latents`
+    latents, noise  F[N C H W]   in the dtype of `precision.latents`; F[N C F H W] for clips
     sigma           F[N]         noise levels, in the same dtype
     text            [N ...]      the text tensors of the model family, by name
     mask            F[N 1 H W]   where the loss of a picture is counted; None if it is counted
@@ -165,7 +165,7 @@ def row_generator(purpose: str, seed: int, position: int) -> torch.Generator:
 class DrawnRow(NamedTuple):
     """A row with the random numbers that were drawn for it.
 
-    latents, noise, control  fp32[C H W]
+    latents, noise, control  fp32[C H W]; fp32[C F H W] for clips
     mask                     fp32[1 H W]
     crop                     fp32[4]
     """

@@ -63,4 +63,4 @@ def draw_class_pictures(
         overrides = {"seed": settings.seed + picture.number, "size": Size(size, size)}
         prompts.append(Prompt(picture.caption, overrides=overrides))
     samples = sample(model, run.folder, run.precision, encode_prompts(prompts), settings, device)
-    write_class_pictures(missing, class_picture_facts(run), (drawn.png for drawn in samples))
+    write_class_pictures(missing, class_picture_facts(run), (drawn.content for drawn in samples))

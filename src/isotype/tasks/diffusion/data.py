@@ -57,7 +57,10 @@ class PictureData:
         """Collects the pictures and captions. Raises UsageError."""
         images = self.run.config.images
         self.pictures = collect_pictures(
-            images, seed=self.run.config.train.seed, has_controls=self.run.family.edits_pictures
+            images,
+            seed=self.run.config.train.seed,
+            has_controls=self.run.family.edits_pictures,
+            clips=self.run.clips,
         )
         if self.pictures.missing_class_pictures and self.run.config.model.init == "random":
             raise UsageError(

@@ -31,13 +31,14 @@ from ...dtypes import format_dtype, to_torch
 from ...errors import RunError, UsageError
 from ...precision.precision import Precision
 from .batches import Row
-from .picture_files import Content, Picture, fingerprint
+from .picture_files import Clip, Content, Picture, fingerprint
 from .pictures import UnusablePictures
 from .pipeline import PipelineFolder
 from .pixels import (
     BadPicture,
     RunSizes,
     Window,
+    clip_pixels,
     crop_windows,
     displayed_size,
     label_control_errors,
@@ -323,13 +324,15 @@ class Encoder:
         """Encodes the pictures that are not yet in the store. Returns the rows of each picture, one
         for each repeat. A picture that cannot be used gets no rows, and is added to `bad_pictures`.
         """
-        key_parts = {
+        key_parts: dict[str, Any] = {
             "what": "latents",
             "dtype": self.precision.vae,
             "device": self.device.type,
             "vae": fingerprint(self.folder.files("vae")),
             **library_versions(),
         }
+        if sizes.images.frames > 1:
+            key_parts["frames"] = sizes.images.frames
         rows: list[list[Row]] = []
         pending = dict[str, _StoredWindow]()
         for picture in track_progress(pictures, "reading pictures"):
@@ -413,7 +416,11 @@ class Encoder:
             ):
                 try:
                     content = picture.content.read()
-                    x_1CHW = pixels(content, window)[None].to(self.device, vae.dtype)
+                    if isinstance(picture.content, Clip):
+                        x = clip_pixels(picture.content.open_frames(), window)
+                    else:
+                        x = pixels(content, window)
+                    x_1 = x[None].to(self.device, vae.dtype)
                     crop_4 = size_and_crop(
                         *displayed_size(content), window, is_mirrored=is_mirrored
                     )
@@ -430,19 +437,19 @@ class Encoder:
                     bad_pictures.add(picture.origin, _error_reason(error))
                     refused_keys.add(key)
                     continue
-                mean_1CHW, std_1CHW = self.folder.family.latents.encode(
-                    vae, x_1CHW.flip(-1) if is_mirrored else x_1CHW
+                mean_1, std_1 = self.folder.family.latents.encode(
+                    vae, x_1.flip(-1) if is_mirrored else x_1
                 )
-                self._record_dtype("vae", "pixels", x_1CHW.dtype)
-                entry = {"mean": mean_1CHW[0], "std": std_1CHW[0], "cut": crop_4}
+                self._record_dtype("vae", "pixels", x_1.dtype)
+                entry = {"mean": mean_1[0], "std": std_1[0], "cut": crop_4}
                 if control_CHW is not None:
                     control_1CHW = (control_CHW.flip(-1) if is_mirrored else control_CHW)[None].to(
-                        x_1CHW
+                        x_1
                     )
                     entry["control"] = self.folder.family.latents.encode(vae, control_1CHW)[0][0]
                 if mask_1HW is not None:
                     latent_mask_1HW = adaptive_avg_pool2d(
-                        mask_1HW, (mean_1CHW.shape[-2], mean_1CHW.shape[-1])
+                        mask_1HW, (mean_1.shape[-2], mean_1.shape[-1])
                     )
                     entry["mask"] = latent_mask_1HW.flip(-1) if is_mirrored else latent_mask_1HW
                 self.store.write(key, entry)

@@ -23,6 +23,7 @@ def plan_facts(data: PictureData) -> dict[str, Any]:
     pictures = data.pictures
     sizes = data.run.sizes
     objective = data.run.objective
+    clip_facts = {} if data.run.clips is None else {"frames": data.run.clips.frames}
     captions = {caption for picture in pictures.all_pictures for caption in picture.captions}
     return {
         "train_pictures": data.row_count,
@@ -37,6 +38,7 @@ def plan_facts(data: PictureData) -> dict[str, Any]:
         "objective": objective.kind,
         "timesteps": objective.levels.distribution,
         "shift": objective.levels.shift,
+        **clip_facts,
     }
 
 
@@ -62,6 +64,7 @@ def plan_lines(data: PictureData) -> list[str]:
             " (images.eval_split: 0.1 would hold out some)"
         )
     lines += pictures.unmasked_lines()
+    lines += pictures.cut_clip_lines()
     lines += pictures.other_file_lines()
     if facts["buckets"] > len(run.sizes.resolutions):
         lines.append(f"aspect buckets: {', '.join(map(str, sorted(run.sizes.all_sizes)))}")
@@ -82,8 +85,12 @@ def _describe_pictures(facts: Mapping[str, Any]) -> str:
     ]
     kinds_text = f" ({', '.join(kinds)})" if kinds else ""
     sides = " and ".join(f"{side} x {side}" for side in facts["resolutions"])
+    if "frames" in facts:
+        unit = f"clips of {facts['frames']} frames"
+    else:
+        unit = "pictures"
     return (
-        f"{facts['train_pictures']:,} training pictures{kinds_text},"
+        f"{facts['train_pictures']:,} training {unit}{kinds_text},"
         f" {facts['eval_pictures']:,} for evaluation, {sides} pixels,"
         f" {facts['latent_tokens']:,} latent tokens each"
     )

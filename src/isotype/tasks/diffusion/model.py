@@ -78,7 +78,7 @@ def outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -
 
 def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
     """Returns a batch without data. It has the shapes and dtypes of a batch of the largest
-    pictures.
+    pictures or clips.
     """
     family = run.family
     folder = run.folder
@@ -86,10 +86,11 @@ def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
     text_dtype = to_torch(run.precision.text_encoder)
     channels = family.latents.channels(folder.config("vae"))
     side = run.sizes.largest_side // run.downscale
+    shape = [rows, channels, side, side]
+    if run.clips is not None:
+        shape.insert(2, run.sizes.latent_frames)
     length = family.count_text_tokens(folder.clip_length(), run.max_text_length)
-    latents, noise = (
-        torch.empty(rows, channels, side, side, dtype=dtype, device=device) for _ in range(2)
-    )
+    latents, noise = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     if run.config.adapter.text_encoders:
         encoders = len(family.trainable_encoders)
         texts = {

@@ -8,6 +8,8 @@ needed, and are not kept in memory.
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,11 +20,11 @@ from typing import Any
 
 from ...config.kind import PICTURE_SUFFIXES
 from ...data.files import exclude_runs
-from ...data.pictures import BadPicture, resolve_picture, unreadable_reason
+from ...data.pictures import BadPicture, open_picture, resolve_picture, unreadable_reason
 from ...data.read import JSON_ENDINGS, Record, file_suffix, sha256
 from ...data.records import read_records
 from ...errors import UsageError
-from ...wording import list_names
+from ...wording import list_names, pluralise
 
 
 def fingerprint(files: Iterable[Path]) -> str:
@@ -46,6 +48,11 @@ class FileContent:
     """A file that contains a picture."""
 
     path: Path
+
+    @property
+    def base(self) -> Path:
+        """The path without the file's ending. The caption file has the same base."""
+        return self.path.with_suffix("")
 
     def read(self) -> bytes:
         return self.path.read_bytes()
@@ -88,10 +95,60 @@ def _read_column(path: Path, column: str, group: int) -> Any:
         raise OSError(f"broken Parquet: {str(error).splitlines()[0]}") from None
 
 
-Content = FileContent | ParquetContent
-"""Where the bytes of one picture are. `read` returns them and `fingerprint` a hash; both raise
-OSError.
+@dataclass(frozen=True)
+class FrameFolder:
+    """A folder whose pictures are the frames of a clip.
+
+    frames  the files of the frames that the run uses, in order
+    total   the number of frames in the folder
+    """
+
+    path: Path
+    frames: tuple[Path, ...]
+    total: int
+
+    @property
+    def base(self) -> Path:
+        return self.path
+
+    @property
+    def is_cut(self) -> bool:
+        return self.total > len(self.frames)
+
+    def read(self) -> bytes:
+        """Returns the first frame."""
+        return self.frames[0].read_bytes()
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.frames)
+
+    def open_frames(self) -> Iterator[Any]:
+        """Yields the frames as PIL images in RGB. Raises BadPicture, OSError."""
+        for path in self.frames:
+            try:
+                yield open_picture(path.read_bytes(), to_srgb=True)
+            except BadPicture as error:
+                raise BadPicture(f"{path.name}: {error}") from None
+
+
+Clip = FrameFolder
+PathContent = FileContent | Clip
+Content = PathContent | ParquetContent
+"""Where the bytes of one picture or clip are. `read` returns the bytes of the picture or of the
+first frame, and `fingerprint` returns a hash; both raise OSError.
 """
+
+
+@dataclass(frozen=True)
+class ClipSettings:
+    """Describes the clips of a run.
+
+    frames      the number of frames of each clip
+    frame_rate  the number of frames per second
+    """
+
+    frames: int
+    frame_rate: float
 
 
 @dataclass(frozen=True)
@@ -125,31 +182,35 @@ ReportBad = Callable[[str, str], None]
 
 
 def read_captioned_pictures(
-    files: list[Path], report_bad: ReportBad, *, uncaptioned: str = "error"
+    files: list[Path],
+    contents: Iterable[PathContent],
+    report_bad: ReportBad,
+    *,
+    uncaptioned: str = "error",
 ) -> Iterator[Picture]:
-    """Yields each picture with the captions in its text file. The text file has one caption per
-    line.
+    """Yields each picture or clip of a folder with the captions in its text file. The text file has
+    one caption per line.
 
+    files        all files of the folder
     uncaptioned  the setting `images.uncaptioned`
     """
     stems: dict[Path, Path] = {}
-    for path in readable_pictures(files):
-        same_stem = stems.setdefault(path.with_suffix(""), path)
+    for content in contents:
+        path = content.path
+        same_stem = stems.setdefault(content.base, path)
         if same_stem is not path:
             report_bad(str(path), f"{same_stem.name} has the same caption file: rename one")
             continue
-        if uncaptioned != "error" and not any(
-            path.with_suffix(suffix).is_file() for suffix in CAPTION_SUFFIXES
-        ):
+        if uncaptioned != "error" and not caption_files(content.base):
             if uncaptioned == "empty":
-                yield Picture(FileContent(path), ("",), str(path))
+                yield Picture(content, ("",), str(path))
             continue
         try:
-            captions = read_captions(path)
+            captions = read_captions(content.base)
         except BadPicture as error:
             report_bad(str(path), str(error))
         else:
-            yield Picture(FileContent(path), captions, str(path))
+            yield Picture(content, captions, str(path))
     for path in report_unreadable(files, report_bad):
         stems.setdefault(path.with_suffix(""), path)
     for path in files:
@@ -157,14 +218,20 @@ def read_captioned_pictures(
             report_bad(str(path), "a caption without a picture")
 
 
-def read_captions(picture: Path) -> tuple[str, ...]:
+def caption_files(base: Path) -> list[Path]:
+    """Returns the caption files of a picture or clip. `base` is their path without the ending."""
+    candidates = [base.with_name(base.name + suffix) for suffix in CAPTION_SUFFIXES]
+    return [path for path in candidates if path.is_file()]
+
+
+def read_captions(base: Path) -> tuple[str, ...]:
     """Returns the captions in a picture's text file, which has one caption per line. An empty file
     means that the caption is empty. Raises BadPicture.
+
+    base  the path of the text file without its ending
     """
     captions_by_file: dict[str, tuple[str, ...]] = {}
-    for text in (
-        text for suffix in CAPTION_SUFFIXES if (text := picture.with_suffix(suffix)).is_file()
-    ):
+    for text in caption_files(base):
         try:
             lines = [" ".join(line.split()) for line in read_caption_file(text).splitlines()]
         except UnicodeDecodeError:
@@ -172,7 +239,7 @@ def read_captions(picture: Path) -> tuple[str, ...]:
         captions_by_file[text.name] = tuple(dict.fromkeys(line for line in lines if line)) or ("",)
     if not captions_by_file:
         raise BadPicture(
-            f"no caption: {picture.stem}.txt is missing (images.uncaptioned: empty or skip)"
+            f"no caption: {base.name}.txt is missing (images.uncaptioned: empty or skip)"
         )
     if len(set(captions_by_file.values())) > 1:
         raise BadPicture(f"{' and '.join(captions_by_file)} disagree: remove one")
@@ -202,6 +269,50 @@ def list_files(folder: Path) -> list[Path]:
 def readable_pictures(files: list[Path]) -> list[Path]:
     """Returns the files that are pictures in a format that can be read."""
     return [path for path in files if is_picture(path) and unreadable_reason(path.suffix) is None]
+
+
+def list_contents(
+    files: list[Path], folder: Path, clips: ClipSettings | None, report_bad: ReportBad
+) -> list[PathContent]:
+    """Returns the pictures of a folder, or its clips if the run trains on clips. Each subfolder with
+    pictures is a clip.
+
+    files  the files of the folder and of its subfolders
+    clips  None if the run trains on pictures
+    """
+    pictures = readable_pictures(files)
+    if clips is None:
+        return [FileContent(path) for path in pictures]
+    frames: dict[Path, list[Path]] = {}
+    for path in pictures:
+        frames.setdefault(path.parent, []).append(path)
+    if loose_pictures := frames.pop(folder, []):
+        report_bad(
+            str(folder),
+            f"{pluralise(len(loose_pictures), 'picture')} outside of a clip: with images.frames,"
+            " each clip is a subfolder that contains its frames",
+        )
+    return [frame_folder(path, frames[path], clips) for path in sorted(frames)]
+
+
+def frame_folder(path: Path, frames: list[Path], clips: ClipSettings) -> FrameFolder:
+    """Returns the clip whose frames are these pictures. They are sorted by the numbers in their
+    names, so that `frame_2` comes before `frame_10`.
+    """
+    frames = sorted(frames, key=lambda file: _natural_key(file.name))
+    return FrameFolder(path, tuple(frames[: clips.frames]), len(frames))
+
+
+def _natural_key(name: str) -> list[tuple[int, str]]:
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), part) if i % 2 else (0, part) for i, part in enumerate(parts)]
+
+
+def short_clip_reason(clip: Clip, clips: ClipSettings) -> str | None:
+    """Returns the reason why a clip has too few frames, or None."""
+    if clip.total >= clips.frames:
+        return None
+    return f"{pluralise(clip.total, 'frame')}, and images.frames is {clips.frames}"
 
 
 def report_unreadable(files: list[Path], report_bad: ReportBad) -> list[Path]:
@@ -253,6 +364,10 @@ COLUMN_NAMES: Mapping[str, tuple[str, ...]] = {
     "text": ("text", "caption", "captions", "prompt"),
     "mask": ("mask", "mask_path"),
 }
+CLIP_COLUMN_NAMES: Mapping[str, tuple[str, ...]] = {
+    **COLUMN_NAMES,
+    "image": ("video", "video_path", *COLUMN_NAMES["image"]),
+}
 # the column names of pairs. If a column with another name has the edited picture, the column
 # `image` has the picture before the edit
 PAIR_COLUMN_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -276,14 +391,16 @@ def read_table_pictures(
     report_bad: ReportBad,
     *,
     has_controls: bool = False,
+    clips: ClipSettings | None = None,
 ) -> Iterator[Picture]:
-    """Yields the pictures of a table. Paths in the table are relative to the folder of the file. If
+    """Yields the pictures or the clips of a table. Paths in the table are relative to the folder of the file. If
     several rows name the same picture, it is yielded once, with several captions, at the position
     of its first row.
 
     columns       the names of the file's columns for `image`, `text`, `mask` and `control`
     key           the setting that names the file, for messages
     has_controls  whether each row has a picture before the edit
+    clips         set if each row names a clip and not a picture
     Raises        UsageError if the file does not have these columns, or if it is not a table
     """
     pictures: dict[Any, Picture] = {}
@@ -293,15 +410,13 @@ def read_table_pictures(
             report_bad(record.location, record.error or "expected an object")
             continue
         if names is None:
-            names = _match_columns(
-                file,
-                record.value,
-                columns,
-                key,
-                PAIR_COLUMN_NAMES if has_controls else COLUMN_NAMES,
-            )
+            if clips is not None:
+                known_names = CLIP_COLUMN_NAMES
+            else:
+                known_names = PAIR_COLUMN_NAMES if has_controls else COLUMN_NAMES
+            names = _match_columns(file, record.value, columns, key, known_names)
         try:
-            name, picture = _row_picture(record, names, file, cells)
+            name, picture = _row_picture(record, names, file, cells, clips)
         except BadPicture as error:
             report_bad(record.location, str(error))
             continue
@@ -367,7 +482,11 @@ def _match_columns(
 
 
 def _row_picture(
-    record: Record, names: Mapping[str, str], file: Path, position: tuple[int, int]
+    record: Record,
+    names: Mapping[str, str],
+    file: Path,
+    position: tuple[int, int],
+    clips: ClipSettings | None,
 ) -> tuple[Any, Picture]:
     """Returns a key and the picture of a row. The key identifies the row's picture and the picture
     before the edit, so that rows with the same picture can be found. Raises BadPicture.
@@ -380,7 +499,12 @@ def _row_picture(
     if sum(map(len, texts)) > MAX_CAPTION_BYTES:
         raise BadPicture(f"{key}: captions of more than {MAX_CAPTION_BYTES:,} characters")
     captions = tuple(dict.fromkeys(" ".join(text.split()) for text in texts))
-    content = _cell_content(row.get(names["image"]), names["image"], file, position)
+    cell = row.get(names["image"])
+    content: Content
+    if clips is None:
+        content = _cell_content(cell, names["image"], file, position)
+    else:
+        content = _cell_clip(cell, names["image"], file, clips)
     mask, control = (
         (
             _cell_content(row[names[field]], names[field], file, position)
@@ -389,7 +513,7 @@ def _row_picture(
         )
         for field in ("mask", "control")
     )
-    name = str(content.path) if isinstance(content, FileContent) else record.location
+    name = record.location if isinstance(content, ParquetContent) else str(content.path)
     return (name, control), Picture(content, captions, record.location, mask=mask, control=control)
 
 
@@ -413,3 +537,19 @@ def _cell_content(cell: Any, column: str, file: Path, position: tuple[int, int])
             " Parquet"
         )
     return FileContent(content)
+
+
+def _cell_clip(cell: Any, column: str, file: Path, clips: ClipSettings) -> Clip:
+    """Returns the clip that a row names. Raises BadPicture."""
+    if isinstance(cell, dict) and isinstance(cell.get("path"), str):
+        cell = cell["path"]
+    if not isinstance(cell, str) or not cell.strip():
+        raise BadPicture(f"{column}: expected a folder of frames, got {cell!r:.60}")
+    path = file.parent / cell
+    # unlike Path.is_dir also False for a text that is longer than any name
+    if not os.path.isdir(path):
+        raise BadPicture(f"{column}: {cell:.100}: no such folder of frames")
+    frames = [frame for frame in readable_pictures(list_files(path)) if frame.parent == path]
+    if not frames:
+        raise BadPicture(f"{column}: {cell:.100}: no pictures in this folder")
+    return frame_folder(path, frames, clips)

@@ -26,21 +26,27 @@ from ...data.bad_rows import BAD_ROWS_FILE, MAX_LOCATIONS, BadRow
 from ...data.progress import track_progress
 from ...data.read import file_suffix
 from ...errors import UsageError
+from ...wording import pluralise
 from .picture_files import (
     CAPTION_SUFFIXES,
     MAX_CAPTION_BYTES,
     TABLE_ENDINGS,
+    Clip,
+    ClipSettings,
     FileContent,
+    PathContent,
     Picture,
     ReportBad,
     count_other_files,
     find_metadata,
+    list_contents,
     list_files,
     pictures_by_name,
     read_captioned_pictures,
     read_table_pictures,
     readable_pictures,
     report_unreadable,
+    short_clip_reason,
 )
 from .pixels import BadPicture, thumbnail_url
 
@@ -59,6 +65,7 @@ class RunPictures:
     other_files             folder -> file ending -> number of files that are not pictures and were
                             not read
     trains_on_all           whether no picture is held out because there are few of them
+    clips                   None if the run trains on pictures
     """
 
     train: list[Picture]
@@ -69,6 +76,7 @@ class RunPictures:
     missing_class_pictures: list[MissingPicture] = field(default_factory=list)
     other_files: dict[str, Counter[str]] = field(default_factory=dict)
     trains_on_all: bool = False
+    clips: ClipSettings | None = None
     _first_captions: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     @property
@@ -90,6 +98,19 @@ class RunPictures:
         first = Path(unmasked[0].origin).name
         return [
             f"{len(unmasked)} training pictures have no mask and are learnt whole: {first}, ..."
+        ]
+
+    def cut_clip_lines(self) -> list[str]:
+        """Returns a line about the clips that have more frames than the run uses."""
+        if self.clips is None:
+            return []
+        contents = {picture.content for picture in self.all_pictures}
+        cut_count = sum(isinstance(content, Clip) and content.is_cut for content in contents)
+        if not cut_count:
+            return []
+        return [
+            f"{cut_count} of {pluralise(len(contents), 'clip')} are longer than images.frames: the"
+            f" first {self.clips.frames} frames of each are used"
         ]
 
     def other_file_lines(self) -> list[str]:
@@ -130,17 +151,26 @@ DEFAULT_SHARE = 0.05
 
 
 def collect_pictures(
-    images: ImagesSection, *, seed: int, has_controls: bool = False
+    images: ImagesSection,
+    *,
+    seed: int,
+    has_controls: bool = False,
+    clips: ClipSettings | None = None,
 ) -> RunPictures:
     """Collects the training and evaluation pictures. Raises a UsageError that lists every picture
     that cannot be used.
 
     has_controls  whether each picture needs a picture before the edit
+    clips         set if the run trains on clips
     """
     from ...data.rows import epoch_order
 
     result = RunPictures(
-        [], [], UnusablePictures(skip=images.on_bad_row == "skip"), has_controls=has_controls
+        [],
+        [],
+        UnusablePictures(skip=images.on_bad_row == "skip"),
+        has_controls=has_controls,
+        clips=clips,
     )
     train = apply_caption_settings(
         _attach_masks(_read_sources(images, "train", result)[: images.limit], images, result),
@@ -213,9 +243,9 @@ def _read_sources(images: ImagesSection, side: str, result: RunPictures) -> list
             and len(result.bad_pictures.rows) == bad_count
             and images.uncaptioned != "skip"
         ):
-            raise UsageError(
-                f"{source.key}: {source.name}: no pictures there ({' '.join(PICTURE_SUFFIXES)})"
-            )
+            raise UsageError(_empty_source_message(source, result.clips))
+        if result.clips is not None:
+            source_pictures = _leave_out_short_clips(source_pictures, result)
         _report_disagreeing(source_pictures, result)
         settings = {
             "repeats": source.repeats,
@@ -224,6 +254,26 @@ def _read_sources(images: ImagesSection, side: str, result: RunPictures) -> list
         }
         pictures += [replace(picture, **settings) for picture in source_pictures]  # type: ignore[arg-type]  # each is of its field's type
     return pictures
+
+
+def _empty_source_message(source: PictureSource, clips: ClipSettings | None) -> str:
+    if clips is None:
+        return f"{source.key}: {source.name}: no pictures there ({' '.join(PICTURE_SUFFIXES)})"
+    return f"{source.key}: {source.name}: no clips there (subfolders that contain pictures)"
+
+
+def _leave_out_short_clips(pictures: Sequence[Picture], result: RunPictures) -> list[Picture]:
+    """Reports the clips that have fewer frames than `images.frames`. Returns the other clips."""
+    assert result.clips is not None
+    long_clips = []
+    for picture in pictures:
+        assert isinstance(picture.content, Clip)
+        reason = short_clip_reason(picture.content, result.clips)
+        if reason is None:
+            long_clips.append(picture)
+        else:
+            result.bad_pictures.add(picture.origin, reason)
+    return long_clips
 
 
 def _read_source(
@@ -249,8 +299,10 @@ def _read_source(
             source.key,
             result.bad_pictures.add,
             has_controls=result.has_controls,
+            clips=result.clips,
         )
     files = _files_of_source(path, images)
+    contents = list_contents(files, path, result.clips, result.bad_pictures.add)
     ignores_caption_files = source.caption is not None or images.captions == "names"
     metadata = None if ignores_caption_files else find_metadata(path)
     caption_files = [file for file in files if file.suffix in CAPTION_SUFFIXES]
@@ -263,15 +315,17 @@ def _read_source(
         report_unreadable(files, result.bad_pictures.add)
         return [
             Picture(
-                FileContent(file),
-                (caption_of_name(file) if source.caption is None else source.caption,),
-                str(file),
+                content,
+                (caption_of_name(content.base) if source.caption is None else source.caption,),
+                str(content.path),
             )
-            for file in readable_pictures(files)
+            for content in contents
         ]
     if metadata is not None:
-        return _read_with_metadata(files, metadata, source, result)
-    return read_captioned_pictures(files, result.bad_pictures.add, uncaptioned=images.uncaptioned)
+        return _read_with_metadata(files, contents, metadata, source, result)
+    return read_captioned_pictures(
+        files, contents, result.bad_pictures.add, uncaptioned=images.uncaptioned
+    )
 
 
 def _files_of_source(folder: Path, images: ImagesSection) -> list[Path]:
@@ -288,7 +342,11 @@ def _files_of_source(folder: Path, images: ImagesSection) -> list[Path]:
 
 
 def _read_with_metadata(
-    files: list[Path], file: Path, source: PictureSource, result: RunPictures
+    files: list[Path],
+    contents: list[PathContent],
+    file: Path,
+    source: PictureSource,
+    result: RunPictures,
 ) -> Iterable[Picture]:
     """Yields the pictures of a folder that are listed in its metadata file. A picture that is not
     listed cannot be used, because it has no caption. If each picture has a picture before the edit
@@ -303,17 +361,19 @@ def _read_with_metadata(
             source.key,
             result.bad_pictures.add,
             has_controls=result.has_controls,
+            clips=result.clips,
         )
     )
     row_by_path = {
         content.path: row
         for row in rows
         for content in (row.content, row.control)
-        if isinstance(content, FileContent)
+        if isinstance(content, PathContent)
     }
     report_unreadable(files, result.bad_pictures.add)
-    for path in readable_pictures(files):
-        caption_file = path.with_suffix(".txt")
+    for content in contents:
+        path = content.path
+        caption_file = content.base.with_name(f"{content.base.name}.txt")
         if path not in row_by_path:
             result.bad_pictures.add(str(path), f"no caption: {file.name} does not name it")
         elif result.has_controls:
@@ -340,7 +400,7 @@ def _read_words(caption_file: Path) -> list[str]:
 def _report_disagreeing(pictures: Iterable[Picture], result: RunPictures) -> None:
     """Reports a picture as bad if another source has different captions for the same picture."""
     for picture in pictures:
-        if not isinstance(picture.content, FileContent):
+        if not isinstance(picture.content, PathContent):
             continue
         key = (str(picture.content.path.resolve()), picture.control)
         first_origin, captions = result._first_captions.setdefault(
@@ -416,14 +476,14 @@ def _attach_controls(
 
 def _relative_name(picture: Picture, roots: Sequence[Path]) -> str:
     """Returns the picture's path relative to the folder of its source, without the suffix."""
-    if not isinstance(picture.content, FileContent):
+    if not isinstance(picture.content, PathContent):
         return ""
-    path = picture.content.path
+    base = picture.content.base
     for root in roots:
         folder = root if root.is_dir() else root.parent
-        if path.is_relative_to(folder):
-            return path.relative_to(folder).with_suffix("").as_posix()
-    return path.stem
+        if base.is_relative_to(folder):
+            return base.relative_to(folder).as_posix()
+    return base.name
 
 
 MAX_SKIPPED_SHARE = 0.05  # share of all pictures; above it the data as a whole is wrong
@@ -540,11 +600,11 @@ def _shuffle_tags(caption: str, images: ImagesSection, *, seed: int) -> list[str
     return forms
 
 
-def caption_of_name(path: Path) -> str:
-    """Returns the caption that is made from a file's name. For `red_circle-2.png`, it is `red
-    circle 2`.
+def caption_of_name(base: Path) -> str:
+    """Returns the caption that is made from a file's name without its ending. For `red_circle-2`,
+    it is `red circle 2`.
     """
-    return " ".join(path.stem.replace("_", " ").replace("-", " ").split())
+    return " ".join(base.name.replace("_", " ").replace("-", " ").split())
 
 
 # --- class pictures for prior preservation (Ruiz et al. 2023, "DreamBooth"): the base model draws

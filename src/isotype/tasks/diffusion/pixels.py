@@ -104,12 +104,14 @@ def bucket_sizes(resolution: int, *, max_aspect: float, multiple: int) -> list[S
 class RunSizes:
     """The sizes of the pictures of a run.
 
-    multiple  the side of a latent token, in pixels
+    multiple       the side of a latent token, in pixels
+    latent_frames  the number of latent frames of a clip; 1 for pictures
     """
 
     images: ImagesSection
     sources: Sequence[PictureSource]
     multiple: int
+    latent_frames: int = 1
 
     @cached_property
     def resolutions(self) -> list[tuple[str, int]]:
@@ -131,11 +133,12 @@ class RunSizes:
 
     @property
     def tokens(self) -> int:
-        """The number of latent tokens of the largest training picture."""
+        """The number of latent tokens of the largest training picture or clip."""
         return self.count_tokens(Size(self.largest_side, self.largest_side))
 
     def count_tokens(self, size: Size) -> int:
-        return (size.height // self.multiple) * (size.width // self.multiple)
+        frame_tokens = (size.height // self.multiple) * (size.width // self.multiple)
+        return self.latent_frames * frame_tokens
 
     @cached_property
     def buckets(self) -> dict[int, list[Size]]:
@@ -270,7 +273,29 @@ def pixels(content: bytes, window: Window) -> Tensor:
     """Reads a picture as fp32[3 H W] in [-1, 1]. The picture is scaled so that it covers the
     window, and then cropped to the window. Raises BadPicture.
     """
-    image = open_displayed(content)
+    return _image_pixels(open_displayed(content), window)
+
+
+def clip_pixels(images: Iterable[Any], window: Window) -> Tensor:
+    """Reads a clip as fp32[3 F H W] in [-1, 1]. Each frame is scaled and cropped like a picture.
+
+    images  the frames as PIL images in RGB
+    Raises  BadPicture if the frames have different sizes
+    """
+    frames = []
+    size = None
+    for number, image in enumerate(images, start=1):
+        size = size or image.size
+        if image.size != size:
+            raise BadPicture(
+                f"frame {number} has {image.width} x {image.height} pixels, and the first frame has"
+                f" {size[0]} x {size[1]}"
+            )
+        frames.append(_image_pixels(image, window))
+    return torch.stack(frames, dim=1)
+
+
+def _image_pixels(image: Any, window: Window) -> Tensor:
     if min(image.size) < MIN_SIDE:
         raise BadPicture(
             f"{image.width} x {image.height} pixels: too small to learn from, at least {MIN_SIDE} a"
@@ -329,19 +354,33 @@ def _fit_to_window(image: Any, window: Window) -> Any:
 
 def encode_png(picture_CHW: Tensor) -> bytes:
     """Encodes a picture fp32[3 H W] in [-1, 1] as PNG."""
+    buffer = io.BytesIO()
+    _to_image(picture_CHW).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def encode_webp(clip_CFHW: Tensor, frame_rate: float) -> bytes:
+    """Encodes a clip fp32[3 F H W] in [-1, 1] as an animated WebP, which repeats."""
+    first, *others = (_to_image(frame_CHW) for frame_CHW in clip_CFHW.unbind(1))
+    buffer = io.BytesIO()
+    first.save(
+        buffer,
+        format="WEBP",
+        save_all=True,
+        append_images=others,
+        duration=round(1000 / frame_rate),
+        loop=0,
+        quality=90,
+        method=4,
+    )
+    return buffer.getvalue()
+
+
+def _to_image(picture_CHW: Tensor) -> Any:
     from PIL import Image
 
-    levels = (
-        ((picture_CHW.clamp(-1, 1) + 1) * 127.5)
-        .round()
-        .to(torch.uint8)
-        .permute(1, 2, 0)
-        .cpu()
-        .numpy()
-    )
-    buffer = io.BytesIO()
-    Image.fromarray(levels).save(buffer, format="PNG")
-    return buffer.getvalue()
+    levels_CHW = ((picture_CHW.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return Image.fromarray(levels_CHW.permute(1, 2, 0).cpu().numpy())
 
 
 def thumbnail_url(content: bytes) -> str:

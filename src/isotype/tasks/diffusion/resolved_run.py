@@ -21,6 +21,7 @@ from .batches import Batch
 from .families import Conditioning, Family, SampleSettings
 from .lora_file import LoraFile, read_lora_file
 from .loss import Objective, build_objective, picture_losses
+from .picture_files import ClipSettings
 from .pipeline import PipelineFolder
 from .pixels import RunSizes, Size
 from .sample import Prompt
@@ -127,7 +128,24 @@ class ResolvedRun:
     @cached_property
     def sizes(self) -> RunSizes:
         side_multiple = self.downscale * self.family.side_multiple
-        return RunSizes(self.config.images, self.sources, side_multiple)
+        latent_frames = (self.config.images.frames - 1) // self.frame_step + 1
+        return RunSizes(self.config.images, self.sources, side_multiple, latent_frames)
+
+    @cached_property
+    def frame_step(self) -> int:
+        """The number of frames of a clip that the VAE combines into one latent frame."""
+        return self.family.latents.frame_step(self.folder.config("vae"))
+
+    @property
+    def frame_rate(self) -> float:
+        """Returns the number of frames per second of clips and samples."""
+        return self.config.images.frame_rate or self.family.frame_rate or 1.0
+
+    @property
+    def clips(self) -> ClipSettings | None:
+        """Returns the settings of the clips. Returns None if the run trains on pictures."""
+        frames = self.config.images.frames
+        return ClipSettings(frames, self.frame_rate) if frames > 1 else None
 
     @cached_property
     def objective(self) -> Objective:
@@ -148,6 +166,8 @@ class ResolvedRun:
             run.sample_steps,
             run.sample_guidance,
             self.config.train.seed,
+            run.sample_frames or self.config.images.frames,
+            self.frame_rate,
         )
 
     def losses(self, model: nn.Module, batch: Batch, *, dtype: str) -> Tensor:
@@ -155,7 +175,13 @@ class ResolvedRun:
         settings = self.config.diffusion
         huber_c = settings.huber_c if settings.loss == "huber" else None
         conditioning = Conditioning(
-            settings.guidance, self.downscale, batch.lengths, batch.crop, batch.control
+            settings.guidance,
+            self.downscale,
+            batch.lengths,
+            batch.crop,
+            batch.control,
+            self.frame_step,
+            self.frame_rate,
         )
         return picture_losses(
             model, self.family, self.objective, batch, conditioning, dtype=dtype, huber_c=huber_c

@@ -25,24 +25,33 @@ from .encode import Encoder, TextInput, free_memory
 from .families import Family, SampleSettings
 from .picture_files import FileContent
 from .pipeline import PipelineFolder
-from .pixels import BadPicture, Size, Window, encode_png, open_displayed, pixels, thumbnail_url
+from .pixels import (
+    BadPicture,
+    Size,
+    Window,
+    encode_png,
+    encode_webp,
+    open_displayed,
+    pixels,
+    thumbnail_url,
+)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample picture.
+    """A sample. It is a picture, or a video.
 
-    settings  its size, steps, guidance and seed
-    png       the content of the picture's file
+    settings  its size, steps, guidance, seed and frames
+    content   the content of its file. A picture is a PNG file, and a video is an animated WebP file
     """
 
     prompt: str
     settings: SampleSettings
-    png: bytes
+    content: bytes
 
     @property
     def file(self) -> tuple[str, bytes]:
-        return ".png", self.png
+        return ".png" if self.settings.frames == 1 else ".webp", self.content
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -58,8 +67,9 @@ class Sample:
     def description(self) -> str:
         """The settings with which the picture was drawn, width before height."""
         settings = self.settings
+        frames = "" if settings.frames == 1 else f"{settings.frames} frames of "
         return (
-            f"{settings.size.width} x {settings.size.height} pixels,"
+            f"{frames}{settings.size.width} x {settings.size.height} pixels,"
             f" {pluralise(settings.steps, 'step')}, guidance {settings.guidance:g},"
             f" seed {settings.seed}"
         )
@@ -105,13 +115,13 @@ class Prompt:
             elif (
                 not isinstance(value, _VALUE_TYPES[key])
                 or isinstance(value, bool)
-                or (key == "steps" and value < 1)
+                or (key in ("steps", "frames") and value < 1)
             ):
                 raise UsageError(
                     f"{setting}: {key}: {value!r}: expected"
                     f" {'text' if _VALUE_TYPES[key] is str else 'a number'}"
                 )
-        overrides = {key: entry[key] for key in ("steps", "guidance", "seed") if key in entry}
+        overrides = {key: entry[key] for key in _OVERRIDES if key in entry}
         if "size" in entry:
             overrides["size"] = Size.parse(entry["size"])
         control = Path(entry["control"]).expanduser() if "control" in entry else None
@@ -133,9 +143,11 @@ _VALUE_TYPES: dict[str, Any] = {
     "negative": str,
     "size": (int, str),
     "steps": int,
+    "frames": int,
     "guidance": (int, float),
     "seed": int,
 }
+_OVERRIDES = ("steps", "frames", "guidance", "seed")
 
 
 def sample(
@@ -148,8 +160,8 @@ def sample(
     *,
     world: World = ALONE,
 ) -> Iterator[Sample]:
-    """Generates one picture for each prompt, and yields each picture when it is complete. The noise
-    of a picture depends only on the seed and on the position of its prompt.
+    """Generates one picture or video for each prompt, and yields it when it is complete. Its noise
+    depends only on the seed and on the position of its prompt.
 
     prompts  the prompts, each with the embeddings of its text and of its negative text
     world    the processes that share the model and call this together; all generate the same
@@ -181,11 +193,15 @@ def sample(
                     Window(prompt_settings.size),
                 )[None].to(device, vae.dtype)
                 control = folder.family.latents.encode(vae, x_1CHW)[0].to(dtype)
-            latents_1CHW = folder.family.sample(
+            latents = folder.family.sample(
                 pipe, prompt_text, negative_text, prompt_settings, generator, control
             )
-            picture_CHW = folder.family.latents.decode(vae, latents_1CHW)[0]
-            yield Sample(prompt.label, prompt_settings, encode_png(picture_CHW.float()))
+            picture = folder.family.latents.decode(vae, latents)[0].float()
+            if prompt_settings.frames == 1:
+                content = encode_png(picture)
+            else:
+                content = encode_webp(picture, prompt_settings.frame_rate)
+            yield Sample(prompt.label, prompt_settings, content)
         del pipe, vae
     free_memory(device)
 

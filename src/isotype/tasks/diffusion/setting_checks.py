@@ -81,7 +81,61 @@ def refuse_incompatible_settings(
             fix="images.flip: false",
         )
     refuse_prompts(prompts, family)
+    _refuse_frames(config, folder, sources, prompts)
     _refuse_text_length(config.diffusion.max_text_length, folder)
+
+
+def _refuse_frames(
+    config: RunConfig,
+    folder: PipelineFolder,
+    sources: Sequence[PictureSource],
+    prompts: Sequence[Prompt],
+) -> None:
+    """Checks the settings for clips and for the frames of samples. Raises UsageError."""
+    images = config.images
+    family = folder.family
+    frame_counts = {
+        "images.frames": images.frames,
+        "run.sample_frames": config.run.sample_frames or 1,
+        "run.samples: frames": max(
+            (prompt.overrides.get("frames", 1) for prompt in prompts), default=1
+        ),
+    }
+    if family.frame_rate is None:
+        if images.frame_rate is not None:
+            frame_counts["images.frame_rate"] = 2
+        for key, frames in frame_counts.items():
+            if frames > 1:
+                raise UsageError(
+                    f"{key}: has no effect: {family.pipeline} generates pictures, not videos",
+                    fix=f"remove {key}",
+                )
+        return
+    step = family.latents.frame_step(folder.config("vae"))
+    for key, frames in frame_counts.items():
+        if (frames - 1) % step:
+            raise UsageError(
+                f"{key}: {frames}: the VAE combines {step} frames after the first one: expected 1"
+                f" plus a multiple of {step}",
+                fix=f"{key}: {1 + (frames - 1) // step * step}",
+            )
+    if images.frame_rate is not None and max(frame_counts.values()) == 1:
+        raise UsageError(
+            "images.frame_rate: has no effect on pictures",
+            fix="images.frames: the length of a clip",
+        )
+    if images.frames == 1:
+        return
+    if images.masks is not None:
+        raise UsageError(
+            "images.masks: the loss of a clip cannot be limited by a mask",
+            fix="remove images.masks",
+        )
+    if any(source.draw is not None for source in sources):
+        raise UsageError(
+            "images.regularisation: draw: the model draws pictures, and images.frames asks for clips",
+            fix="a folder of clips",
+        )
 
 
 def _refuse_text_length(length: int | None, folder: PipelineFolder) -> None:

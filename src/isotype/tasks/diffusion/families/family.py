@@ -39,6 +39,10 @@ class Latents:
         """Returns the number of pixels per latent pixel in each direction."""
         return int(2 ** (len(config["block_out_channels"]) - 1))
 
+    def frame_step(self, config: Config) -> int:
+        """Returns the number of frames of a video that the VAE combines into one latent frame."""
+        return 1
+
     def channels(self, config: Config) -> int:
         """Returns the number of latent channels C."""
         return int(config["latent_channels"])
@@ -72,8 +76,8 @@ def decode_pixels(vae: Any, latents: Tensor, *arguments: Tensor) -> Tensor:
 
 
 class VideoLatents(Latents):
-    """The latents of a VAE for videos, which is used for one frame (Qwen-Image). Each channel has
-    its own offset and factor.
+    """The latents of a VAE for videos (Qwen-Image, Wan). A picture is a video with one frame. Each
+    channel has its own offset and factor.
     """
 
     vae = "AutoencoderKLQwenImage"
@@ -85,28 +89,46 @@ class VideoLatents(Latents):
         return int(config["z_dim"])
 
     def statistics(self, vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the mean and the standard deviation of the VAE's latents, each fp32[C 1 1]."""
+        """Returns the mean and the standard deviation of the VAE's latents, each fp32[C 1 1 1]."""
         mean, deviation = (
-            torch.tensor(values, device=device)[:, None, None]
+            torch.tensor(values, device=device)[:, None, None, None]
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
         return mean, deviation
 
-    def encode(self, vae: Any, x_N3HW: Tensor) -> tuple[Tensor, Tensor]:
-        posterior = vae.encode(x_N3HW[:, :, None]).latent_dist
-        offset, deviation = self.statistics(vae, x_N3HW.device)
-        return (posterior.mean[:, :, 0].float() - offset) / deviation, posterior.std[
-            :, :, 0
-        ].float() / deviation
+    def encode(self, vae: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the mean and the standard deviation of the posterior. For pictures F[N 3 H W],
+        both are fp32[N C H W]; for clips F[N 3 F H W], both are fp32[N C F H W].
+        """
+        posterior = vae.encode(as_video(x)).latent_dist
+        offset, deviation = self.statistics(vae, x.device)
+        return (
+            like_input((posterior.mean.float() - offset) / deviation, x),
+            like_input(posterior.std.float() / deviation, x),
+        )
 
-    def decode(self, vae: Any, latents_NCHW: Tensor) -> Tensor:
-        offset, deviation = self.statistics(vae, latents_NCHW.device)
+    def decode(self, vae: Any, latents: Tensor) -> Tensor:
+        """Decodes latents F[N C H W] to pixels F[N 3 H W], and latents F[N C F H W] to pixels
+        F[N 3 F H W].
+        """
+        offset, deviation = self.statistics(vae, latents.device)
         # LTX's VAE takes a time
         if vae.config.get("timestep_conditioning"):
-            time = [latents_NCHW.new_zeros(len(latents_NCHW), dtype=vae.dtype)]
+            time = [latents.new_zeros(len(latents), dtype=vae.dtype)]
         else:
             time = []
-        return decode_pixels(vae, (latents_NCHW * deviation + offset)[:, :, None], *time)[:, :, 0]
+        pixels = decode_pixels(vae, as_video(latents) * deviation + offset, *time)
+        return like_input(pixels, latents)
+
+
+def as_video(x: Tensor) -> Tensor:
+    """Returns pictures F[N C H W] as videos F[N C 1 H W]. Videos are returned unchanged."""
+    return x[:, :, None] if x.ndim == 4 else x
+
+
+def like_input(output_NCFHW: Tensor, x: Tensor) -> Tensor:
+    """Removes the dimension of the frames from an output if `x` are pictures F[N C H W]."""
+    return output_NCFHW[:, :, 0] if x.ndim == 4 else output_NCFHW
 
 
 class DeepCompressionLatents(Latents):
@@ -206,6 +228,8 @@ class Conditioning:
                            pictures are not cropped and have the size of the latents
     control_latents  F[N C H W]  latents of the pictures before the edit, for a family with
                                  `edits_pictures`
+    frame_step  the number of frames of a clip that the VAE combines into one latent frame
+    frame_rate  the number of frames of a clip per second
     """
 
     guidance: float = 1.0
@@ -213,18 +237,25 @@ class Conditioning:
     lengths: tuple[int, ...] = ()
     crop: Tensor | None = None
     control_latents: Tensor | None = None
+    frame_step: int = 1
+    frame_rate: float = 1.0
 
 
 @dataclass(frozen=True)
 class SampleSettings:
     """The settings of a sample. They are the size of the picture, the number of denoising steps, the
     guidance scale and the seed.
+
+    frames      the number of frames; 1 for a picture
+    frame_rate  the number of frames per second of a video
     """
 
     size: Size
     steps: int
     guidance: float
     seed: int
+    frames: int = 1
+    frame_rate: float = 1.0
 
 
 class Family:
@@ -272,6 +303,8 @@ class Family:
     adapted_block_classes  the classes of the modules whose linear layers get an adapter; empty if
                            these are the same as the classes of the blocks
     guidance_argument      the pipeline's argument for the guidance scale
+    frame_rate             the number of frames per second for which the pipeline is made; None if it
+                           generates pictures and not videos
     edits_pictures         whether a row has a picture before the edit; the denoiser then gets the
                            latents of this picture in addition to the noisy latents
     encodes_control        whether the text encoder also reads the picture before the edit
@@ -302,6 +335,7 @@ class Family:
     block_classes: ClassVar[tuple[str, ...]] = ()
     adapted_block_classes: ClassVar[tuple[str, ...]] = ()
     guidance_argument: ClassVar[str] = "guidance_scale"
+    frame_rate: ClassVar[float | None] = None
     edits_pictures: ClassVar[bool] = False
     encodes_control: ClassVar[bool] = False
     trainable_encoders: ClassVar[tuple[str, ...]] = ()
@@ -436,6 +470,12 @@ class Family:
         """
         return {}
 
+    def video_arguments(self, settings: SampleSettings) -> dict[str, Any]:
+        """Returns the pipeline's arguments for the frames of a video. There are none if the pipeline
+        generates pictures.
+        """
+        return {}
+
     def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
         """Converts the pipeline's output for pictures of this size to latents F[N C H W]. The
         latents have the scale that the denoiser expects.
@@ -467,6 +507,7 @@ class Family:
         arguments |= self.text_inputs(text, empty) | self.extra_arguments(
             pipe, settings.size, control
         )
+        arguments |= self.video_arguments(settings)
         return self.output_latents(
             pipe, pipe(**arguments, output_type="latent", return_dict=False)[0], settings.size
         )
@@ -512,7 +553,7 @@ def tokens_to_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
 
 # --- pipelines of diffusers that are not trained, with the reason that the error names
 
-_VIDEO = "it makes videos, and Isotype trains on pictures only"
+_VIDEO = "it makes videos; of the pipelines for videos, WanPipeline and LTXPipeline are trained"
 
 REFUSED: dict[str, str] = {
     "StableDiffusionInstructPix2PixPipeline": (
@@ -543,9 +584,9 @@ REFUSED: dict[str, str] = {
     "StableCascadePriorPipeline": "it runs two denoisers, one after the other",
     "KolorsPipeline": "its text encoder is not part of transformers",
     "HunyuanDiTPipeline": "its captions have two masks and a style, which Isotype does not support",
-    "WanImageToVideoPipeline": f"{_VIDEO}; use WanPipeline, which trains on pictures as single frames",
-    "LTXImageToVideoPipeline": f"{_VIDEO}; use LTXPipeline, which trains on pictures as single frames",
-    "LTX2Pipeline": "it makes videos with sound, and Isotype trains on pictures only",
+    "WanImageToVideoPipeline": "its video continues a picture; use WanPipeline, which trains on clips",
+    "LTXImageToVideoPipeline": "its video continues a picture; use LTXPipeline, which trains on clips",
+    "LTX2Pipeline": "it makes videos with sound; use LTXPipeline, which trains on clips",
     "Kandinsky5T2VPipeline": _VIDEO,
     "Kandinsky5I2VPipeline": _VIDEO,
     "HunyuanVideoPipeline": _VIDEO,

@@ -1,0 +1,193 @@
+"""Training on clips: what is read, the loss beside diffusers' own denoiser in fp64, a run that
+learns one clip, is read by diffusers and resumes, and videos as samples.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import LTXPipeline
+from PIL import Image
+from safetensors.torch import load_file
+
+from isotype.config.load import load
+from isotype.config.schema import ImagesSection
+from isotype.errors import UsageError
+from isotype.tasks.choose import plan_run, train
+from tests.api import ClipSettings, PipelineFolder, collect_pictures, read_picture
+from tests.tasks.diffusion.every_family import read_back
+from tests.tasks.diffusion.models import draw, encoded
+from tests.training.interrupted import cut_back
+
+FRAMES = 5
+
+
+def write_clip(folder: Path, frames: int, caption: str | None = "a red circle", first: int = 8):
+    """A circle that moves; the names of the frames are not padded with zeros."""
+    folder.mkdir(parents=True)
+    for k in range(frames):
+        draw("circle", "red", k).save(folder / f"frame_{first + k}.png")
+    if caption is not None:
+        (folder.parent / f"{folder.name}.txt").write_text(caption)
+
+
+@pytest.fixture
+def clips(tmp_path) -> Path:
+    write_clip(tmp_path / "clips/a.v1", FRAMES)
+    write_clip(tmp_path / "clips/more/b", FRAMES + 4, "a circle that moves")
+    return tmp_path / "clips"
+
+
+def collect(folder: Path, frames: int = FRAMES, **images):
+    settings = ImagesSection(train=str(folder), eval_split=0.0, frames=frames, **images)
+    return collect_pictures(settings, seed=0, clips=ClipSettings(frames, 16.0))
+
+
+def test_a_subfolder_is_a_clip_and_its_frames_are_sorted_by_number(clips):
+    pictures = collect(clips)
+    first, second = pictures.train
+    assert [frame.name for frame in first.content.frames] == [
+        f"frame_{8 + k}.png" for k in range(5)
+    ]
+    assert first.captions == ("a red circle",)
+    assert second.captions == ("a circle that moves",)
+    assert first.content.read() == (clips / "a.v1/frame_8.png").read_bytes()
+    assert pictures.cut_clip_lines() == [
+        "1 of 2 clips are longer than images.frames: the first 5 frames of each are used"
+    ]
+    names = collect(clips, captions="names").train
+    assert [picture.captions for picture in names] == [("a.v1",), ("b",)]
+
+
+def test_the_frames_that_are_not_used_do_not_change_the_fingerprint(clips):
+    def fingerprints():
+        return [picture.content.fingerprint() for picture in collect(clips).train]
+
+    before = fingerprints()
+    draw("square", "green", 0).save(clips / "more/b/frame_15.png")
+    assert fingerprints() == before
+    draw("square", "green", 0).save(clips / "more/b/frame_9.png")
+    assert fingerprints()[0] == before[0]
+    assert fingerprints()[1] != before[1]
+
+
+def test_clips_that_cannot_be_used_are_named(clips):
+    write_clip(clips / "short", FRAMES - 1)
+    write_clip(clips / "silent", FRAMES, None)
+    draw("circle", "red", 0).save(clips / "alone.png")
+    (clips / "a.v1/frame_8.txt").write_text("a caption of a frame")
+    with pytest.raises(UsageError) as refused:
+        collect(clips)
+    lines = str(refused.value).splitlines()
+    assert f"{clips}/short: 4 frames, and images.frames is 5" in lines
+    assert any(line.startswith(f"{clips}/silent: no caption: silent.txt") for line in lines)
+    assert any(line.startswith(f"{clips}: 1 picture outside of a clip") for line in lines)
+    assert f"{clips}/a.v1/frame_8.txt: a caption without a picture" in lines
+
+
+def test_rows_of_a_table_name_clips(clips):
+    rows = [{"video": "a.v1", "text": "one"}, {"video": "more/b", "text": "two"}]
+    table = clips / "rows.jsonl"
+    table.write_text("\n".join(json.dumps(row) for row in rows))
+    assert [picture.captions for picture in collect(table).train] == [("one",), ("two",)]
+    table.write_text(json.dumps({"video": "nowhere", "text": "none"}))
+    with pytest.raises(UsageError, match="video: nowhere: no such folder of frames"):
+        collect(table)
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "message"),
+    [
+        ("wan", {"images": {"frames": 4}}, "images.frames: 4: the VAE combines 2 frames"),
+        ("wan", {"run": {"sample_frames": 2}}, "run.sample_frames: 2: the VAE combines 2 frames"),
+        ("wan", {"images": {"frame_rate": 8}}, "images.frame_rate: has no effect on pictures"),
+        ("wan", {"images": {"frames": 5, "masks": "m"}}, "images.masks: the loss of a clip"),
+        ("flux", {"images": {"frames": 5}}, "images.frames: has no effect: FluxPipeline"),
+        ("flux", {"images": {"frame_rate": 8}}, "images.frame_rate: has no effect: FluxPipeline"),
+    ],
+)
+def test_settings_that_fit_no_clip_are_refused(studio, drawn, model, sections, message):
+    with pytest.raises(UsageError, match=message):
+        plan_run(drawn(model=getattr(studio, model), **sections))
+
+
+def plain_wan(model, batch, noisy):
+    return model(noisy, batch.sigma * 1000, batch.text["text"], return_dict=False)[0]
+
+
+def plain_ltx(model, batch, noisy):
+    frames, height, width = noisy.shape[2:]
+    packed = LTXPipeline._pack_latents(noisy)
+    made = model(
+        packed, batch.text["text"], batch.sigma * 1000, batch.text["mask"], num_frames=frames, height=height, width=width,
+        rope_interpolation_scale=(2 / 12, 4, 4), return_dict=False,
+    )[0]  # fmt: skip
+    return LTXPipeline._unpack_latents(made, frames, height, width)
+
+
+@pytest.mark.parametrize(("name", "plain"), [("wan", plain_wan), ("ltx", plain_ltx)])
+def test_the_loss_of_a_clip_is_that_of_diffusers_in_fp64(studio, drawn, clips, name, plain):
+    loaded = drawn(
+        model=getattr(studio, name),
+        images={"train": str(clips), "frames": FRAMES, "frame_rate": 12, "eval_split": 0.0},
+    )
+    task = encoded(loaded)
+    batch = task.collate(task.feed().take(2))
+    assert batch.latents.shape == (2, 4, 3, 8, 8)
+    wide = {key: tensor.double() for key, tensor in batch.text.items()}
+    latents, noise, sigma = (t.double() for t in (batch.latents, batch.noise, batch.sigma))
+    batch = type(batch)(latents, noise, sigma, wide, crop=batch.crop)
+    model = task.run.folder.denoiser(torch.float32).double()
+    level = sigma.view(-1, 1, 1, 1, 1)
+    error = plain(model, batch, (1 - level) * latents + level * noise) - (noise - latents)
+    losses = task.run.losses(model, batch, dtype="fp32")
+    expected = error.square().flatten(1).mean(1)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_a_plan_counts_the_tokens_of_all_frames(studio, drawn, clips):
+    def tokens(name, **images):
+        sections = {"images": {"train": str(clips), "eval_split": 0.0, **images}}
+        plan = plan_run(drawn(name, model=studio.wan, **sections))
+        return plan.to_dict()["data"]["latent_tokens"]
+
+    assert tokens("one", frames=3) == 2 * 16
+    assert tokens("two", frames=5) == 3 * 16
+
+
+def test_a_lora_of_clips_is_read_by_diffusers_and_resumes(studio, drawn, clips, tmp_path):
+    loaded = drawn(
+        model=studio.wan,
+        images={"train": str(clips), "frames": FRAMES, "eval_split": 0.0, "flip": True},
+        train={"steps": 4, "batch_size": 1},
+        run={"save_every": 2, "samples": ["a red circle"], "sample_every": 4},
+    )
+    run = tmp_path / "run"
+    assert train(loaded) == 0
+    adapter = run / "adapter/adapter_model.safetensors"
+    read_back(run / "adapter", PipelineFolder.open(str(studio.wan)), load_file(adapter))
+
+    (sample,) = json.loads((run / "samples/step_4.json").read_text())["samples"]
+    assert sample["answer"].startswith("5 frames of 32 x 32 pixels")
+    with Image.open(run / sample["file"]) as video:
+        assert (video.format, video.n_frames, video.size) == ("WEBP", FRAMES, (32, 32))
+    assert read_picture(run, sample) == (run / sample["file"]).read_bytes()
+
+    first = adapter.read_bytes()
+    cut_back(run, 4)
+    assert train(load(run / "resolved.yaml", [], {}, resolved=True), resume=run) == 0
+    assert adapter.read_bytes() == first
+
+
+def test_the_loss_of_a_clip_falls(studio, drawn, clips, tmp_path):
+    loaded = drawn(
+        model=studio.wan,
+        images={"train": str(clips), "frames": FRAMES, "eval": str(clips)},
+        adapter={"kind": "none"},
+        train={"steps": 40, "batch_size": 2, "learning_rate": 1e-2, "eval_every": 39},
+    )
+    assert train(loaded) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    assert losses[-1] < 0.7 * losses[0], losses
