@@ -5,7 +5,8 @@ preset.
     python -m benchmarks.memory --cases bf16-pure/none bf16-mixed/none torch-bf16/none
     python -m benchmarks.memory --malloc kept --json out.json
 
-A case is a preset and an adapter: `bf16-lora/lora`, or `bf16-pure/none` for full fine-tuning. One
+A case is a preset and an adapter: `bf16-lora/lora`, or `bf16-pure/none` for full fine-tuning.
+`int8/lora` and `fp8/lora` are `bf16-lora/lora` with `precision.base` set to int8 or fp8. One
 process plans it (`isotype plan`), and another one trains it (`isotype.train`). The peak is the
 highest resident size of that process in the preflight, in step 1 (whose dtypes are observed) and in
 the later steps. It is measured as in `benchmarks/lora.py`: Linux sets the highest resident size
@@ -44,9 +45,12 @@ CASES = (
     "fp32/none",
     "bf16-lora/lora",
     "nf4-lora/lora",
+    "int8/lora",
+    "fp8/lora",
     "fp32/lora",
     "torch-bf16/none",
 )
+PACKED_BASES = ("int8", "fp8")
 TORCH = "torch-bf16"
 MIB = 1 << 20
 # part of a run -> (module, attribute) of the function whose peak it is
@@ -76,6 +80,9 @@ def measured(function: Callable[..., Any], values: list[tuple[int, float]]) -> C
 
 def settings(arguments: argparse.Namespace, case: str, folder: Path) -> dict[str, Any]:
     preset, adapter = case.split("/")
+    precision = {"precision.preset": preset}
+    if preset in PACKED_BASES:
+        precision = {"precision.preset": "bf16-lora", "precision.base": preset}
     return {
         "model.name": str(folder / "model"),
         "data.train": str(folder / "train.jsonl"),
@@ -84,7 +91,7 @@ def settings(arguments: argparse.Namespace, case: str, folder: Path) -> dict[str
         "data.cache": "none",
         "data.loss_on": "all",
         "adapter.kind": adapter,
-        "precision.preset": preset,
+        **precision,
         "train.steps": arguments.steps,
         "train.batch_size": arguments.batch,
         "train.eval_every": arguments.steps,

@@ -216,7 +216,7 @@ INNER = {
         "atomic_folder= SEAL find_damage seal write_folder write_text"
     ),
     "isotype.runs.value_limits": "parse_json",
-    "isotype.runs.mapped_files": "mapped_paths",
+    "isotype.runs.mapped_files": "mapped_paths release_mapped_pages",
     "isotype.runs.metrics": "runs_metrics= LAST_ROWS Metrics read_last_rows read_thinned_rows",
     "isotype.tasks.diffusion.batches": "Batch PictureStream Row row_generator",
     "isotype.tasks.diffusion.denoiser": (
@@ -275,7 +275,7 @@ INNER = {
         "EVALUATED_SHARE MIN_EVALUATED_ROWS MIN_EVALUATIONS RunSchedule learning_rate"
     ),
     "isotype.training.setting_names": "RUN_FILE_NAMES",
-    "isotype.training.setup": "Trial PreflightSubject prepare",
+    "isotype.training.setup": "setup= Trial PreflightSubject prepare",
     "isotype.training.step": "Stepper assemble_stepper gradient_norm peak_memory",
     "isotype.translate.source": "read_source",
     "isotype.translate.transforms": "transforms= ConfigDraft SourceKey TEMPLATES",

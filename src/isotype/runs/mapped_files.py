@@ -11,7 +11,9 @@ Source  proc_pid_maps(5)
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import mmap
 import os
 import stat
 import sys
@@ -24,7 +26,9 @@ from ..errors import RunError
 # the file of a run folder with the sizes of the mapped files: the system ends a process that reads
 # a truncated file with SIGBUS, without a message, so that only a later command can name the file
 MAPPED_RECORD = "mapped.json"
-MAPS = Path("/proc/self/maps")  # only Linux has this file; on other systems no file is checked
+# only Linux has these files; on other systems no file is checked
+MAPS = Path("/proc/self/maps")
+SMAPS = Path("/proc/self/smaps")
 # files of the system and of Python packages do not belong to the run
 _SYSTEM_FOLDERS = (
     "/usr/lib", "/usr/share/locale/", "/lib/", "/lib64/", "/etc/", "/dev/", "/proc/", "/sys/", "/var/cache/", "/memfd:",
@@ -152,6 +156,57 @@ def mapped_paths() -> list[tuple[Path, tuple[int, int]]]:
         for name, identity in sorted(identities.items())
         if name not in executables and not name.startswith(ignored_prefixes)
     ]
+
+
+def release_mapped_pages() -> int:
+    """Removes the pages of the run's mapped data files from this process, and returns their number
+    of bytes. A page is read from the file again when it is used. Packing a frozen weight reads all
+    pages of its file, and the file stays mapped if the model keeps one of its weights unpacked.
+
+    If the process has written into a mapping, the mapping is left as it is.
+    """
+    paths = {str(path) for path, _ in mapped_paths()}
+    released_bytes = 0
+    for mapping in _read_mappings():
+        if mapping.path in paths and mapping.resident_bytes and not mapping.written_bytes:
+            address = ctypes.c_void_p(mapping.start)
+            size = mapping.end - mapping.start
+            if ctypes.CDLL(None).madvise(address, ctypes.c_size_t(size), mmap.MADV_DONTNEED):
+                continue
+            released_bytes += mapping.resident_bytes
+    return released_bytes
+
+
+@dataclass
+class _Mapping:
+    """Describes one mapping of a file: its first address, the address after its end, and how many
+    of its bytes are in memory. `written_bytes` of them differ from the file.
+    """
+
+    path: str
+    start: int
+    end: int
+    resident_bytes: int = 0
+    written_bytes: int = 0
+
+
+def _read_mappings() -> list[_Mapping]:
+    try:
+        lines = SMAPS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    mappings: list[_Mapping] = []
+    for line in lines:
+        fields = line.split(None, 5)
+        if not fields[0].endswith(":"):
+            start, _, end = fields[0].partition("-")
+            path = fields[5] if len(fields) == 6 else ""
+            mappings.append(_Mapping(path, int(start, 16), int(end, 16)))
+        elif fields[0] == "Rss:":
+            mappings[-1].resident_bytes = int(fields[1]) << 10
+        elif fields[0] == "Anonymous:":
+            mappings[-1].written_bytes = int(fields[1]) << 10
+    return mappings
 
 
 def _identity(name: str, identity: tuple[int, int]) -> tuple[int, int]:

@@ -26,9 +26,11 @@ from ..finding import Finding, Severity
 from ..observe import Observation, Observer
 from ..optimize import Manifest
 from ..precision.accumulate import GradientAccumulator
+from ..precision.apply import is_quantised
 from ..precision.precision import Precision
 from ..precision.resolution import Resolved
 from ..runs.checkpoint.snapshot import seed_rank
+from ..runs.mapped_files import release_mapped_pages
 from .base import fingerprint_of_base
 from .device_setup import DeviceSetup, prepare_data, seed_everything
 from .memory.blocks import BLOCKS, get_frozen_blocks, refuse_without_host_memory
@@ -226,6 +228,8 @@ def build_model(
             sharding = Sharding(
                 local.model, local.units, world, mesh=mesh, replica_count=parallel.nodes
             )
+    if any(is_quantised(parameter) for parameter in local.model.parameters()):
+        release_mapped_pages()
     return BuiltModel(local.model, local.manifest, local.checkpointing, fingerprints, sharding)
 
 

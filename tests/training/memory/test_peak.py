@@ -9,9 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.api import AdamwHyperparameters, adamw_, gradient_norm, overhead_memory
+from tests.api import (
+    AdamwHyperparameters,
+    adamw_,
+    gradient_norm,
+    overhead_memory,
+    release_mapped_pages,
+    setup,
+)
 
 from isotype.ops.cpp import cpu_compiler
+from isotype.tasks.choose import train
 
 MIB = 1 << 20
 STATUS = Path("/proc/self/status")
@@ -55,6 +63,39 @@ def test_the_overhead_is_measured_before_weights_are_mapped_from_a_file():
     assert overhead_memory(400 * MIB) > 400 * MIB
 
 
+def mapped_and_read(path):
+    """The bytes of a file of 32 MiB, mapped privately and read once."""
+    path.write_bytes(bytes(range(256)) * (32 * MIB // 256))
+    mapped = torch.from_file(str(path), shared=False, size=32 * MIB, dtype=torch.uint8)
+    assert int(mapped[:256].max()) == 255
+    mapped.sum()
+    return mapped
+
+
+def test_mapped_pages_are_released_and_read_again(tmp_path):
+    mapped = mapped_and_read(tmp_path / "weights.safetensors")
+    before = resident("RssFile")
+    assert release_mapped_pages() >= 32 * MIB
+    assert before - resident("RssFile") > 24 * MIB
+    assert torch.equal(mapped[-256:], torch.arange(256, dtype=torch.uint8))
+
+
+def test_a_written_mapping_is_not_released(tmp_path):
+    mapped = mapped_and_read(tmp_path / "weights.safetensors")
+    mapped[5] = 77
+    release_mapped_pages()
+    assert int(mapped[5]) == 77
+
+
+@pytest.mark.parametrize(("base", "count"), [("bf16", 0), ("int8", 1)])
+def test_a_packed_base_releases_the_pages_of_its_file(base, count, configured, monkeypatch):
+    released = []
+    monkeypatch.setattr(setup, "release_mapped_pages", lambda: released.append(1))
+    precision = {"preset": "bf16-lora", "base": base}
+    assert train(configured("run", precision=precision, train={"steps": 1})) == 0
+    assert len(released) == count
+
+
 @pytest.mark.full
 def test_memory_of_the_parent_process_is_not_counted():
     block = torch.ones(512 * MIB)  # 2 GiB
@@ -68,7 +109,8 @@ def test_memory_of_the_parent_process_is_not_counted():
 def test_plan_is_within_5_percent_of_the_peak(tmp_path, subtests):
     """In the preflight, in the first step and in later steps, with freed memory returned."""
     file = tmp_path / "rows.json"
-    cases = ["bf16-pure/none", "bf16-mixed/none", "bf16-lora/lora"]
+    full = ["bf16-pure/none", "bf16-mixed/none"]
+    cases = [*full, "bf16-lora/lora", "nf4-lora/lora", "int8/lora", "fp8/lora"]
     command = [sys.executable, "-m", "benchmarks.memory", "--json", str(file), "--cases", *cases]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     for case, row in json.loads(file.read_text()).items():
