@@ -73,7 +73,7 @@ TRUTH = {
         "RN007",
         "optimizer.step()",
         "<module>",
-        "the model was cast afterwards",
+        "`model.to(torch.bfloat16)` (tests/doctor/run/programs/optimizer_states.py:14) cast the model",
         "cast the model before its first step",
     ),
     "experts": Truth(
@@ -253,11 +253,11 @@ TRUTH = {
         "`values.abs().float()`",
     ),
     "loss_weights": Truth(
-        "RN002",
+        "RN023",
         "return criterion(logits, labels)",
         "CrossEntropyLoss",
-        "weight is fp64",
-        "cast the tensor that becomes weight to torch.float32 where your code makes it",
+        "`torch.tensor([7.0, 2.0, 1.0], dtype=torch.float64)` is fp64",
+        "`class_weights.to(torch.float32)` at tests/doctor/run/programs/loss_weights.py:18",
     ),
     "library_kernel": Truth(
         "RN014",
@@ -319,6 +319,42 @@ TRUTH = {
         " (tests/doctor/run/programs/position_table.py:11)",
         "`table.to(torch.bfloat16)` at tests/doctor/run/programs/position_table.py:29",
     ),
+    "class_weights": Truth(
+        "RN023",
+        "return self.loss_function(self.head(features), labels)",
+        "loss_function",
+        "`class_weights` is fp32",
+        "`class_weights.to(torch.bfloat16)` at tests/doctor/run/programs/class_weights.py:13",
+    ),
+    "master_gradients": Truth(
+        "RN022",
+        "master.grad = parameter.grad",
+        "<module>",
+        "`parameter.grad` is bf16, and a gradient must have the dtype of its parameter",
+        "`master.grad = parameter.grad.to(master.dtype)`",
+    ),
+    "callback_cast": Truth(
+        "RN007",
+        "trainer.train()",
+        "<module>",
+        "in the callback Samples.on_step_end, registered at"
+        " tests/doctor/run/programs/callback_cast.py:37",
+        "leave out `model.to(torch.bfloat16)` (tests/doctor/run/programs/callback_cast.py:15)",
+    ),
+    "add_noise": Truth(
+        "RN001",
+        "model(noisy).sum().backward()",
+        "Conv2d",
+        "`torch.randn(latents.shape, dtype=dtype)` creates a fp32 tensor",
+        "`noisy.to(torch.bfloat16)` at",
+    ),
+    "hook_fault": Truth(
+        "RN017",
+        "return output @ steering",
+        "0",
+        "is fp32",
+        "`steering.to(torch.bfloat16)` at",
+    ),
 }
 
 
@@ -347,6 +383,12 @@ def test_cause_place_and_fix(name, monkeypatch):
     assert finding.place.symbol == truth.symbol
     assert truth.cause in finding.cause
     assert truth.fix in finding.fix
+
+
+def test_hook_that_was_running_is_named(monkeypatch):
+    finding = run_in_process("hook_fault", monkeypatch)
+    text = "hook `steer` of 0, registered at tests/doctor/run/programs/hook_fault.py:17"
+    assert ("hook", text) in finding.details
 
 
 @pytest.mark.parametrize("name", TRUTH)

@@ -277,6 +277,8 @@ def _split_expression(node: ast.AST | None, frame: CallFrame) -> tuple[str, list
             return _operator_name(operator), [left, right]
         case ast.AugAssign(target, operator, value):
             return f"in-place {_operator_name(operator)}", [target, value]
+        case ast.Attribute(owner, "grad") if _is_assigned(node, statement):
+            return "assignment of .grad", [owner, statement.value]  # type: ignore[union-attr]
         case ast.Subscript(container, index) if _is_assigned(node, statement):
             return "index_put", [container, statement.value, index]  # type: ignore[union-attr]
         case ast.Subscript(container, index):

@@ -54,7 +54,7 @@ def find_handler(frames: Sequence[CallFrame], names: ModelNames) -> Handler | No
         if is_callback(owner) and frame.function.startswith("on_"):
             text = f"{type(owner).__name__}.{frame.function}"
             location = find_callback_registration(owner, files)
-            return Handler("callback", f"{text}, passed at {location}" if location else text)
+            return Handler("callback", f"{text}, registered at {location}" if location else text)
         hook = _running_hook(frame, caller)
         if hook is not None:
             module = caller.variables.get("self")

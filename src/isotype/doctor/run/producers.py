@@ -94,6 +94,31 @@ def find_producer(
     return _Search(frames, dtype, names).follow(node, index)
 
 
+def find_constructor_argument(
+    module: nn.Module,
+    name: str,
+    frames: Sequence[CallFrame],
+    dtype: torch.dtype,
+    names: ModelNames,
+) -> Producer | None:
+    """Finds the call that created a module, such as `nn.CrossEntropyLoss(weight=class_weights)`,
+    and in this call the argument `name`. Returns the expression that gave this argument its dtype,
+    or None if the user's code does not show the call.
+    """
+    code = getattr(type(module).__init__, "__code__", None)
+    parameters = () if code is None else code.co_varnames[1 : code.co_argcount]
+    for index in reversed(range(len(frames))):
+        if frames[index].is_user_code:
+            search = _Search(frames, dtype, names)
+            search.buffer = module._buffers.get(name)
+            for call, call_index in search.find_constructors(module, index):
+                arguments: dict[str | None, ast.expr] = dict(zip(parameters, call.args))
+                arguments |= {keyword.arg: keyword.value for keyword in call.keywords}
+                if name in arguments:
+                    return search.follow_constructor(arguments[name], call_index)
+    return None
+
+
 def find_assigned_call(node: ast.AST, frame: CallFrame) -> ast.Call | None:
     """Returns the call whose result was last assigned to a name before the running line."""
     scope = frame.scope
@@ -112,6 +137,7 @@ class _Search:
     callers  for each function that has returned: the index of its caller's frame, and the call
     key      the last key or index with which the search looked into a container
     element  the position of the tensor in the tuple that a call returned
+    buffer   the tensor that the search follows, if it is the buffer of a loss module
     """
 
     def __init__(self, frames: Sequence[CallFrame], dtype: torch.dtype, names: ModelNames) -> None:
@@ -126,6 +152,7 @@ class _Search:
         self.key: Any = UNKNOWN
         self.element: int | None = None
         self.promotions: list[Promotion] = []
+        self.buffer: torch.Tensor | None = None
 
     def follow(self, node: ast.AST, index: int, line: int | None = None) -> Producer:
         """`line` is the line at which the expression was evaluated. The default is the running
@@ -143,7 +170,7 @@ class _Search:
         if self.step_count > _MAX_STEPS or has_other_dtype:
             return self.producer("unknown", node, index)
         path = self.names.tensor_path(value)
-        if path is not None:
+        if path is not None and value is not self.buffer:
             return self.producer("parameter", node, index, path=path, is_proven=True)
         match node:
             case ast.Name(name):
@@ -311,7 +338,22 @@ class _Search:
             value = read_value(node.args[0], frame)
             if is_tensor(value) and value.dtype == self.dtype:
                 return self.follow(node.args[0], index, line)
-        return self.producer("call", node, index)
+        return self.follow_wide_argument(node, index, line) or self.producer("call", node, index)
+
+    def follow_wide_argument(self, node: ast.Call, index: int, line: int) -> Producer | None:
+        """Continues the search at the arguments of a library's function if it gets tensors of
+        several dtypes, as `scheduler.add_noise(latents, noise, step)` may do. Its result then has
+        the widest of these dtypes.
+        """
+        frame = self.frame_at(index, line)
+        values = [(argument, read_value(argument, frame)) for argument in node.args]
+        tensors = [(argument, value.dtype) for argument, value in values if is_tensor(value)]
+        dtypes = {dtype for _, dtype in tensors if dtype.is_floating_point}
+        if len(dtypes) < 2 or max(dtypes, key=lambda dtype: dtype.itemsize) != self.dtype:
+            return None
+        argument = next(argument for argument, dtype in tensors if dtype == self.dtype)
+        result = self.follow(argument, index, line)
+        return result if result.is_proven else None
 
     def follow_method(
         self, node: ast.Call, method: ast.Attribute, index: int, line: int
@@ -488,21 +530,10 @@ class _Search:
 
     def follow_attribute(self, node: ast.AST, name: str, index: int) -> Producer:
         """Continues the search at the assignment of `self.NAME` in a method of the same class."""
-        owner = self.frames[index].variables.get("self")
-        for kind in type(owner).__mro__[:-1]:
-            for method in vars(kind).values():
-                method_frame = None
-                if isinstance(method, FunctionType):
-                    method_frame = make_returned_frame(method, {"self": owner})
-                if method_frame is None:
-                    continue
-                for binding in _attribute_bindings(method_frame.scope, name):
-                    new_index = len(self.frames)
-                    self.frames.append(method_frame)
-                    self.callers[new_index] = (index, None)
-                    result = self.follow(binding.value, new_index, binding.lineno)
-                    if result.is_proven:
-                        return result
+        for binding, new_index in self.iterate_attribute_bindings(name, index):
+            result = self.follow(binding.value, new_index, binding.lineno)
+            if result.is_proven:
+                return result
         return self.producer("unknown", node, index)
 
     def is_skipped(self, binding: ast.AST, scope: ast.AST, index: int) -> bool:
@@ -519,6 +550,54 @@ class _Search:
             if any(part is binding for statement in skipped for part in ast.walk(statement)):
                 return True
         return False
+
+    def iterate_attribute_bindings(self, name: str, index: int) -> Iterator[tuple[ast.Assign, int]]:
+        """Yields the assignments `self.NAME = ...` in the methods of the class of `self`, each with
+        the index of a frame for the method.
+        """
+        owner = self.frames[index].variables.get("self")
+        methods = [method for kind in type(owner).__mro__[:-1] for method in vars(kind).values()]
+        for method in methods:
+            frame = None
+            if isinstance(method, FunctionType):
+                frame = make_returned_frame(method, {"self": owner})
+            if frame is None:
+                continue
+            for binding in _attribute_bindings(frame.scope, name):
+                new_index = len(self.frames)
+                self.frames.append(frame)
+                self.callers[new_index] = (index, None)
+                yield binding, new_index
+
+    def find_constructors(self, module: nn.Module, index: int) -> Iterator[tuple[ast.Call, int]]:
+        """Yields the calls that were assigned to a variable, or to an attribute of `self`, whose
+        value is this module. Each call comes with the index of its frame.
+        """
+        frame = self.frames[index]
+        for name in [name for name, value in frame.variables.items() if value is module]:
+            call = find_assigned_call(ast.Name(name, ast.Load()), frame)
+            if call is not None:
+                yield call, index
+        for name in [name for name, value in frame.global_variables.items() if value is module]:
+            module_frame = make_module_frame(frame)
+            if module_frame is not None:
+                call = find_assigned_call(ast.Name(name, ast.Load()), module_frame)
+                self.frames.append(module_frame)
+                if call is not None:
+                    yield call, len(self.frames) - 1
+        owner = frame.variables.get("self")
+        stored = owner._modules if isinstance(owner, nn.Module) else {}
+        stored = {**getattr(owner, "__dict__", {}), **stored}
+        for name in [name for name, value in stored.items() if value is module]:
+            for binding, binding_index in self.iterate_attribute_bindings(name, index):
+                if isinstance(binding.value, ast.Call):
+                    yield binding.value, binding_index
+
+    def follow_constructor(self, argument: ast.expr, index: int) -> Producer:
+        """Continues the search at an argument of the call that created a module."""
+        result = self.follow(argument, index, argument.lineno)
+        location = self.frames[index].location_of(argument)
+        return replace(result, passed=_source(argument), passed_at=location)
 
     def has_other_dtype(self, binding: Any, name: str, index: int) -> bool:
         """True if the assigned value has another dtype than `self.dtype`."""

@@ -25,10 +25,18 @@ from .autocast import starts_thread
 from .causes import SHEET
 from .evidence import Evidence, Operand, describe_autocast
 from .expressions import is_tensor, read_value
-from .frames import CallFrame
+from .frames import CallFrame, parse_user_file
 from .graph import find_widening_operation
+from .hooks import find_handler
+from .model_casts import find_model_cast
 from .modules import floating_weight_dtypes
-from .producers import Producer, Promotion, find_assigned_call, find_producer
+from .producers import (
+    Producer,
+    Promotion,
+    find_assigned_call,
+    find_constructor_argument,
+    find_producer,
+)
 
 _format_finding = load_finding_formatter(SHEET)
 _MAX_GRAPH_NODES = 200  # nodes of an autograd graph that are searched for a loss
@@ -78,8 +86,8 @@ def _check_fix(finding: Finding, evidence: Evidence) -> Finding:
 
 
 def _is_applicable(code: str, file: str, line: int, evidence: Evidence) -> bool:
-    """True if the file is the user's, and all names in the code are variables there. If the line is
-    the running line of a frame, it must also contain the names.
+    """True if the file is the user's, and all names in the code are variables there or stand on the
+    line. If the line is the running line of a frame, it must also contain the names.
     """
     frames = [frame for frame in evidence.frames if short_path(frame.file) == file]
     frames = [frame for frame in frames if frame.is_user_code]
@@ -88,7 +96,7 @@ def _is_applicable(code: str, file: str, line: int, evidence: Evidence) -> bool:
     except SyntaxError:
         return False
     if not any(all(frame.has_variable(name) for name in names) for frame in frames):
-        return False
+        return bool(frames) and names <= _names_in_line(frames[0].file, line)
     running = [frame for frame in frames if frame.line == line]
     if any(_calls_in_place_function(frame, evidence) for frame in running):
         return False  # it would change a copy
@@ -113,6 +121,15 @@ def _names_in(code: str) -> set[str]:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
     return names - bound - {"torch", "nn"}
+
+
+def _names_in_line(file: str, line: int) -> set[str]:
+    """Returns the names in the expressions of a file that begin on a line."""
+    tree = parse_user_file(file)
+    if tree is None:
+        return set()
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    return {node.id for node in nodes if node.lineno == line}
 
 
 def _names_in_statement(frame: CallFrame) -> set[str]:
@@ -167,6 +184,9 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
         if producer is not None and not operand.path and producer.text != operand.label:
             text += f"  from {producer.text} at {producer.location}"
         details.append((operand.label[:40], text))
+    handler = find_handler(evidence.frames, evidence.names)
+    if handler is not None:
+        details.append((handler.kind, handler.text))
     phase = "in backward, " if evidence.in_backward else ""
     details.append(("autocast", phase + describe_autocast(evidence.autocast)))
     majority = evidence.majority_dtype
@@ -337,14 +357,28 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
     parameters = set(facts.parameters)
     if states <= parameters and set(facts.gradients) <= parameters and len(parameters) < 2:
         return None
+    cast = None
+    if not states <= parameters and len(parameters) == 1:
+        cast = find_model_cast(evidence.frames, facts.class_name, next(iter(parameters)))
     return _make_finding(
         "RN007",
         evidence,
+        cast="" if cast is None else cast.text,
+        cast_at="" if cast is None else cast.location,
+        function="" if cast is None else cast.function,
+        callback="" if cast is None else cast.callback,
+        device=_first_device(facts.optimizer),
+        target=str(next(iter(parameters), "")),
         optimizer=facts.class_name,
         states=_join_dtypes(facts.states) if not states <= parameters else "",
         parameters_dtype=_join_dtypes(facts.parameters),
         gradients=_join_dtypes(facts.gradients),
     )
+
+
+def _first_device(optimizer: torch.optim.Optimizer) -> str:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return next((p.device.type for p in parameters), "cpu")
 
 
 def _join_dtypes(counts: Counter[torch.dtype]) -> str:
@@ -426,6 +460,67 @@ def find_float_indices(evidence: Evidence) -> Finding | None:
         is_cast=producer.kind == "cast" and producer.is_proven,
         source=producer.text,
         source_at=producer.location,
+    )
+
+
+def find_assigned_gradient(evidence: Evidence) -> Finding | None:
+    """Finds an assignment to `.grad` whose value has another dtype than the parameter."""
+    if evidence.operation != "assignment of .grad" or len(evidence.operands) < 2:
+        return None
+    parameter, gradient = evidence.operands[:2]
+    if parameter.dtype == gradient.dtype:
+        return None
+    return _make_operand_finding(
+        "RN022",
+        evidence,
+        gradient,
+        value=_brackets(gradient.label),
+        parameter=parameter.label,
+        needs=parameter.dtype_name,
+        at=evidence.user_frame.location,
+    )
+
+
+def find_loss_weight(evidence: Evidence) -> Finding | None:
+    """Finds a weight of a loss function, such as class weights, whose dtype is not that of the
+    prediction.
+    """
+    operation = evidence.operation
+    operands = evidence.operands
+    if evidence.in_backward or operation not in _CLASS_LOSSES | _FLOAT_LOSSES:
+        return None
+    if not operands:
+        return None
+    # autocast casts bf16 and fp16 to fp32 for a loss, and leaves fp64 as it is
+    needed_dtype = torch.float32 if evidence.autocast.is_on else operands[0].dtype
+    weights = [o for o in operands[1:] if o.label in ("weight", "pos_weight")]
+    different = [o for o in weights if o.dtype != needed_dtype]
+    if evidence.autocast.is_on:
+        different = [o for o in different if o.dtype == torch.float64]
+    if not different:
+        return None
+    weight = different[0]
+    owner = evidence.names.tensor_owner(weight.tensor)
+    producer = None
+    if owner is not None:
+        name = weight.path.rpartition(".")[2]
+        producer = find_constructor_argument(
+            owner, name, evidence.frames, weight.dtype, evidence.names
+        )
+    if producer is None:
+        producer = evidence.producer_of(weight)
+    return _make_finding(
+        "RN023",
+        evidence,
+        loss=operation.removesuffix("_nd").removesuffix("_loss"),
+        weight=weight.label,
+        has=weight.dtype_name,
+        needs=format_dtype(needed_dtype),
+        source=producer.text,
+        source_at=producer.location,
+        passed=_brackets(producer.passed) if producer.passed else "",
+        at=producer.passed_at,
+        target=str(needed_dtype),
     )
 
 
@@ -875,7 +970,9 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_numpy_conversion,
     find_missing_kernel,
     find_float_indices,
+    find_assigned_gradient,
     find_wrong_target,
+    find_loss_weight,
     find_wrong_target_in_backward,
     find_failed_check,
     find_in_place_result,

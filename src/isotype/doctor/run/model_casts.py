@@ -1,0 +1,147 @@
+"""Finds the line of the user's code that cast the whole model after its optimizer had been built."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...observe.origin import short_path
+from .casts import read_cast_dtype
+from .frames import CallFrame, make_module_frame, make_returned_frame, parse_user_file
+from .hooks import find_callback_registration, is_callback
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCast:
+    """A call that casts a model.
+
+    function  the function that contains the call, if the call is not in the main code
+    callback  the callback that contains the call, and where it was registered; "" if none does
+    """
+
+    text: str
+    location: str
+    function: str = ""
+    callback: str = ""
+
+
+def find_model_cast(
+    frames: Sequence[CallFrame], optimizer: str, dtype: torch.dtype
+) -> ModelCast | None:
+    """Returns the call that casts a model to `dtype`: in a trainer's callback, or elsewhere in the
+    user's files. Returns None if there is no such call, or more than one.
+
+    optimizer  the class of the optimizer; a cast before its construction is not meant
+    """
+    names = _model_names(frames)
+    casts = list(_iterate_callback_casts(frames, names, dtype))
+    if not casts:
+        casts = list(_iterate_file_casts(frames, names, optimizer, dtype))
+    return casts[0] if len(casts) == 1 else None
+
+
+def _model_names(frames: Sequence[CallFrame]) -> set[str]:
+    """Returns the names of the variables that hold a module."""
+    names = {"model", "module"}
+    for frame in frames:
+        for name, value in frame.variables.items():
+            if isinstance(value, nn.Module) and name != "self":
+                names.add(name)
+    return names
+
+
+def _iterate_callback_casts(
+    frames: Sequence[CallFrame], names: set[str], dtype: torch.dtype
+) -> Iterator[ModelCast]:
+    files = [frame.file for frame in frames if frame.is_user_code]
+    for callback in _find_callbacks(frames):
+        for name, method in vars(type(callback)).items():
+            frame = None
+            if isinstance(method, FunctionType):
+                frame = make_returned_frame(method, {"self": callback})
+            if frame is None:
+                continue
+            for node in _iterate_casts(frame.scope, frame, names, dtype):
+                location = find_callback_registration(callback, files)
+                owner = f"{type(callback).__name__}.{name}"
+                yield ModelCast(
+                    ast.unparse(node),
+                    frame.location_of(node),
+                    owner,
+                    f"{owner}, registered at {location}" if location else owner,
+                )
+
+
+def _find_callbacks(frames: Sequence[CallFrame]) -> list[Any]:
+    """Returns the callbacks of the trainers in the frames."""
+    callbacks: dict[int, Any] = {}
+    for frame in frames:
+        owner = frame.variables.get("self")
+        stored = getattr(owner, "__dict__", {})
+        for holder in [owner, *stored.values()]:
+            items = getattr(holder, "__dict__", {}).get("callbacks")
+            if isinstance(items, list):
+                callbacks |= {id(item): item for item in items if is_callback(item)}
+    return list(callbacks.values())
+
+
+def _iterate_file_casts(
+    frames: Sequence[CallFrame], names: set[str], optimizer: str, dtype: torch.dtype
+) -> Iterator[ModelCast]:
+    frames_by_file = {frame.file: frame for frame in frames if frame.is_user_code}
+    for file, frame in frames_by_file.items():
+        tree = parse_user_file(file)
+        module_frame = make_module_frame(frame)
+        if tree is None or module_frame is None:
+            continue
+        optimizer_line = _line_of_call(tree, optimizer)
+        for node in _iterate_casts(tree, module_frame, names, dtype):
+            function = _enclosing_function(tree, node)
+            is_running = any(f.function == function for f in frames if f.file == file)
+            if node.lineno < optimizer_line and (is_running or not function):
+                continue
+            location = f"{short_path(file)}:{node.lineno}"
+            yield ModelCast(ast.unparse(node), location, "" if is_running else function)
+
+
+def _iterate_casts(
+    scope: ast.AST | None, frame: CallFrame, names: set[str], dtype: torch.dtype
+) -> Iterator[ast.Call]:
+    """Yields the calls in a piece of code that cast a model to `dtype`."""
+    if scope is None:
+        return
+    for node in ast.walk(scope):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        receiver = node.func.value
+        name = receiver.attr if isinstance(receiver, ast.Attribute) else ast.unparse(receiver)
+        if name in names and read_cast_dtype(node, frame) == dtype:
+            yield node
+
+
+def _line_of_call(tree: ast.AST, name: str) -> int:
+    """Returns the first line that calls a function of this name, or 0."""
+    lines = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name
+    ]
+    return min(lines, default=0)
+
+
+def _enclosing_function(tree: ast.AST, node: ast.AST) -> str:
+    """Returns the name of the innermost function that contains a node, or ""."""
+    functions = [
+        function
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and any(part is node for part in ast.walk(function))
+    ]
+    innermost = max(functions, key=lambda function: function.lineno, default=None)
+    return "" if innermost is None else innermost.name
