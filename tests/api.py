@@ -233,6 +233,7 @@ INNER = {
         "add_metadata tasks_diffusion_result_load_result=load_result save_lora write_comfyui"
     ),
     "isotype.tasks.diffusion.single_file": "widest_dtype",
+    "isotype.tasks.diffusion.video_files": "video_files=",
     "isotype.tasks.language.checks": (
         "checks_CHECKS=CHECKS check_prompt_labels check_chat_template check_packing "
         "check_positions check_learnt_tokens check_end_token check_new_tokens"

@@ -54,7 +54,7 @@ def test_a_subfolder_is_a_clip_and_its_frames_are_sorted_by_number(clips):
     assert second.captions == ("a circle that moves",)
     assert first.content.read() == (clips / "a.v1/frame_8.png").read_bytes()
     assert pictures.cut_clip_lines() == [
-        "1 of 2 clips are longer than images.frames: the first 5 frames of each are used"
+        "clips that are longer than images.frames: 1 of 2; their first 5 frames are used"
     ]
     names = collect(clips, captions="names").train
     assert [picture.captions for picture in names] == [("a.v1",), ("b",)]
@@ -92,7 +92,7 @@ def test_rows_of_a_table_name_clips(clips):
     table.write_text("\n".join(json.dumps(row) for row in rows))
     assert [picture.captions for picture in collect(table).train] == [("one",), ("two",)]
     table.write_text(json.dumps({"video": "nowhere", "text": "none"}))
-    with pytest.raises(UsageError, match="video: nowhere: no such folder of frames"):
+    with pytest.raises(UsageError, match="video: nowhere: no such video file or folder"):
         collect(table)
 
 
@@ -147,13 +147,11 @@ def test_the_loss_of_a_clip_is_that_of_diffusers_in_fp64(studio, drawn, clips, n
 
 
 def test_a_plan_counts_the_tokens_of_all_frames(studio, drawn, clips):
-    def tokens(name, **images):
-        sections = {"images": {"train": str(clips), "eval_split": 0.0, **images}}
-        plan = plan_run(drawn(name, model=studio.wan, **sections))
-        return plan.to_dict()["data"]["latent_tokens"]
-
-    assert tokens("one", frames=3) == 2 * 16
-    assert tokens("two", frames=5) == 3 * 16
+    images = {"train": str(clips), "frames": FRAMES, "eval_split": 0.0}
+    plan = plan_run(drawn(model=studio.wan, images=images))
+    facts = plan.to_dict()["data"]
+    assert (facts["frames"], facts["latent_tokens"]) == (5, 3 * 16)
+    assert plan.memory.not_simulated is None
 
 
 def test_a_lora_of_clips_is_read_by_diffusers_and_resumes(studio, drawn, clips, tmp_path):

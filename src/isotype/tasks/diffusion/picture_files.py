@@ -8,6 +8,7 @@ needed, and are not kept in memory.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 from collections import Counter
@@ -25,6 +26,7 @@ from ...data.read import JSON_ENDINGS, Record, file_suffix, sha256
 from ...data.records import read_records
 from ...errors import UsageError
 from ...wording import list_names, pluralise
+from .video_files import VIDEO_SUFFIXES, count_frames, is_video, read_frames, refuse_without_pyav
 
 
 def fingerprint(files: Iterable[Path]) -> str:
@@ -131,7 +133,47 @@ class FrameFolder:
                 raise BadPicture(f"{path.name}: {error}") from None
 
 
-Clip = FrameFolder
+@dataclass(frozen=True)
+class VideoFile:
+    """A video file that contains a clip.
+
+    frame_count  the number of frames that the run uses
+    frame_rate   the number of frames per second; the file may have another rate
+    """
+
+    path: Path
+    frame_count: int
+    frame_rate: float
+
+    @property
+    def base(self) -> Path:
+        return self.path.with_suffix("")
+
+    @property
+    def total(self) -> int:
+        """The number of frames of the complete file. Raises BadPicture, OSError."""
+        return count_frames(self.path, self.frame_rate)
+
+    @property
+    def is_cut(self) -> bool:
+        return self.total > self.frame_count
+
+    def read(self) -> bytes:
+        """Returns the first frame as PNG. Raises BadPicture, OSError."""
+        (frame,) = read_frames(self.path, self.frame_rate, 1)
+        buffer = io.BytesIO()
+        frame.save(buffer, format="PNG")
+        return buffer.getvalue()
+
+    def fingerprint(self) -> str:
+        return f"{fingerprint([self.path])}:{self.frame_rate:g}"
+
+    def open_frames(self) -> Iterator[Any]:
+        """Yields the frames as PIL images in RGB. Raises BadPicture, OSError."""
+        yield from read_frames(self.path, self.frame_rate, self.frame_count)
+
+
+Clip = FrameFolder | VideoFile
 PathContent = FileContent | Clip
 Content = PathContent | ParquetContent
 """Where the bytes of one picture or clip are. `read` returns the bytes of the picture or of the
@@ -275,7 +317,8 @@ def list_contents(
     files: list[Path], folder: Path, clips: ClipSettings | None, report_bad: ReportBad
 ) -> list[PathContent]:
     """Returns the pictures of a folder, or its clips if the run trains on clips. Each subfolder with
-    pictures is a clip.
+    pictures is a clip, and so is each video file. Raises UsageError if a package is missing that
+    reads the video files.
 
     files  the files of the folder and of its subfolders
     clips  None if the run trains on pictures
@@ -283,16 +326,25 @@ def list_contents(
     pictures = readable_pictures(files)
     if clips is None:
         return [FileContent(path) for path in pictures]
+    videos = [path for path in files if is_video(path)]
+    refuse_without_pyav(videos)
     frames: dict[Path, list[Path]] = {}
     for path in pictures:
-        frames.setdefault(path.parent, []).append(path)
+        if not is_video(path):
+            frames.setdefault(path.parent, []).append(path)
     if loose_pictures := frames.pop(folder, []):
         report_bad(
             str(folder),
             f"{pluralise(len(loose_pictures), 'picture')} outside of a clip: with images.frames,"
-            " each clip is a subfolder that contains its frames",
+            " each clip is a video file, or a subfolder that contains its frames",
         )
-    return [frame_folder(path, frames[path], clips) for path in sorted(frames)]
+    contents: list[PathContent] = [_video_file(path, clips) for path in videos]
+    contents += [frame_folder(path, frames[path], clips) for path in frames]
+    return sorted(contents, key=lambda content: content.path)
+
+
+def _video_file(path: Path, clips: ClipSettings) -> VideoFile:
+    return VideoFile(path, clips.frames, clips.frame_rate)
 
 
 def frame_folder(path: Path, frames: list[Path], clips: ClipSettings) -> FrameFolder:
@@ -309,10 +361,12 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
 
 
 def short_clip_reason(clip: Clip, clips: ClipSettings) -> str | None:
-    """Returns the reason why a clip has too few frames, or None."""
-    if clip.total >= clips.frames:
+    """Returns the reason why a clip has too few frames, or None. Raises BadPicture, OSError."""
+    total = clip.total
+    if total >= clips.frames:
         return None
-    return f"{pluralise(clip.total, 'frame')}, and images.frames is {clips.frames}"
+    rate = f" at {clips.frame_rate:g} per second" if isinstance(clip, VideoFile) else ""
+    return f"{pluralise(total, 'frame')}{rate}, and images.frames is {clips.frames}"
 
 
 def report_unreadable(files: list[Path], report_bad: ReportBad) -> list[Path]:
@@ -544,11 +598,18 @@ def _cell_clip(cell: Any, column: str, file: Path, clips: ClipSettings) -> Clip:
     if isinstance(cell, dict) and isinstance(cell.get("path"), str):
         cell = cell["path"]
     if not isinstance(cell, str) or not cell.strip():
-        raise BadPicture(f"{column}: expected a folder of frames, got {cell!r:.60}")
+        raise BadPicture(f"{column}: expected a video file or a folder of frames, got {cell!r:.60}")
     path = file.parent / cell
-    # unlike Path.is_dir also False for a text that is longer than any name
+    # unlike Path.is_file and Path.is_dir also False for a text that is longer than any name
+    if os.path.isfile(path):
+        if not is_video(path):
+            raise BadPicture(
+                f"{column}: {cell:.100}: not a video file ({' '.join(VIDEO_SUFFIXES)})"
+            )
+        refuse_without_pyav([path])
+        return _video_file(path, clips)
     if not os.path.isdir(path):
-        raise BadPicture(f"{column}: {cell:.100}: no such folder of frames")
+        raise BadPicture(f"{column}: {cell:.100}: no such video file or folder of frames")
     frames = [frame for frame in readable_pictures(list_files(path)) if frame.parent == path]
     if not frames:
         raise BadPicture(f"{column}: {cell:.100}: no pictures in this folder")

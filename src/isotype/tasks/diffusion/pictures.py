@@ -26,7 +26,6 @@ from ...data.bad_rows import BAD_ROWS_FILE, MAX_LOCATIONS, BadRow
 from ...data.progress import track_progress
 from ...data.read import file_suffix
 from ...errors import UsageError
-from ...wording import pluralise
 from .picture_files import (
     CAPTION_SUFFIXES,
     MAX_CAPTION_BYTES,
@@ -49,6 +48,7 @@ from .picture_files import (
     short_clip_reason,
 )
 from .pixels import BadPicture, thumbnail_url
+from .video_files import is_video
 
 EXAMPLE_COUNT = 6  # number of example pictures in the report
 
@@ -109,8 +109,8 @@ class RunPictures:
         if not cut_count:
             return []
         return [
-            f"{cut_count} of {pluralise(len(contents), 'clip')} are longer than images.frames: the"
-            f" first {self.clips.frames} frames of each are used"
+            f"clips that are longer than images.frames: {cut_count} of {len(contents)}; their first"
+            f" {self.clips.frames} frames are used"
         ]
 
     def other_file_lines(self) -> list[str]:
@@ -259,7 +259,7 @@ def _read_sources(images: ImagesSection, side: str, result: RunPictures) -> list
 def _empty_source_message(source: PictureSource, clips: ClipSettings | None) -> str:
     if clips is None:
         return f"{source.key}: {source.name}: no pictures there ({' '.join(PICTURE_SUFFIXES)})"
-    return f"{source.key}: {source.name}: no clips there (subfolders that contain pictures)"
+    return f"{source.key}: {source.name}: no clips there (video files, or subfolders that contain pictures)"
 
 
 def _leave_out_short_clips(pictures: Sequence[Picture], result: RunPictures) -> list[Picture]:
@@ -268,7 +268,10 @@ def _leave_out_short_clips(pictures: Sequence[Picture], result: RunPictures) -> 
     long_clips = []
     for picture in pictures:
         assert isinstance(picture.content, Clip)
-        reason = short_clip_reason(picture.content, result.clips)
+        try:
+            reason = short_clip_reason(picture.content, result.clips)
+        except (BadPicture, OSError) as error:
+            reason = str(error)
         if reason is None:
             long_clips.append(picture)
         else:
@@ -309,6 +312,8 @@ def _read_source(
     read_files = (
         [] if ignores_caption_files else [*caption_files, *([metadata] if metadata else [])]
     )
+    if result.clips is not None:
+        read_files += [file for file in files if is_video(file)]
     if other_files := count_other_files(files, read_files):
         result.other_files[source.name] = other_files
     if ignores_caption_files:
