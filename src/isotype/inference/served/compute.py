@@ -174,8 +174,7 @@ def _measure_run_error(run: LoadedRun, answers: Sequence[_Scored]) -> float:
     if run.precision.generate == "fp32":
         return 0.0
     # this changes the model in place
-    round_frozen(run.model, run.precision)
-    serve_adapters(run.model, run.precision)
+    serve_adapters(run.model, round_frozen(run.model, run.precision))
     errors = []
     for answer in answers:
         with use_generate_dtype(run.model):
