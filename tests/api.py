@@ -213,8 +213,9 @@ INNER = {
     "isotype.report.plots": "describe_losses loss_plot plots",
     "isotype.report.record": "MAX_SAMPLES read_picture read_run parse_settings",
     "isotype.runs.checkpoint.atomic_folder": (
-        "atomic_folder= SEAL find_damage seal write_folder write_text"
+        "atomic_folder= SEAL find_damage replace_sealed_file seal write_folder write_text"
     ),
+    "isotype.runs.folder": "locate_base",
     "isotype.runs.value_limits": "parse_json",
     "isotype.runs.mapped_files": "mapped_paths release_mapped_pages",
     "isotype.runs.metrics": "runs_metrics= LAST_ROWS Metrics read_last_rows read_thinned_rows",

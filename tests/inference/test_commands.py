@@ -1,12 +1,14 @@
 """What one does with a run, through the command line, in this process."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from tests.api import locate_base, replace_sealed_file
 from tests.commands import ask, invoke
 from tests.models import save_with_tokenizer
 from tests.results import metrics, read
@@ -254,6 +256,51 @@ def test_a_base_that_is_gone_is_said_with_the_setting_that_names_it(run, worksho
         )
         with pytest.raises(UsageError, match=f"{setting}: /gone/to/base is no longer there"):
             load_run((run / file).parent)
+
+
+def test_a_relative_base_is_found_from_another_folder(run, workshop, tmp_path, monkeypatch):
+    """The run was trained in `project`, and its command is started elsewhere."""
+    project = tmp_path / "project"
+    moved = project / "runs/small"
+    shutil.copytree(run, moved)
+    shutil.copytree(workshop.base, project / "small-base")
+    config = (moved / "resolved.yaml").read_text().replace(str(workshop.base), "small-base")
+    (moved / "resolved.yaml").write_text(re.sub("folder: .*", "folder: runs/small", config))
+    settings = (moved / "adapter/adapter_config.json").read_text()
+    settings = settings.replace(str(workshop.base), "small-base")
+    replace_sealed_file(moved / "adapter", "adapter_config.json", settings)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    base = str(project / "small-base")
+    assert load_run(moved).source.name == base
+    assert load_run(Path("../project/runs/small/adapter")).source.name == base
+    command = ask("export", moved, "--to", "vllm", "--out", tmp_path / "vllm")
+    assert f"vllm serve {base} " in command
+    # a folder of this name in the working folder is another model
+    shutil.copytree(project / "small-base", "small-base")
+    assert load_run(moved).source.name == base
+    monkeypatch.chdir(project)
+    assert load_run(moved).source.name == "small-base"
+
+
+@pytest.mark.parametrize(
+    ("setting", "place", "name", "located"),
+    [
+        ("runs/{name}", "runs/a-b-1", "base", "base"),
+        ("./x/run", "x/run", "base", "base"),
+        ("runs/run", "copied", "base", None),  # a run without its project keeps the name
+        ("runs/run", "runs/run", "org/model", None),
+        ("/data/run", "data/run", "base", None),
+    ],
+)
+def test_the_folder_of_training_is_derived(setting, place, name, located, tmp_path, monkeypatch):
+    run = tmp_path / place
+    run.mkdir(parents=True)
+    (tmp_path / "base").mkdir()
+    (run / "resolved.yaml").write_text(f"run: {{folder: '{setting}'}}\n")
+    monkeypatch.chdir(run)
+    assert locate_base(name, run) == (name if located is None else str(tmp_path / located))
+    assert locate_base(name, run / "adapters/step_3") == locate_base(name, run)
 
 
 def test_the_card_of_a_result_names_its_making_and_its_code_loads_it(

@@ -24,7 +24,7 @@ from ..model.adapter_settings import (
 )
 from ..model.lora_names import PEFT_PREFIX
 from ..runs.checkpoint.atomic_folder import SEAL, write_folder
-from ..runs.folder import refuse_non_empty
+from ..runs.folder import locate_base, refuse_non_empty
 
 _A_SUFFIX = ".lora_A.weight"
 _B_SUFFIX = ".lora_B.weight"
@@ -70,6 +70,11 @@ class LoraPair:
 def read_settings(adapter: Path) -> dict[str, Any]:
     """Reads adapter_config.json and checks its values. Raises UsageError."""
     return read_adapter_config(adapter, "adapter")
+
+
+def read_base_name(adapter: Path) -> str:
+    """Returns the path or hub id of an adapter's base."""
+    return locate_base(str(read_settings(adapter).get("base_model_name_or_path")), adapter)
 
 
 def read_pairs(adapter: Path, reader: str) -> list[LoraPair]:
@@ -224,7 +229,7 @@ def export_vllm(adapter: Path, out: Path, name: str) -> str:
     command = [
         "vllm",
         "serve",
-        str(settings.get("base_model_name_or_path")),
+        read_base_name(adapter),
         "--enable-lora",
         "--max-lora-rank",
         str(next(most for most in VLLM_RANKS if most >= rank)),

@@ -26,7 +26,14 @@ from ..model.export import digest_tensors, refuse_difference
 from ..precision.precision import Precision
 from ..runs.checkpoint.atomic_folder import find_damage, write_folder
 from ..runs.checkpoint.snapshot import average_weights, restore_model
-from ..runs.folder import RESOLVED, RunFolder, refuse_non_empty, require_run, split_run_and_adapter
+from ..runs.folder import (
+    RESOLVED,
+    RunFolder,
+    locate_base,
+    refuse_non_empty,
+    require_run,
+    split_run_and_adapter,
+)
 from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.data import make_encoder
 from ..tasks.diffusion.encode import TextInput
@@ -195,7 +202,7 @@ def export_comfyui(run: Path, intermediate: Path | None, out: Path) -> int:
     Raises        UsageError for a run without an adapter, and for a family that ComfyUI does not
                   support
     """
-    config = load(run / RESOLVED, resolved=True).config
+    config = _locate_base(load(run / RESOLVED, resolved=True).config, run)
     adapter = _find_adapter(run, intermediate, config, "there is no adapter to export")
     return write_comfyui(
         adapter,
@@ -287,11 +294,17 @@ def _open_task(
     device.
     """
     loaded = load(require_run(folder) / RESOLVED, resolved=True)
-    config = change(loaded.config)
+    config = change(_locate_base(loaded.config, folder))
     hardware = detect(config.model.device)
     task = DiffusionTask(config)
     task.check(resolve_precision(config, loaded.sources, hardware, task.roles).precision)
     return task, torch.device("cpu" if hardware.kind == "cpu" else "cuda")
+
+
+def _locate_base(config: RunConfig, run: Path) -> RunConfig:
+    if config.model.name is None:
+        return config
+    return _change_section(config, "model", name=locate_base(config.model.name, run))
 
 
 def _drop_samples(config: RunConfig) -> RunConfig:

@@ -24,7 +24,7 @@ from ..model.export import embedding_and_head, write_config
 from ..model.served import COMPRESSED_FORMATS, GGUF_FORMATS, ServedFormat
 from ..runs.checkpoint.atomic_folder import write_folder
 from ..runs.folder import detect_model_folder, split_run_and_adapter
-from .adapter_file import export_vllm, read_settings
+from .adapter_file import export_vllm, read_base_name
 from .compressed_folder import write_weights
 from .gguf_file import (
     BASE_TYPE,
@@ -82,7 +82,7 @@ def export_language(
         return {"file": str(out), "layers": layers}, lines
     base = str(result)
     if has_adapter:
-        base = str(read_settings(result).get("base_model_name_or_path"))
+        base = read_base_name(result)
     if kind is not None:
         kind = _parse_type(kind, run, result, base)
     tokenizer = result if (result / "tokenizer_config.json").is_file() else base

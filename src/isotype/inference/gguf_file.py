@@ -29,7 +29,7 @@ from ..model.gguf_header import read_header
 from ..model.load import explain_loading_errors
 from ..model.pre_tokenizers import match_splitting
 from ..model.served import GGUF_FAMILIES, gguf_type
-from .adapter_file import read_pairs, read_settings
+from .adapter_file import read_base_name, read_pairs
 from .ollama import adds_bos
 
 # the number of a type in `general.file_type`
@@ -105,7 +105,7 @@ def export_adapter(adapter: Path, out: Path) -> int:
     import gguf
 
     pairs = read_pairs(adapter, "llama.cpp")
-    base = str(read_settings(adapter).get("base_model_name_or_path"))
+    base = read_base_name(adapter)
     config = read_base_architecture(base)
     family = FAMILIES.get(config.model_type)
     if family is None:

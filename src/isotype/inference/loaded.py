@@ -42,6 +42,7 @@ from ..runs.folder import (
     RunFolder,
     detect_model_folder,
     detect_run_kind,
+    locate_base,
     refuse_remote_code,
     require_run,
     split_run_and_adapter,
@@ -94,6 +95,8 @@ def load_run(folder: Path, *, as_served: bool = True) -> LoadedRun:
     if config.train.objective == "reward":
         refuse_scores(folder)
     result = find_result(folder, intermediate)
+    if config.model.name is not None:
+        config = with_model_name(config, locate_base(config.model.name, folder))
     if config.model.name is not None and (
         result is None or (result / ADAPTER_CONFIG_FILE).is_file()
     ):
@@ -213,7 +216,8 @@ def _load_folder(folder: Path, kind: str, *, as_served: bool) -> LoadedRun:
             raise UsageError(
                 f"{file}: base_model_name_or_path is missing: which model is this an adapter of?"
             )
-        name = check_base_path(settings["base_model_name_or_path"], "base_model_name_or_path", file)
+        base = locate_base(settings["base_model_name_or_path"], folder)
+        name = check_base_path(base, "base_model_name_or_path", file)
         revision = settings.get("revision")
     config = RunConfig(model=ModelSection(name=name, revision=revision))
     source = Source(name, revision)
@@ -236,6 +240,11 @@ def _load_folder(folder: Path, kind: str, *, as_served: bool) -> LoadedRun:
 
 def _run_device(config: RunConfig) -> torch.device:
     return torch.device("cpu" if detect(config.model.device).kind == "cpu" else "cuda")
+
+
+def with_model_name(config: RunConfig, name: str) -> RunConfig:
+    """Returns a copy of a configuration with another `model.name`."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": name})})
 
 
 def check_base_path(name: str, setting: str, file: Path) -> str:

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
-from ..config.load import LoadedConfig
+from ..config.load import LoadedConfig, load
 from ..config.schema import RunConfig
 from ..config.sources import first_source_name
 from ..errors import UsageError
@@ -216,6 +216,28 @@ def split_run_and_adapter(path: Path) -> tuple[Path, Path | None]:
     run = path.absolute().parent.parent
     is_intermediate_adapter = path.absolute().parent.name == "adapters" and RunFolder(run).is_run
     return (run, path) if is_intermediate_adapter else (path, None)
+
+
+def locate_base(name: str, saved: Path) -> str:
+    """Returns the path of a base model whose name may be relative to the folder in which its run
+    was trained. A command may be started in another folder. Names of the hub and names of other
+    folders are returned unchanged.
+
+    The folder of training is the part of the run's path that precedes `run.folder`. So the result
+    is correct after the folder with both run and base was moved, too.
+
+    saved  the folder of the run, or of an adapter in it
+    """
+    saved = Path(os.path.abspath(saved))
+    run = next((path for path in (saved, *saved.parents[:2]) if RunFolder(path).is_run), None)
+    if run is None or Path(name).expanduser().is_absolute():
+        return name
+    setting = Path(load(run / RESOLVED, resolved=True).config.run.folder.replace("{name}", "*"))
+    start = Path(*run.parts[: -len(setting.parts)])
+    if setting.is_absolute() or not run.match(str(setting)) or start == Path.cwd():
+        return name
+    base = start / name
+    return str(base) if base.exists() else name
 
 
 def detect_run_kind(path: Path) -> str:

@@ -28,6 +28,7 @@ from ...ops.packed import widen
 from ...ops.packed.recognise import TORCHAO_NAMES, build_state, recognise_layout
 from ...precision.apply import weight_shape
 from ...precision.packing import Packing
+from ...runs.folder import locate_base
 from ...training.console import silence_library_warnings
 from ...wording import first_line
 from ..adapter_file import LoraPair, read_changes
@@ -366,7 +367,9 @@ def _base_path(checkpoint: Checkpoint) -> Path:
     """Returns the folder of an adapter's base. Raises UsageError if it is not on this machine."""
     settings = checkpoint.settings.get(ADAPTER_CONFIG_FILE, {})
     name = settings.get("base_model_name_or_path")
-    path = Path(name).expanduser() if isinstance(name, str) else None
+    path = None
+    if isinstance(name, str):
+        path = Path(locate_base(name, checkpoint.path)).expanduser()
     if path is None or not path.exists():
         raise UsageError(
             f"{checkpoint.path}/{ADAPTER_CONFIG_FILE}: base_model_name_or_path: {name}: not a folder"
