@@ -121,6 +121,32 @@ def test_advice_for_a_card_without_bf16_keeps_its_other_parts():
     assert "bf16" not in finding.fix
 
 
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_cuda"
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (
+            f"NotImplementedError: \"{UNSCALE}\" not implemented for 'BFloat16'",
+            "load the weights in fp32 (dtype=torch.float32), and keep fp16=True",
+        ),
+        (
+            "ValueError: At most one of fp16 and bf16 can be True, but not both",
+            "keep one: fp16=True, bf16=False",
+        ),
+        (
+            "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0, fp16",
+            "fp32; isotype doctor trace names the first value",
+        ),
+    ],
+)
+def test_advice_for_a_card_without_bf16_does_not_contradict_itself(error, fix):
+    finding = explain(["GPU: Tesla T4", error])[0]
+    assert finding.fix.startswith(fix)
+    assert "no GradScaler" not in finding.fix
+
+
 def test_a_resumed_run_does_not_decide_alone():
     error = "RuntimeError: expected dtype float for `end` but got dtype c10::BFloat16"
     step = (f"{LIB}/torch/optim/adamw.py", 300, "step", "exp_avg.lerp_(grad, 1 - beta1)")

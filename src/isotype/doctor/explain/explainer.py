@@ -469,6 +469,9 @@ def find_deciding_command(error: RecognisedError, code: str) -> str:
 
 
 _BF16_REPLACEMENTS = (
+    # a fix that already says what to do without bf16
+    (re.compile(r"bf16=True, fp16=False where the GPU has bf16[^,\n;]*, else "), ""),
+    (re.compile(r"bf16 in place of fp16 \([^)]*\), fp32 on a GPU without it"), "fp32"),
     (re.compile(r"(?:\n|; |, )or (?:use )?bf16=True[^\n;]*"), ""),
     (re.compile(r"bf16=True, fp16=False"), "fp16=True with fp32 weights (dtype=torch.float32)"),
     (re.compile(r"bf16=True \(fp16=True before Ampere\)"), "fp16=True"),
@@ -481,4 +484,5 @@ def _replace_bf16(fix: str) -> str:
     """Changes a fix so that it works on a GPU that does not support bf16."""
     for pattern, replacement in _BF16_REPLACEMENTS:
         fix = pattern.sub(replacement, fix)
-    return _FP16_ADVICE if re.search(r"bf16|bfloat16", fix) else fix
+    has_bf16 = re.search(r"bf16(?!=False)|bfloat16", fix) is not None
+    return _FP16_ADVICE if has_bf16 else fix
