@@ -114,7 +114,7 @@ INNER = {
         " kernels_unavailable_reason product_fp32 scaled_product"
     ),
     "isotype.lora.served": "served_merged_weight=merged_weight",
-    "isotype.lora.quantised": "dequantise_weight forward_4bit",
+    "isotype.lora.quantised": "dequantise_weight forward_4bit packed_product",
     "isotype.model.adapter_settings": "check_patterns",
     "isotype.model.architecture": "attention_setting describe_attention",
     "isotype.model.export": "trained_tensors",

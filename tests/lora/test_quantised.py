@@ -10,7 +10,7 @@ from isotype import optimize, restore
 from isotype.lora import fuse_lora
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
-from tests.api import dequantise_weight, forward_4bit
+from tests.api import dequantise_weight, forward_4bit, packed_product
 
 from ..models import lora, quantised, tiny
 from .layers import FEATURES, OUT, adapted, assert_same, inputs, layer_of, nf4_linear, results
@@ -37,6 +37,25 @@ def test_output_and_gradients_of_a_4_bit_layer_are_pefts():
     ):
         model, fused = pair(compute=torch.float32, **options)
         assert_same(results(fused, inputs()), results(model, inputs()))
+
+
+def test_older_bitsandbytes_gets_the_weight_as_from_its_own_layer(monkeypatch):
+    """Before 0.50, the product is transposed unless the packed weight is one row of bytes."""
+    import bitsandbytes
+
+    def matmul_4bit(x, packed, quant_state, bias=None):
+        weight = bitsandbytes.functional.dequantize_4bit(packed.view(-1, 1), quant_state)
+        if packed.shape[0] != 1:
+            weight = weight.t()
+        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+
+    monkeypatch.setattr(bitsandbytes, "matmul_4bit", matmul_4bit)
+    for out in (OUT, FEATURES):  # a square weight gives wrong values and no error
+        base = layer_of(adapted(nf4_linear(out=out, bias=False, compute=torch.float32))).base_layer
+        state = base.weight.quant_state
+        x = torch.randn(4, FEATURES)
+        exact = x @ bitsandbytes.functional.dequantize_4bit(base.weight.data, state).float().t()
+        torch.testing.assert_close(packed_product(x, base.weight, state, None), exact)
 
 
 # of the 81 those 9 that have every pair of x and compute, and each adapter and autocast three times

@@ -76,7 +76,11 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
         return F.linear(x_TK, widen(packed, state, x_TK.dtype), bias)
     import bitsandbytes
 
-    product: Tensor = bitsandbytes.matmul_4bit(x_TK, packed, quant_state=state, bias=bias)
+    # [1, bytes], as bitsandbytes' own layer passes it: before 0.50, bitsandbytes would take
+    # [bytes, 1] for the transposed weight
+    product: Tensor = bitsandbytes.matmul_4bit(
+        x_TK, packed.view(1, -1), quant_state=state, bias=bias
+    )
     return product
 
 
