@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -312,6 +313,21 @@ def test_initialisation_is_not_run_again():
     error = record(train)
     assert error.finding.message.startswith("addmm gives inf")
     assert "weight" in error.finding.cause
+
+
+def test_warning_of_an_operator_names_the_line_of_the_program():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recorder = Recorder()
+        recorder.install()
+        try:
+            line = sys._getframe().f_lineno + 1
+            torch.ones(1).std()
+            nn.functional.softmax(torch.ones(2, 2))
+        finally:
+            recorder.uninstall()
+    places = [(warning.filename, warning.lineno) for warning in caught]
+    assert places == [(__file__, line), (__file__, line + 1)]
 
 
 def test_nothing_is_left_behind():

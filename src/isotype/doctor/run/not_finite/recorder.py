@@ -9,11 +9,14 @@ backward, so that they do not keep autograd's graph alive.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +36,10 @@ from .step import Entry, Step, all_finite, collect_tensors
 _MAX_ENTRIES = 512  # of one step; a program without backward must not collect entries
 _MAX_VALUES = 65536  # of a result that takes no part in autograd; it is kept until backward
 _MAX_SKIPPED_STEPS = 25  # a loss scaler halves its scale of 65536 to 1 in 16 steps
+
+
+# files whose frames lie between an operator and the line of the program that called it
+_RECORDER_FILES = (__file__, torch.overrides.__file__)
 
 
 class NotFiniteError(ArithmeticError):
@@ -75,6 +82,7 @@ class Recorder(TorchFunctionMode):
         self._patch(torch.amp.GradScaler, "scale", self._wrap_scale)
         self._patch(torch.amp.GradScaler, "step", self._wrap_scaler_step)
         self._wrap_apply()
+        self._patch(warnings, "showwarning", self._wrap_showwarning)
         self._restorers += [
             register_optimizer_step_pre_hook(self._check_gradients).remove,
             register_optimizer_step_post_hook(self._check_update).remove,
@@ -158,6 +166,25 @@ class Recorder(TorchFunctionMode):
             return result
 
         return call
+
+    def _wrap_showwarning(self, original: Any) -> Any:
+        """Corrects the location of a warning that an operator raises. The operator is called by the
+        recorder, so Python takes the recorder's line for the line of the program.
+        """
+
+        def showwarning(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: Any = None,
+            line: str | None = None,
+        ) -> None:
+            if filename in _RECORDER_FILES:
+                filename, lineno = _program_location(filename, lineno)
+            original(message, category, filename, lineno, file, line)
+
+        return showwarning
 
     def _wrap_apply(self) -> None:
         """Records calls of autograd Functions. PyTorch does not report calls of `apply` to function
@@ -299,3 +326,19 @@ def _random_state() -> dict[str, Tensor]:
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def _program_location(filename: str, line: int) -> tuple[str, int]:
+    """Returns the file and line of the program that called an operator through the recorder. If the
+    recorder did not call it, returns the given file and line.
+    """
+    frame: FrameType | None = sys._getframe(2)  # the frame that called `showwarning`
+    while frame is not None and frame.f_code.co_filename not in _RECORDER_FILES:
+        frame = frame.f_back
+    function = ""
+    while frame is not None and frame.f_code.co_filename in _RECORDER_FILES:
+        function = frame.f_code.co_name
+        frame = frame.f_back
+    if frame is not None and function == "handle_torch_function":
+        frame = frame.f_back  # a function of torch that PyTorch calls again through the recorder
+    return (filename, line) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
