@@ -46,10 +46,11 @@ INNER = {
     "isotype.doctor.check.tools": "TOOL_KEYS",
     "isotype.doctor.examination": "examine_path",
     "isotype.doctor.explain.explainer": (
-        "explainer_FAMILIES=FAMILIES codes diagnose_error load_families load_shared_causes"
+        "explainer_FAMILIES=FAMILIES diagnose_error load_families load_shared_causes"
     ),
     "isotype.doctor.explain.log": "Frame read_incidents",
-    "isotype.doctor.explain.recognition": "MESSAGE_TEMPLATES OPERATORS",
+    "isotype.doctor.explain.page": "codes",
+    "isotype.doctor.explain.recognition": "MESSAGE_EXAMPLES MESSAGE_TEMPLATES OPERATORS recognise_error",
     "isotype.doctor.explain.situation": "RecognisedError read_situation",
     "isotype.doctor.kernels": "kernels_check=check",
     "isotype.doctor.kernels.calls": "check_wrapper",

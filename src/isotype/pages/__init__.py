@@ -21,7 +21,7 @@ from ..finding import Finding
 PAGE_MODULES = {
     "PR": "isotype.precision.contradictions",
     "CF": "isotype.doctor.check.rules",
-    "EX": "isotype.doctor.explain.explainer",
+    "EX": "isotype.doctor.explain.page",
     "RN": "isotype.doctor.run.causes",
 }
 

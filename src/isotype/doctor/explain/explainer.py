@@ -60,7 +60,7 @@ def load_shared_causes(path: Path) -> dict[str, list[Entry]]:
     return causes
 
 
-_SHARED_CAUSES = load_shared_causes(_SHEET_FOLDER / _SHARED_SHEET)
+SHARED_CAUSES = load_shared_causes(_SHEET_FOLDER / _SHARED_SHEET)
 
 
 def load_families(path: Path, shared: Collection[str]) -> dict[str, Section]:
@@ -85,7 +85,7 @@ def load_families(path: Path, shared: Collection[str]) -> dict[str, Section]:
 FAMILIES: dict[str, Section] = {}  # by operator
 for _path in sorted(_SHEET_FOLDER.glob("*.txt")):
     if _path.name != _SHARED_SHEET:
-        FAMILIES |= load_families(_path, _SHARED_CAUSES)
+        FAMILIES |= load_families(_path, SHARED_CAUSES)
 
 
 def _collect_causes(
@@ -94,7 +94,7 @@ def _collect_causes(
     for entry in entries:
         if entry.is_include:
             if facts.holds(entry.test):
-                yield from _collect_causes(_SHARED_CAUSES[entry.title], facts, entry.offset)
+                yield from _collect_causes(SHARED_CAUSES[entry.title], facts, entry.offset)
         elif score := entry.severity_or_score(facts):
             yield Cause(
                 reason=entry.text("cause", facts),
@@ -119,14 +119,6 @@ def diagnose_error(error: RecognisedError) -> tuple[str, Severity, list[Cause]]:
         Severity.parse(head.text("severity", facts) or "error"),
         causes,
     )
-
-
-def codes() -> list[str]:
-    return sorted({section.code for section in FAMILIES.values()})
-
-
-def page(code: str) -> str | None:
-    return next((section.to_page() for section in FAMILIES.values() if section.code == code), None)
 
 
 # A text of at most this many lines counts as one report. Words in it, such as "under autocast",

@@ -1,9 +1,10 @@
 """Finds out from the text of an error which operator raised it and which dtypes this operator
 received. This module imports no torch.
 
-Each line of `forms.tsv` is a template of a message. In a template, `<name>` matches a dtype in any
-of the spellings below. A text that matches no template is also recognised if it names two dtypes
-and says that they do not match. The operator of such an error is then inferred from the traceback.
+Each row of `forms.tsv` contains a template of a message and an example of it. In a template,
+`<name>` matches a dtype in any of the spellings below. A text that matches no template is also
+recognised if it names two dtypes and says that they do not match. The operator of such an error is
+then inferred from the traceback.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from .situation import RecognisedError, Situation, failing_call
 
 _TEMPLATES_TEXT = Path(__file__).with_name("forms.tsv").read_text(encoding="utf-8")
 
+# rows of operator, template and example
+_ROWS = [
+    line.split("\t") for line in _TEMPLATES_TEXT.splitlines() if line and not line.startswith("#")
+]
 # Pairs of operator and template. `<x>` is a dtype with the role x; the rest is a regular
 # expression.
-MESSAGE_TEMPLATES: tuple[tuple[str, str], ...] = tuple(
-    (operator, form)
-    for operator, _, form in (
-        line.partition("\t") for line in _TEMPLATES_TEXT.splitlines() if not line.startswith("#")
-    )
-)
+MESSAGE_TEMPLATES: tuple[tuple[str, str], ...] = tuple((row[0], row[1]) for row in _ROWS)
+# pairs of operator and an example of its message, for the pages
+MESSAGE_EXAMPLES: tuple[tuple[str, str], ...] = tuple((row[0], row[2]) for row in _ROWS)
 # The groups of a template are dtypes by role, and other facts, whose names begin with an
 # underscore.
-_GROUPS = set(re.findall(r"<(\w+)>", _TEMPLATES_TEXT))
+_GROUPS = {name for _, form in MESSAGE_TEMPLATES for name in re.findall(r"<(\w+)>", form)}
 DTYPE_ROLES = frozenset(
     {name for name in _GROUPS if not name.startswith("_")}
     | {"missing", "saved", "recomputed", "first", "second", "refused"}
