@@ -328,6 +328,11 @@ class DiffusionSection(Section):
     """The scale of `mode`. With values above 0, noise levels near the middle of the range are more
     frequent; with values below 0, those near both ends.
     """
+    expert: Literal["high_noise", "low_noise"] | None = None
+    """Only for Wan 2.2 with two denoisers: which of them is trained. `boundary_ratio` in
+    model_index.json is the noise level at which the pipeline changes from one to the other. Noise
+    levels are drawn only on the side of this denoiser.
+    """
     least_noise: Fraction = 0.0
     """Smallest noise level that is used, as a fraction of the whole range (0.2 means timestep 200
     of 1000).

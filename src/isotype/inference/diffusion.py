@@ -185,7 +185,7 @@ def _load_merged(
         save=dtype,
         text_encoder=dtype,
     )
-    merged = PipelineFolder.open(str(out))
+    merged = PipelineFolder.open(str(out)).for_expert(task.config.diffusion.expert)
     return load_result(
         out / merged.denoiser_part,
         merged,

@@ -248,7 +248,7 @@ def hidream(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-def wan(folder: Path) -> None:
+def wan(folder: Path) -> Path:
     text = transformers.UMT5Config(
         vocab_size=len(WORDS), d_model=2 * WIDTH, d_kv=8, d_ff=24, num_layers=1, num_heads=2
     )
@@ -265,6 +265,17 @@ def wan(folder: Path) -> None:
         text_encoder=transformers.UMT5EncoderModel(text), tokenizer=tokenizer(8),
         scheduler=diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
     ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def wan_experts(folder: Path) -> None:
+    """Wan 2.2: a denoiser for high noise levels, and another one for low noise levels."""
+    parts = diffusers.WanPipeline.from_pretrained(wan(folder)).components
+    torch.manual_seed(1)
+    second = diffusers.WanTransformer3DModel.from_config(parts["transformer"].config)
+    diffusers.WanPipeline(
+        **{**parts, "transformer_2": second}, boundary_ratio=0.75
+    ).save_pretrained(folder)
 
 
 def ltx(folder: Path) -> None:
@@ -413,7 +424,7 @@ MAKES = {
     make.__name__: make
     for make in (
         qwen, kontext, qwen_edit, qwen_edit_plus, qwen_edit_1024, z_image, flux2, klein, chroma, sd1, sana, auraflow, lumina2, hidream,
-        pixart_sigma, wan, ltx, krea2, ernie_image, ideogram4, longcat, kandinsky5,
+        pixart_sigma, wan, wan_experts, ltx, krea2, ernie_image, ideogram4, longcat, kandinsky5,
     )
 }  # fmt: skip
 

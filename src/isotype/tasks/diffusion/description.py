@@ -176,6 +176,9 @@ def _settings_table(
 def _usage_lines(run: ResolvedRun, folder: Path, base: str) -> list[str]:
     if not (folder / LORA_FILE).is_file():
         return []
+    # Wan 2.2 has a second denoiser, `transformer_2`
+    is_second = run.folder.denoiser_part != run.family.denoiser
+    option = f", load_into_{run.folder.denoiser_part}=True" if is_second else ""
     return [
         "FOLDER is this folder:",
         "",
@@ -185,7 +188,7 @@ def _usage_lines(run: ResolvedRun, folder: Path, base: str) -> list[str]:
         "",
         f"base = {json.dumps(base)}",
         f"pipe = {run.family.pipeline}.from_pretrained(base, torch_dtype=torch.bfloat16)",
-        "pipe.load_lora_weights(FOLDER)",
+        f"pipe.load_lora_weights(FOLDER{option})",
         "```",
         "",
     ]

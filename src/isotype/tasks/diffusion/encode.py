@@ -257,7 +257,7 @@ class Encoder:
         pipe = self.folder.pipeline(
             torch.float32,
             vae=None,
-            **dict.fromkeys((self.folder.denoiser_part, *family.trainable_encoders)),
+            **dict.fromkeys((family.denoiser, *family.trainable_encoders)),
         )
         for item in missing:
             self.store.write(
@@ -275,10 +275,10 @@ class Encoder:
     ) -> None:
         family = self.folder.family
         pipe = self.folder.pipeline(
-            to_torch(self.precision.text_encoder), vae=None, **{self.folder.denoiser_part: None}
+            to_torch(self.precision.text_encoder), vae=None, **{family.denoiser: None}
         )
         # a pipeline that lacks one of its encoders reads sizes from the denoiser's configuration
-        setattr(pipe, self.folder.denoiser_part, self.folder.denoiser_outline())
+        setattr(pipe, family.denoiser, self.folder.denoiser_outline())
         if family.encodes_control:
             pipe.processor = self.folder.processor(pipe.tokenizer)
         for part in family.encoder_parts:

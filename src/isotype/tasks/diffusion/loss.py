@@ -9,6 +9,7 @@ seed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -406,10 +407,11 @@ def evaluate(
     device: torch.device,
     build_batch: Callable[[Sequence[EvaluationDraw]], Batch],
     losses: Callable[[nn.Module, Batch], Tensor],
+    noise_range: tuple[float, float] = (0.0, 1.0),
     world: World = ALONE,
 ) -> Evaluation:
     """Returns the mean loss of the rows. Each row is evaluated at `draws` noise levels. The
-    interval [0, 1] is divided into `draws` equal parts, and the levels are the middles of these
+    interval `noise_range` is divided into `draws` equal parts, and the levels are the middles of these
     parts. The loss of each part is returned too, with a name such as `t250_500`. Sums are computed
     in fp64.
 
@@ -421,9 +423,12 @@ def evaluate(
                  passes, because they run the forward of a shared model together. If a process has
                  no batch left, it computes the first row again, and this loss is not counted.
     """
-    parts = [f"t{round(1000 * k / draws)}_{round(1000 * (k + 1) / draws)}" for k in range(draws)]
+    lowest, highest = noise_range
+    edges = [lowest + (highest - lowest) * k / draws for k in range(draws + 1)]
+    levels = [lowest + (highest - lowest) * ((k + 0.5) / draws) for k in range(draws)]
+    parts = [f"t{round(1000 * a)}_{round(1000 * b)}" for a, b in itertools.pairwise(edges)]
     all_draws = [
-        (i * draws + k, row, (k + 0.5) / draws) for i, row in enumerate(rows) for k in range(draws)
+        (i * draws + k, row, levels[k]) for i, row in enumerate(rows) for k in range(draws)
     ]
     sizes = sorted(group_by_size(all_draws, lambda draw: draw[1].size).items())
     passes = [

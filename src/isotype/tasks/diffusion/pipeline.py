@@ -28,7 +28,7 @@ from ...errors import UsageError
 from ...model.load import loading_error
 from ...precision.quantised_base import Quantisation, quantisation_from_settings
 from ...runs.checkpoint.atomic_folder import find_damage, write_folder
-from .families import EDIT_FAMILIES, FAMILIES, REFUSED, Family
+from .families import EDIT_FAMILIES, EXPERT_FAMILIES, FAMILIES, REFUSED, Family
 from .file_markers import (
     FileMarkers,
     describe_markers,
@@ -135,8 +135,6 @@ class PipelineFolder:
                 f" {' '.join(FAMILIES)}"
             )
         family = FAMILIES[class_name]()
-        if (reason := family.refusal(index)) is not None:
-            raise UsageError(f"model.name: {path}: {class_name} is not trained here: {reason}")
         folder = cls(path, family, index, hub_name, file=file, vae_path=vae_path)
         required = (
             family.denoiser,
@@ -195,12 +193,41 @@ class PipelineFolder:
         family = EDIT_FAMILIES.get(self.family.pipeline)
         return self if family is None else replace(self, family=family())
 
+    def for_expert(self, expert: str | None) -> PipelineFolder:
+        """Some pipelines have two denoisers, one for high and one for low noise levels. For such a
+        pipeline, returns it with the model family for one of them. Returns other pipelines
+        unchanged.
+
+        expert  the setting `diffusion.expert`
+        Raises  UsageError if the setting is missing, or if it has no effect
+        """
+        families = EXPERT_FAMILIES.get(self.family.pipeline)
+        if families is None or self.index.get("transformer_2", [None, None])[1] is None:
+            if expert is not None:
+                raise UsageError(
+                    f"diffusion.expert: has no effect: {self.path} has one denoiser",
+                    fix="remove diffusion.expert",
+                )
+            return self
+        if expert is None:
+            raise UsageError(
+                f"model.name: {self.path} has two denoisers, and diffusion.expert does not name the"
+                " one to train",
+                fix=f"diffusion.expert: {' or '.join(families)}",
+            )
+        boundary = self.index.get("boundary_ratio")
+        if not isinstance(boundary, float) or not 0 < boundary < 1:
+            raise UsageError(
+                f"model.name: {self.path / PIPELINE_FILE}: boundary_ratio: {boundary!r}: expected a"
+                " number between 0 and 1",
+                fix=_DOWNLOAD_AGAIN,
+            )
+        return replace(self, family=families[expert]())
+
     @property
     def denoiser_part(self) -> str:
-        """The denoiser's name. Its folder, its key in model_index.json and the pipeline's attribute
-        all have this name.
-        """
-        return self.family.denoiser
+        """The name of the denoiser's folder, which is also its key in model_index.json."""
+        return self.family.denoiser_folder or self.family.denoiser
 
     def files(self, part: str) -> list[Path]:
         """Returns the files with the settings and weights of the VAE or of a text encoder."""
@@ -241,7 +268,12 @@ class PipelineFolder:
 
     def fetch(self) -> None:
         """Downloads all weights if the pipeline is on the hub. Raises UsageError."""
-        self._fetch(self.denoiser_part, "vae", *self.family.encoder_parts)
+        other_denoisers = EXPERT_FAMILIES.get(self.family.pipeline, {}).values()
+        denoisers = {family.denoiser_folder or family.denoiser for family in other_denoisers}
+        denoisers = {
+            part for part in denoisers if self.index.get(part, [None, None])[1] is not None
+        }
+        self._fetch(*sorted({self.denoiser_part, *denoisers}), "vae", *self.family.encoder_parts)
 
     def _fetch(self, *parts: str) -> None:
         if self.hub_name is not None:
@@ -431,7 +463,7 @@ class PipelineFolder:
         """Loads the text encoders that can be trained. Their weights are frozen. Returns a mapping
         from the name of the part to the text encoder. Raises UsageError.
         """
-        pipe = self.pipeline(dtype, vae=None, **{self.denoiser_part: None})
+        pipe = self.pipeline(dtype, vae=None, **{self.family.denoiser: None})
         return {
             part: getattr(pipe, part).eval().requires_grad_(False)
             for part in self.family.trainable_encoders
@@ -548,7 +580,7 @@ class PipelineFolder:
         text encoders that are in `encoders`.
         """
         parts = {**dict.fromkeys(self.family.encoder_parts), **encoders}
-        return self.pipeline(torch.float32, **parts, vae=vae, **{self.denoiser_part: denoiser})
+        return self.pipeline(torch.float32, **parts, vae=vae, **{self.family.denoiser: denoiser})
 
     @property
     def parts_outside(self) -> tuple[str, ...]:
@@ -571,7 +603,7 @@ class PipelineFolder:
             self.vae(widest_dtype(weights)).save_pretrained(folder / "vae")
         if self.file is None or not self.has_encoders:
             return
-        pipe = self.pipeline(widest_dtype(self.file), vae=None, **{self.denoiser_part: None})
+        pipe = self.pipeline(widest_dtype(self.file), vae=None, **{self.family.denoiser: None})
         for part in self.family.encoder_parts:
             if isinstance(getattr(pipe, part, None), torch.nn.Module):
                 getattr(pipe, part).save_pretrained(folder / part)

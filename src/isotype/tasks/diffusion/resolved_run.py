@@ -147,10 +147,23 @@ class ResolvedRun:
         frames = self.config.images.frames
         return ClipSettings(frames, self.frame_rate) if frames > 1 else None
 
+    @property
+    def noise_range(self) -> tuple[float, float]:
+        """Returns the noise levels at which the pipeline uses the denoiser: the lowest and the
+        highest.
+        """
+        return self.family.noise_range(self.folder.index)
+
     @cached_property
     def objective(self) -> Objective:
+        section = self.config.diffusion
+        lowest, highest = self.noise_range
+        limits = {
+            "least_noise": max(lowest, section.least_noise),
+            "most_noise": min(highest, section.most_noise),
+        }
         return build_objective(
-            self.config.diffusion,
+            section.model_copy(update=limits),
             self.folder.config("scheduler"),
             supported=self.family.objectives,
             tokens=self.sizes.tokens,
@@ -215,6 +228,7 @@ def _open_pipeline(config: RunConfig) -> PipelineFolder:
     pipeline = pipeline.with_markers(
         objective=config.diffusion.objective, shift=config.diffusion.shift
     )
+    pipeline = pipeline.for_expert(config.diffusion.expert)
     if config.model.init == "random":
         return pipeline.with_random_denoiser(read_config(config.model.config))
     if config.model.config is not None:

@@ -292,7 +292,7 @@ def load_adapter_as_diffusers(
     pipe.load_lora_weights(folder, weight_name=LORA_FILE, adapter_name="default")
     saved = load_file(folder / LORA_FILE)
     loaded = {
-        f"{pipeline.denoiser_part}.{_saved_name(name)}": p
+        f"{pipeline.family.denoiser}.{_saved_name(name)}": p
         for name, p in denoiser.named_parameters()
         if ".lora_" in name
     }

@@ -207,6 +207,7 @@ class DiffusionTask:
             device=device,
             build_batch=self._batches.make_evaluation_batch,
             losses=partial(self.run.losses, dtype=dtype),
+            noise_range=self.run.noise_range,
             world=world,
         )
 

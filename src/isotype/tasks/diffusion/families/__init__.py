@@ -23,7 +23,7 @@ from .kandinsky5 import Kandinsky5
 from .krea2 import Krea2
 from .longcat_image import LongCatImage
 from .noise import SDXL, PixArtAlpha, PixArtSigma, StableDiffusion
-from .video import LTX, Wan
+from .video import LTX, Wan, WanHighNoise, WanLowNoise
 
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family
@@ -61,8 +61,16 @@ EDIT_FAMILIES: dict[str, type[Family]] = {
 }
 """For pipelines that are trained on captions or on pairs: the family for a run on pairs."""
 
+EXPERT_FAMILIES: dict[str, dict[str, type[Family]]] = {
+    Wan.pipeline: {"high_noise": WanHighNoise, "low_noise": WanLowNoise},
+}
+"""For pipelines that may have a denoiser for high noise levels and one for low noise levels: the
+family of each, by the value of `diffusion.expert`.
+"""
+
 __all__ = [
     "EDIT_FAMILIES",
+    "EXPERT_FAMILIES",
     "FAMILIES",
     "REFUSED",
     "Conditioning",

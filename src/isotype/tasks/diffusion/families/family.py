@@ -266,8 +266,9 @@ class Family:
     on tokens, `predict` packs the latents into tokens.
 
     pipeline               the `_class_name` in model_index.json, which is a class of diffusers
-    denoiser               the name of the denoiser's folder, and of the pipeline's attribute that
-                           contains it
+    denoiser               the name of the pipeline's attribute that contains the denoiser, and of
+                           the denoiser's folder
+    denoiser_folder        the denoiser's folder, if it has another name than the attribute
     objectives             the objectives with which models of this family can be trained
     time_scale             the factor by which `keep_time_exact` multiplies the noise level before
                            its sinusoidal embedding. It is set if the denoiser would round the level
@@ -305,6 +306,7 @@ class Family:
     guidance_argument      the pipeline's argument for the guidance scale
     frame_rate             the number of frames per second for which the pipeline is made; None if it
                            generates pictures and not videos
+    sample_blocker         why no samples can be generated during a run; empty if they can
     edits_pictures         whether a row has a picture before the edit; the denoiser then gets the
                            latents of this picture in addition to the noisy latents
     encodes_control        whether the text encoder also reads the picture before the edit
@@ -315,6 +317,7 @@ class Family:
 
     pipeline: ClassVar[str]
     denoiser: ClassVar[str] = "transformer"
+    denoiser_folder: ClassVar[str] = ""
     objectives: ClassVar[tuple[str, ...]] = FLOW_ONLY
     time_scale: ClassVar[float | None] = None
     side_multiple: ClassVar[int] = 2
@@ -336,6 +339,7 @@ class Family:
     adapted_block_classes: ClassVar[tuple[str, ...]] = ()
     guidance_argument: ClassVar[str] = "guidance_scale"
     frame_rate: ClassVar[float | None] = None
+    sample_blocker: ClassVar[str] = ""
     edits_pictures: ClassVar[bool] = False
     encodes_control: ClassVar[bool] = False
     trainable_encoders: ClassVar[tuple[str, ...]] = ()
@@ -351,11 +355,11 @@ class Family:
             or tuple(denoiser._no_split_modules or ())
         )
 
-    def refusal(self, index: Mapping[str, Any]) -> str | None:
-        """Returns the reason why Isotype cannot train this pipeline, or None if it can. `index` is
-        the content of its model_index.json.
+    def noise_range(self, index: Mapping[str, Any]) -> tuple[float, float]:
+        """Returns the lowest and the highest noise level at which the pipeline uses the denoiser.
+        `index` is the content of its model_index.json.
         """
-        return None
+        return 0.0, 1.0
 
     def prepare(self, denoiser: Any) -> None:
         """Changes a denoiser object so that it can be trained. Some denoisers do not list their

@@ -99,14 +99,6 @@ class Wan(VideoFamily):
         ".ffn.net.2": ".ffn.2",
     }
 
-    def refusal(self, index: Mapping[str, Any]) -> str | None:
-        if index.get("transformer_2", [None, None])[1] is None:
-            return None
-        return (
-            "it has two denoisers, one for much noise and one for little: a run trains one (Wan"
-            " 2.1, or 2.2 TI2V)"
-        )
-
     def predict_video(
         self,
         model: Denoiser,
@@ -116,6 +108,29 @@ class Wan(VideoFamily):
         conditioning: Conditioning,
     ) -> Tensor:
         return model(noisy_NCFHW, time_N * 1000, text["text"], return_dict=False)[0]
+
+
+class WanHighNoise(Wan):
+    """The denoiser of Wan 2.2 for high noise levels. The pipeline has two denoisers, and uses this
+    one from the level `boundary_ratio` on.
+    """
+
+    unneeded_parts = ("transformer_2",)
+    sample_blocker = "a sample needs both denoisers of the pipeline, and a run loads only one"
+
+    def noise_range(self, index: Mapping[str, Any]) -> tuple[float, float]:
+        return float(index["boundary_ratio"]), 1.0
+
+
+class WanLowNoise(WanHighNoise):
+    """The denoiser of Wan 2.2 for noise levels below `boundary_ratio`. It is loaded as the only
+    denoiser of the pipeline, so that its LoRA has the same tensor names as that of Wan 2.1.
+    """
+
+    denoiser_folder = "transformer_2"
+
+    def noise_range(self, index: Mapping[str, Any]) -> tuple[float, float]:
+        return 0.0, float(index["boundary_ratio"])
 
 
 class LTXLatents(VideoLatents):
