@@ -20,6 +20,7 @@ from typing import Any
 
 from ..entry.train import Run, train
 from ..environment.hardware import detect
+from ..model.adapter_settings import ADAPTER_FILE
 from ..runs.folder import RunFolder
 from ..training.callbacks import Callback, Moment
 from .card import supported_dtypes
@@ -96,7 +97,7 @@ def check_resume(scale: Scale) -> Iterator[Row]:
             callbacks=[_StopAt(RESUME_STEPS // 2)],
         )
         resumed = train(resume=folder / "stopped")
-        file = "adapter/adapter_model.safetensors"
+        file = f"adapter/{ADAPTER_FILE}"
         is_same = filecmp.cmp(uninterrupted.folder / file, resumed.folder / file, shallow=False)
         yield {
             "name": f"interrupted after step {RESUME_STEPS // 2} of {RESUME_STEPS}",

@@ -22,7 +22,7 @@ from ...dtypes import to_torch
 from ...errors import RunError, UsageError
 from ...lora.quantised import PackedLinear
 from ...model.adapter import load_adapter, save_adapter
-from ...model.adapter_settings import read_adapter_config
+from ...model.adapter_settings import ADAPTER_FILE, read_adapter_config
 from ...model.lora_names import PEFT_PREFIX
 from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
@@ -63,7 +63,7 @@ def save_lora(
     # inference_mode is off, since otherwise its tensors load in the base's dtype
     settings = PeftConfig.from_pretrained(str(folder)).to_dict() | {"inference_mode": False}
     parts: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in load_file(folder / "adapter_model.safetensors").items():
+    for name, tensor in load_file(folder / ADAPTER_FILE).items():
         part, inner_name = split_part(name.removeprefix(PEFT_PREFIX), pipeline.family)
         parts.setdefault(part, {})[inner_name] = tensor
     arguments: dict[str, Any] = {}
@@ -307,7 +307,7 @@ def load_adapter_as_diffusers(
         {name: p.detach() for name, p in loaded.items()},
         f"{folder / LORA_FILE}: load_lora_weights",
     )
-    peft_file_tensors = load_file(folder / "adapter_model.safetensors")
+    peft_file_tensors = load_file(folder / ADAPTER_FILE)
     peft_tensors = {
         ".".join(split_part(name.removeprefix(PEFT_PREFIX), pipeline.family)): t
         for name, t in peft_file_tensors.items()
@@ -327,7 +327,7 @@ def refuse_adapter_of_another_model(
     denoiser  a denoiser with its weights, or on the meta device
     """
     modules = dict(denoiser.named_modules())
-    for name, shape in read_shapes(folder / "adapter_model.safetensors", setting).items():
+    for name, shape in read_shapes(folder / ADAPTER_FILE, setting).items():
         path, _, side = name.removesuffix(".weight").rpartition(".")
         path = path.removeprefix(PEFT_PREFIX)
         module = modules.get(path)
@@ -442,7 +442,7 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
     if is_lokr(adapter):
         return _lokr_tensors(adapter, settings, family)
     tensors: dict[str, Tensor] = {}
-    for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
+    for name, tensor in load_file(adapter / ADAPTER_FILE).items():
         module, _, side = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".")
         file_name = comfyui_name(module, family)
         side = _UNET[side] if family.denoiser == "unet" else side
@@ -492,7 +492,7 @@ def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> di
     matrices. If neither factor is stored as two matrices, ComfyUI ignores alpha.
     """
     tensors: dict[str, Tensor] = {}
-    for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
+    for name, tensor in load_file(adapter / ADAPTER_FILE).items():
         module, _, side = name.removeprefix(PEFT_PREFIX).rpartition(".")
         alpha, rank = (
             module_setting(module, settings, f"{quantity}_pattern", key)

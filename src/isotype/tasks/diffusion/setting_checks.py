@@ -14,6 +14,7 @@ from ...config.schema import RunConfig
 from ...config.sources import PictureSource
 from ...errors import UsageError
 from ...model.adapter import check_lora_branch
+from ...model.adapter_settings import ADAPTER_FILE
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
 from ...wording import pluralise
@@ -256,7 +257,7 @@ def _refuse_start(config: RunConfig, folder: PipelineFolder, start_file: Path | 
     start = Path(adapter.start_from)
     shown_start = start_file or start
     has_encoders = any(
-        f".{PREFIX}" in name for name in read_shapes(start / "adapter_model.safetensors", setting)
+        f".{PREFIX}" in name for name in read_shapes(start / ADAPTER_FILE, setting)
     )
     if has_encoders != adapter.text_encoders:
         if has_encoders:
