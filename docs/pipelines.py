@@ -27,7 +27,7 @@ LEARNS = {"flow_matching": "flow matching", "epsilon": "noise, or v", "v": "nois
 
 def row(name: str, outcome: Any) -> str:
     """outcome  `tests.tasks.diffusion.every_family.Outcome`"""
-    learns = LEARNS[outcome.objective] + (", from pairs" if outcome.pairs else "")
+    learns = LEARNS[outcome.objective] + outcome.source
     resumed = "bit-identical" if outcome.resumed else "no"
     return f"| `{name.partition(',')[0]}` | {learns} | `{outcome.loader}` | {outcome.comfyui} | {resumed} |"
 

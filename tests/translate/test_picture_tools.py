@@ -5,6 +5,7 @@ line and what became of it.
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -326,6 +327,31 @@ def test_ai_toolkits_pairs(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "control_path: [person, coat]",
+        "control_path_1: person\n            control_path_2: coat\n            control_path_3: null",
+        "control_path: person\n            control_path_2: coat",
+    ],
+)
+def test_ai_toolkits_reference_pictures(tmp_path, setting):
+    lines = AI_TOOLKIT.splitlines()
+    (line,) = [line for line in lines if "caption_ext: txt" in line]
+    indent = line[: len(line) - len(line.lstrip(" -"))].replace("-", " ")
+    setting = setting.replace("\n            ", "\n" + indent)
+    _, config = made(tmp_path, "edit.yaml", AI_TOOLKIT.replace("caption_ext: txt", setting))
+    (source,) = config.images.train
+    assert source["controls"] == ["person", "coat"]
+
+
+def test_ai_toolkits_samples_have_several_reference_pictures(tmp_path):
+    samples = [{"prompt": "wear it", "ctrl_img_1": "a.png", "ctrl_img_2": "b.png"}]
+    text = re.sub(r"prompts:.*", f"samples: {json.dumps(samples)}", AI_TOOLKIT, count=1)
+    _, config = made(tmp_path, "edit.yaml", text)
+    assert config.run.samples[0]["control"] == ["a.png", "b.png"]
+
+
 def test_onetrainers_json(tmp_path):
     result, config = made(tmp_path, "config.json", json.dumps(ONETRAINER))
     assert (result.tool, config.adapter.r, config.adapter.alpha, config.train.epochs) == (
@@ -396,11 +422,6 @@ def test_lokr_dora_class_pictures_and_resolutions_are_carried(tmp_path):
             "a.yaml",
             AI_TOOLKIT.replace("type: sd_trainer", "type: concept_slider"),
             "concept_slider is not offered",
-        ),
-        (
-            "a.yaml",
-            AI_TOOLKIT.replace("caption_ext: txt", "control_path: [before, style]"),
-            "several pictures before an edit",
         ),
         ("a.toml", KOHYA.replace("networks.lora", "lycoris.kohya"), "lycoris.kohya is not offered"),
         (

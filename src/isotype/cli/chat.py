@@ -122,8 +122,11 @@ def sample(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     control: Annotated[
-        Path | None,
-        typer.Option("--control", help="The picture that the prompts edit, of a model that edits."),
+        list[Path] | None,
+        typer.Option(
+            "--control",
+            help="The picture that the prompts edit. Repeat it for several reference pictures.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the draw.")] = 0,
     json_output: Json = False,
@@ -154,9 +157,11 @@ def sample(
     from ..runs.folder import detect_run_kind
 
     if detect_run_kind(run) == DIFFUSION:
-        _draw(run, texts, context=context, seed=seed, control=control, json_output=json_output)
+        _draw(
+            run, texts, context=context, seed=seed, controls=control or [], json_output=json_output
+        )
         return
-    if control is not None:
+    if control:
         raise UsageError(f"--control has no effect: {run} is no diffusion run")
     from ..training.console import quiet_libraries
     from ..wording import remove_control_characters
@@ -228,11 +233,11 @@ def _draw(
     *,
     context: typer.Context,
     seed: int,
-    control: Path | None,
+    controls: list[Path],
     json_output: bool,
 ) -> None:
     """Draws pictures into RUN/drawn. The numbers of the files continue after the existing files."""
-    if control is not None and not texts:
+    if controls and not texts:
         raise UsageError(
             "--control has no effect without a prompt: the run's own prompts name their pictures"
         )
@@ -248,7 +253,7 @@ def _draw(
     from ..training.console import quiet_libraries
 
     quiet_libraries()
-    weights_name, pictures = draw_pictures(run, texts, seed=seed, control=control)
+    weights_name, pictures = draw_pictures(run, texts, seed=seed, controls=controls)
     folder = split_run_and_adapter(run)[0] / "drawn"
     folder.mkdir(exist_ok=True)
     first = 1 + max((int(p.stem) for p in folder.iterdir() if p.stem.isdecimal()), default=0)

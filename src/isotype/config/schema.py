@@ -232,11 +232,13 @@ class ImagesSection(Section):
     """Folder of greyscale masks. Each mask has the name of its training picture. Only the white
     parts of the mask have a loss. A row can name its mask with the key `mask`.
     """
-    controls: str | None = None
+    controls: str | list[str] | None = None
     """For models that edit pictures: the folder with the pictures before the edit. Each of them has
     the name of a training picture, which shows the result of the edit. The captions are the
     instructions. A row can name its picture before the edit with the key `control`, and a source
-    can name its own folder with `controls`.
+    can name its own folder with `controls`. Qwen-Image-Edit-Plus and Flux.2 also learn from several
+    pictures before the edit (reference pictures): a list of folders, one for each picture, or a
+    list of files under the key `control` of a row.
     """
     columns: dict[str, str] | None = None
     """Names of the columns in your data for `image`, `text`, `mask` and `control`: `{image: file,

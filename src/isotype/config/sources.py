@@ -454,7 +454,7 @@ class PictureSource:
                 missing pictures; only for regularisation pictures
     resolution  replaces `images.resolution`; with several values each picture is used once at each
                 resolution
-    controls    folder with the pictures before the edit
+    controls    folders with the pictures before the edit, one for each of these pictures
     """
 
     name: str
@@ -465,7 +465,7 @@ class PictureSource:
     draw: int | None = None
     resolution: tuple[int, ...] = ()
     columns: Mapping[str, str] | None = None
-    controls: str | None = None
+    controls: tuple[str, ...] = ()
 
 
 _PICTURE_KEYS = {
@@ -547,13 +547,32 @@ def _build_picture_source(
             f"{location}.repeats: has no effect with draw: class pictures come one to one with the"
             " others"
         )
-    for text in ("caption", "controls"):
-        if not isinstance(settings.get(text, ""), str):
-            raise UsageError(f"{location}.{text}: expected text, got {settings[text]!r}")
+    if not isinstance(settings.get("caption", ""), str):
+        raise UsageError(f"{location}.caption: expected text, got {caption!r}")
+    controls = control_folders(settings.pop("controls", None), f"{location}.controls")
     if unknown := next(
         (key for key in settings.get("columns") or () if key not in PICTURE_COLUMNS), None
     ):
         raise UsageError(
             f"{location}.columns: unknown key {unknown!r}: expected {', '.join(PICTURE_COLUMNS)}"
         )
-    return PictureSource(key=location, resolution=tuple(dict.fromkeys(resolution)), **settings)
+    return PictureSource(
+        key=location,
+        resolution=tuple(dict.fromkeys(resolution)),
+        controls=controls,
+        **settings,
+    )
+
+
+def control_folders(value: Any, location: str) -> tuple[str, ...]:
+    """Returns the folders of the setting `controls`, which is one folder or a list of folders.
+    Raises UsageError.
+    """
+    if value is None:
+        return ()
+    folders = value if isinstance(value, list) else [value]
+    if not folders or not all(isinstance(folder, str) and folder for folder in folders):
+        raise UsageError(f"{location}: expected a folder or a list of folders, got {value!r}")
+    if len(set(folders)) < len(folders):
+        raise UsageError(f"{location}: the same folder is named twice: {', '.join(folders)}")
+    return tuple(folders)

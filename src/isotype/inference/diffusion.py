@@ -155,14 +155,13 @@ def random_batch(task: DiffusionTask, device: torch.device) -> Batch:
             for name in empty_inputs.text
         }
     levels = torch.linspace(0.1, 0.9, COMPARED_ROWS, dtype=empty_inputs.sigma.dtype)
-    control = None if empty_inputs.control is None else draw_normal(empty_inputs.control)
     return Batch(
         draw_normal(empty_inputs.latents),
         draw_normal(empty_inputs.noise),
         levels,
         text,
         lengths=empty_inputs.lengths,
-        control=control,
+        controls=tuple(map(draw_normal, empty_inputs.controls)),
     ).to(device)
 
 
@@ -225,16 +224,20 @@ def _find_adapter(
 
 
 def draw_pictures(
-    folder: Path, prompts: Sequence[str], *, seed: int | None = None, control: Path | None = None
+    folder: Path,
+    prompts: Sequence[str],
+    *,
+    seed: int | None = None,
+    controls: Sequence[Path] = (),
 ) -> tuple[str, list[Sample]]:
     """Draws a picture for each prompt. Returns the name of the weights (`adapter`, `model`,
     `checkpoint step_N`) and the pictures.
 
-    prompts  by default the run's prompts
-    control  the picture that the prompts edit
-    Raises   UsageError if there are no prompts, or if the run has neither a result nor a checkpoint
+    prompts   by default the run's prompts
+    controls  the pictures that the prompts edit
+    Raises    UsageError if there are no prompts, or if the run has neither a result nor a checkpoint
     """
-    control_setting = {} if control is None else {"control": str(control)}
+    control_setting = {"control": [str(control) for control in controls]} if controls else {}
 
     def set_prompts(config: RunConfig) -> RunConfig:
         if prompts:

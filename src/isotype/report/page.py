@@ -157,9 +157,7 @@ def page(record: RunRecord) -> dict[str, Any]:
         "has_adapter": record.setting("adapter", "kind") not in (None, "none"),
         "sample_command": next((line for line in run_commands if " sample " in line), None),
         "before_edits": {
-            prompt: edited
-            for prompt, edited in record.before_edits.items()
-            if isinstance(edited, str) and _PICTURE.fullmatch(edited)
+            prompt: _picture_urls(edited) for prompt, edited in record.before_edits.items()
         },
         "first_is_base": not record.setting("adapter", "start_from"),
         "levels": noise_levels(record),
@@ -487,6 +485,14 @@ def _sources(split: dict[str, Any], weights: Any) -> list[dict[str, str]]:
 _PICTURE = re.compile(r"data:image/(?:png|webp);base64,[A-Za-z0-9+/=]+")
 
 
+def _picture_urls(value: Any) -> list[str]:
+    """Returns the data URLs of pictures in a list. A run of an older version recorded one URL in
+    place of a list.
+    """
+    urls = [value] if isinstance(value, str) else list_or_empty(value)
+    return [url for url in urls if isinstance(url, str) and _PICTURE.fullmatch(url)]
+
+
 def examples(record: RunRecord) -> list[dict[str, Any]]:
     """Returns training rows, split into parts of text that count in the loss and parts that do not."""
     result = []
@@ -497,11 +503,7 @@ def examples(record: RunRecord) -> list[dict[str, Any]]:
             if isinstance(part, dict)
         ]
         if parts:
-            pictures = [
-                picture
-                for picture in list_or_empty(row.get("pictures"))
-                if isinstance(picture, str) and _PICTURE.fullmatch(picture)
-            ]
+            pictures = _picture_urls(row.get("pictures"))
             facts = {key: row.get(key) for key in ("which", "tokens", "learnt", "left_out")}
             result.append(facts | {"parts": parts, "pictures": pictures})
     return result

@@ -4,6 +4,7 @@ of the job is read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from . import pictures, transforms
@@ -21,14 +22,16 @@ def refusal_reason(source: Source) -> str | None:
         return f"config.process[0].type: {kind} is not offered: sd_trainer is"
     if network not in ("lora", "lokr"):
         return f"network.type: {network} is not offered: adapter.kind is lora or lokr"
-    if any(
-        source_key.name.startswith(f"{pictures.DATASET_PREFIX}.")
-        and source_key.name.endswith(".control_path")
-        and isinstance(source_key.value, list)
-        for source_key in source.keys
-    ):
-        return "datasets: control_path: several pictures before an edit are not offered: one is"
     return None
+
+
+def _list_paths(entry: Mapping[str, Any], key: str) -> list[str]:
+    """Returns the paths of the pictures before the edit. ai-toolkit has one path or a list of paths
+    at `key`, or one path at each of the keys with a number (`control_path_1`, ...).
+    """
+    first = entry.get(f"{key}_1") or entry.get(key)
+    paths = first if isinstance(first, list) else [first]
+    return [str(path) for path in (*paths, entry.get(f"{key}_2"), entry.get(f"{key}_3")) if path]
 
 
 def _convert_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -41,8 +44,8 @@ def _convert_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
         prompt = entry.get("prompt", "") if isinstance(entry, dict) else entry
         text = str(prompt).replace("[trigger]", trigger)
         sample: dict[str, Any] = {"prompt": text}
-        if isinstance(entry, dict) and (control := entry.get("ctrl_img")):
-            sample["control"] = str(control)
+        if isinstance(entry, dict) and (controls := _list_paths(entry, "ctrl_img")):
+            sample["control"] = controls[0] if len(controls) == 1 else controls
         if negative := draft.source_values.get("sample.neg"):
             sample["negative"] = str(negative)
         if seed is not None:
@@ -152,6 +155,9 @@ _DATASET_KEYS: dict[str, transforms.Handler] = {
     "num_repeats": transforms.report_changed("repeats of the source"),
     "mask_path": transforms.convert_to("images.masks", str),
     "control_path": transforms.report_changed("controls of the source"),
+    "control_path_1": transforms.report_changed("controls of the source"),
+    "control_path_2": transforms.report_changed("controls of the source"),
+    "control_path_3": transforms.report_changed("controls of the source"),
     "flip_x": transforms.set_if_enabled("images.flip", True),
     "trigger_word": transforms.convert_to("images.trigger", str),
     "random_crop": pictures.set_random_crops,
@@ -298,8 +304,9 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
             sizes = (
                 pictures.parse_resolutions(entry["resolution"]) if entry.get("resolution") else ()
             )
-            if entry.get("control_path"):
-                controls = {"controls": str(entry["control_path"])}
+            paths = _list_paths(entry, "control_path")
+            if paths:
+                controls = {"controls": paths[0] if len(paths) == 1 else paths}
             else:
                 controls = {}
             sources_by_setting[setting].append(

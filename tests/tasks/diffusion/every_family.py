@@ -53,8 +53,17 @@ PIPELINES = {
 
 
 PAIRS = ", from pairs"
+SEVERAL = ", from several pictures"
 # the pipelines that are trained on captions are also trained on pairs where they can be
-CASES = [*FAMILIES, *(name + PAIRS for name in EDIT_FAMILIES)]
+CASES = [
+    *FAMILIES,
+    *(name + PAIRS for name in EDIT_FAMILIES),
+    *(
+        name + SEVERAL
+        for name, family in (FAMILIES | EDIT_FAMILIES).items()
+        if family.takes_several_controls
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,8 @@ class Outcome:
     """What a run of one pipeline showed.
 
     objective  what it learnt
-    pairs      from pictures before and after an edit
+    source     `, from pairs` of pictures before and after an edit, `, from several pictures` before
+               it, or empty
     loader     what of diffusers or PEFT read every tensor of the saved LoRA
     comfyui    `yes` where every adapted module is in ComfyUI's file; else why there is none
     drawn      the side of the picture that was drawn, in pixels
@@ -70,7 +80,7 @@ class Outcome:
     """
 
     objective: str
-    pairs: bool
+    source: str
     loader: str
     comfyui: str
     drawn: int
@@ -79,7 +89,7 @@ class Outcome:
 
 def train_pipeline(case: str, studio: Studio, place: Path) -> Outcome:
     """Trains, reads and resumes in `place`. An AssertionError says what failed."""
-    name = case.removesuffix(PAIRS)
+    name = case.partition(",")[0]
     model = getattr(studio, PIPELINES[name])
     folder = PipelineFolder.open(str(model))
     assert folder.family.pipeline == name
@@ -90,8 +100,14 @@ def train_pipeline(case: str, studio: Studio, place: Path) -> Outcome:
     images: dict[str, Any] = {"limit": 2, "eval_split": 0.0, "cache": str(place / "cache")}
     prompt: Any = "a red circle on white"
     if is_pairs:
-        images |= {"train": str(studio.pairs / "after"), "controls": str(studio.pairs / "before")}
-        prompt = {"prompt": "green", "control": str(studio.pairs / "before/circle_0.png")}
+        folders = ("before", "style") if case.endswith(SEVERAL) else ("before",)
+        data = studio.references
+        images |= {
+            "train": str(data / "after"),
+            "controls": [str(data / folder) for folder in folders],
+        }
+        files = [str(data / folder / "circle_0.png") for folder in folders]
+        prompt = {"prompt": "green", "control": files}
     loaded = draw(
         model=model,
         images=images,
@@ -118,7 +134,8 @@ def train_pipeline(case: str, studio: Studio, place: Path) -> Outcome:
     resumed = load_file(run / "adapter/adapter_model.safetensors")
     is_same = all(torch.equal(resumed[name], tensor) for name, tensor in trained.items())
     objective = json.loads((run / "data.json").read_text())["objective"]
-    return Outcome(objective, is_pairs, loader, comfyui, side, is_same)
+    source = SEVERAL if case.endswith(SEVERAL) else PAIRS if is_pairs else ""
+    return Outcome(objective, source, loader, comfyui, side, is_same)
 
 
 def read_back(adapter: Path, folder: PipelineFolder, trained: dict[str, torch.Tensor]) -> str:

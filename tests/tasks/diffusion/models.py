@@ -175,6 +175,21 @@ def pairs(folder: Path) -> Path:
     return folder
 
 
+def references(folder: Path) -> Path:
+    """Pairs with a second picture before the edit, in `style`, which is wider than the others;
+    `rows.jsonl` names all of them.
+    """
+    pairs(folder)
+    (folder / "style").mkdir()
+    rows = []
+    for row in map(json.loads, (folder / "rows.jsonl").read_text().splitlines()):
+        name = Path(row["source"]).name
+        draw("circle", "red", 1).resize((64, 32)).save(folder / "style" / name)
+        rows.append(row | {"source": [row["source"], f"style/{name}"]})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
 def refused(loaded) -> str:
     """The message of what a run cannot begin with."""
     try:

@@ -1,5 +1,6 @@
 """Models that edit pictures: pairs of pictures with an instruction, trained, drawn and resumed."""
 
+import csv
 import json
 import shutil
 from io import BytesIO
@@ -94,9 +95,9 @@ def test_flux2_is_trained_on_pairs_where_a_setting_names_the_pictures_before(dra
     }
     for images in (edits(studio), rows, sources):
         task = encoded(drawn(model=studio.klein, images=images))
-        assert task.collate(task.feed().take(2)).control is not None
+        assert task.collate(task.feed().take(2)).controls
     task = encoded(drawn(model=studio.klein))
-    assert task.collate(task.feed().take(2)).control is None
+    assert not task.collate(task.feed().take(2)).controls
 
 
 def test_a_bad_pair_is_named_with_its_line(drawn, studio, tmp_path):
@@ -112,10 +113,7 @@ def test_a_bad_pair_is_named_with_its_line(drawn, studio, tmp_path):
         )
     )
     said = said_of(drawn(model=studio.kontext, images={"train": str(folder / "two.jsonl")}))
-    assert (
-        "control: 2 pictures in a row: an edit with several pictures before it is not offered"
-        in said
-    )
+    assert "two.jsonl:1: 2 pictures before the edit, and this model takes one" in said
     said = said_of(drawn(model=studio.kontext, images={"train": str(folder / "rows.jsonl")}))
     assert said.splitlines() == [f"{folder}/rows.jsonl:5: before/square_0.png: no such picture"]
     said = said_of(
@@ -140,6 +138,94 @@ def test_a_bad_pair_is_named_with_its_line(drawn, studio, tmp_path):
         assert said.splitlines()[1].startswith(
             f"{folder}/rows.jsonl:4: the picture before the edit: "
         )
+
+
+def test_rows_have_several_reference_pictures_of_other_shapes(drawn, studio, tmp_path):
+    """From folders, from lists in rows, from numbered columns and from a CSV file alike."""
+    data = studio.references
+    folders = {
+        "train": str(data / "after"),
+        "controls": [str(data / name) for name in ("before", "style")],
+    }
+    rows = [json.loads(line) for line in (data / "rows.jsonl").read_text().splitlines()]
+    table = tmp_path / "references"
+    shutil.copytree(data, table)
+    numbered = [
+        {"image": row["edited_image"], "text": "green on white"}
+        | {f"control_{i}": file for i, file in enumerate(row["source"], start=1)}
+        for row in rows
+    ]
+    (table / "numbered.jsonl").write_text("\n".join(map(json.dumps, numbered)))
+    with (table / "rows.csv").open("w") as file:
+        writer = csv.writer(file)
+        writer.writerow(["image", "control", "text"])
+        for row in rows:
+            writer.writerow([row["edited_image"], json.dumps(row["source"]), "green on white"])
+    batches = []
+    for images in (
+        folders,
+        {"train": str(data / "rows.jsonl"), "columns": {"control": "source"}},
+        {"train": str(table / "numbered.jsonl"), "columns": {"control": "control"}},
+        {"train": str(table / "rows.csv"), "columns": {"control": "control"}},
+    ):
+        task = encoded(drawn(model=studio.klein, images=images | {"shuffle": False}))
+        batches.append(task.collate(task.feed().take(2)))
+    before, style = batches[0].controls
+    assert before.shape == batches[0].latents.shape
+    height, width = style.shape[-2:]
+    assert height < width
+    assert height * width <= before.shape[-1] ** 2
+    for batch in batches[1:]:
+        assert all(map(torch.equal, batch.controls, batches[0].controls))
+
+
+def test_a_missing_reference_picture_is_named(drawn, studio, tmp_path):
+    folder = shutil.copytree(studio.references, tmp_path / "data")
+    (folder / "style/circle_1.png").unlink()
+    (folder / "style/circle_2.png").write_bytes(b"no picture")
+    images = {
+        "train": str(folder / "after"),
+        "controls": [str(folder / name) for name in ("before", "style")],
+    }
+    said = said_of(drawn(model=studio.klein, images=images))
+    assert said == (
+        f"{folder}/after/circle_1.png: no picture before the edit: {folder}/style has none of its name"
+    )
+    rows = {"train": str(folder / "rows.jsonl"), "columns": {"control": "source"}}
+    said = said_of(drawn(model=studio.klein, images=rows))
+    assert said == f"{folder}/rows.jsonl:2: style/circle_1.png: no such picture"
+    (folder / "after/circle_1.png").unlink()
+    (folder / "after/circle_1.txt").unlink()
+    said = said_of(drawn(model=studio.klein, images=images))
+    assert said.startswith(f"{folder}/after/circle_2.png: picture 2 before the edit: ")
+    empty = {"image": "after/circle_0.png", "text": "a", "control_1": "", "control_2": "b.png"}
+    (folder / "empty.jsonl").write_text(json.dumps(empty))
+    rows = {"train": str(folder / "empty.jsonl"), "columns": {"control": "control"}}
+    said = said_of(drawn(model=studio.klein, images=rows))
+    assert said.endswith("empty.jsonl:1: control_1: empty, and control_2 has a picture")
+
+
+def test_several_reference_pictures_are_refused_where_a_model_takes_one(drawn, studio):
+    folders = [str(studio.references / name) for name in ("before", "style")]
+    images = {"train": str(studio.references / "after"), "controls": folders}
+    said = refused(drawn(model=studio.kontext, images=images))
+    assert said.startswith("images.controls: 2 folders, and FluxKontextPipeline takes one picture")
+    assert (
+        "with several pictures: Flux2Pipeline, Flux2KleinPipeline, QwenImageEditPlusPipeline"
+        in said
+    )
+    files = [f"{folder}/circle_0.png" for folder in folders]
+    sample = {"prompt": "green", "control": files}
+    said = refused(
+        drawn(
+            model=studio.kontext,
+            images=images | {"controls": folders[0]},
+            run={"samples": [sample]},
+        )
+    )
+    assert "FluxKontextPipeline edits one picture, and control has 2" in said
+    said = refused(drawn(model=studio.klein, images=images | {"controls": folders[:1] * 2}))
+    assert "images.train.controls: the same folder is named twice" in said
 
 
 def said_of(loaded):

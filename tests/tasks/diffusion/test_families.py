@@ -61,7 +61,7 @@ def plain_kontext(model, batch):
     after, before = (ids(n, h // 2, w // 2, torch.device("cpu"), torch.float32) for _ in range(2))
     before[..., 0] = 1
     made = model(
-        hidden_states=torch.cat([pack(noisy, n, c, h, w), pack(batch.control, n, c, h, w)], dim=1), timestep=batch.sigma,
+        hidden_states=torch.cat([pack(noisy, n, c, h, w), pack(batch.controls[0], n, c, h, w)], dim=1), timestep=batch.sigma,
         guidance=torch.full_like(batch.sigma, 1.0), encoder_hidden_states=batch.text["text"], pooled_projections=batch.text["pooled"],
         txt_ids=torch.zeros(batch.text["text"].shape[1], 3), img_ids=torch.cat([after, before]), return_dict=False,
     )[0][:, : h * w // 4]  # fmt: skip
@@ -71,10 +71,12 @@ def plain_kontext(model, batch):
 def plain_qwen_edit(model, batch):
     noisy, target = flow(batch)
     n, c, h, w = noisy.shape
-    tokens = [QwenImagePipeline._pack_latents(part, n, c, h, w) for part in (noisy, batch.control)]
+    pictures = (noisy, *batch.controls)
+    tokens = [QwenImagePipeline._pack_latents(x, n, c, *x.shape[-2:]) for x in pictures]
+    shapes = [(1, x.shape[-2] // 2, x.shape[-1] // 2) for x in pictures]
     made = model(
         hidden_states=torch.cat(tokens, dim=1), timestep=batch.sigma, guidance=None, encoder_hidden_states=batch.text["text"],
-        encoder_hidden_states_mask=batch.text["mask"], img_shapes=[[(1, h // 2, w // 2), (1, h // 2, w // 2)]] * n, return_dict=False,
+        encoder_hidden_states_mask=batch.text["mask"], img_shapes=[shapes] * n, return_dict=False,
     )[0][:, : tokens[0].size(1)]  # fmt: skip
     return squared_error(QwenImagePipeline._unpack_latents(made, h * 4, w * 4, 4)[:, :, 0], target)
 
@@ -107,10 +109,10 @@ def plain_klein_edit(model, batch):
     noisy, target = flow(batch)
     n, _, h, w = noisy.shape
     pack, pipeline = Flux2KleinPipeline._pack_latents, Flux2KleinPipeline
-    before = pipeline._prepare_image_ids([batch.control[:1]]).repeat(n, 1, 1)
+    before = pipeline._prepare_image_ids([x[:1] for x in batch.controls]).repeat(n, 1, 1)
     has_guidance = model.config.guidance_embeds
     made = model(
-        hidden_states=torch.cat([pack(noisy), pack(batch.control)], dim=1), timestep=batch.sigma,
+        hidden_states=torch.cat([pack(x) for x in (noisy, *batch.controls)], dim=1), timestep=batch.sigma,
         guidance=torch.full_like(batch.sigma, 1.0) if has_guidance else None,
         encoder_hidden_states=batch.text["text"], txt_ids=pipeline._prepare_text_ids(batch.text["text"]),
         img_ids=torch.cat([pipeline._prepare_latent_ids(noisy), before], dim=1), return_dict=False,
@@ -277,9 +279,10 @@ PLAIN = {
     "krea2": plain_krea2, "ernie_image": plain_ernie_image, "ideogram4": plain_ideogram4, "longcat": plain_longcat,
     "kandinsky5": plain_kandinsky5,
     "klein_edit": plain_klein_edit, "flux2_edit": plain_klein_edit,
+    "klein_several": plain_klein_edit, "qwen_edit_plus_several": plain_qwen_edit,
 }  # fmt: skip
 IN_PAIRS = ("kontext", "qwen_edit", "qwen_edit_plus", "klein_edit", "flux2_edit")
-EDITED = ("klein_edit", "flux2_edit")
+SEVERAL = ("klein_several", "qwen_edit_plus_several")  # pictures before the edit
 # trained by `make test-full` alone, where a family of the same form is trained every day
 FULL = (
     "hidream",
@@ -291,6 +294,7 @@ FULL = (
     "auraflow",
     "qwen_edit_plus",
     "flux2_edit",
+    "qwen_edit_plus_several",
     "krea2",
     "ernie_image",
     "ideogram4",
@@ -306,6 +310,11 @@ def edits(studio):
 
 def data_of(family, studio):
     """`images` and `run.samples` for this family."""
+    if family in SEVERAL:
+        folders = [str(studio.references / name) for name in ("before", "style")]
+        files = [f"{folder}/circle_0.png" for folder in folders]
+        images = {"train": str(studio.references / "after"), "controls": folders}
+        return images, [{"prompt": "green", "control": files}]
     if family not in IN_PAIRS:
         return {}, ["a red circle on white"]
     return edits(studio), [
@@ -326,11 +335,13 @@ def loss_and_grads(plain, model, batch, names):
 
 def in_fp64(batch):
     def wide(value):
+        if isinstance(value, tuple):
+            return tuple(map(wide, value))
         return value.double() if torch.is_tensor(value) and value.is_floating_point() else value
 
     widened = {
         name: wide(getattr(batch, name))
-        for name in ("latents", "noise", "sigma", "crop", "control")
+        for name in ("latents", "noise", "sigma", "crop", "controls")
     }
     return replace(
         batch, **widened, text={name: wide(tensor) for name, tensor in batch.text.items()}
@@ -349,6 +360,12 @@ def relative(found, exact):
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
+def model_of(family):
+    """The name of the tiny pipeline."""
+    name = family.removesuffix("_several")
+    return name.removesuffix("_edit") if name in ("klein_edit", "flux2_edit") else name
+
+
 def in_training(drawn, studio, tmp_path, family, preset):
     """The task, the model with random numbers in its adapter, and a batch; the adapter is saved in
     tmp_path.
@@ -356,7 +373,7 @@ def in_training(drawn, studio, tmp_path, family, preset):
     images, samples = data_of(family, studio)
     images = {"limit": 6, "caption_dropout": 0.5, **images}
     loaded = drawn(
-        model=getattr(studio, family.removesuffix("_edit") if family in EDITED else family),
+        model=getattr(studio, model_of(family)),
         images=images,
         run={"samples": samples},
         precision={"preset": preset},

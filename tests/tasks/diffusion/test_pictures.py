@@ -172,10 +172,10 @@ def test_pairs_of_a_folder_and_of_rows_are_the_same(studio):
         collect_pictures(ImagesSection(eval_split=0.0, **images), seed=0, has_controls=True).train
         for images in sections
     )
-    assert [(p.content, p.captions, p.control) for p in folder] == [
-        (p.content, p.captions, p.control) for p in rows
+    assert [(p.content, p.captions, p.controls) for p in folder] == [
+        (p.content, p.captions, p.controls) for p in rows
     ]
-    assert len({p.control for p in rows}) == 8
+    assert len({p.controls for p in rows}) == 8
 
 
 def test_parquet_may_hold_the_pictures(tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...dtypes import format_dtype, to_torch
 from .batches import Batch, DrawnRow, PlacedRow, Row, row_generator, stack_rows
-from .encode import Store
+from .encode import Store, entry_controls
 from .loss import EvaluationDraw
 from .resolved_run import ResolvedRun
 
@@ -31,7 +31,7 @@ class BatchMaker:
         self.observed = observed
 
     def make_training_batch(self, rows: Sequence[PlacedRow]) -> Batch:
-        """Makes a batch of rows of one size. All random numbers of a row depend only on the seed
+        """Makes a batch of rows of one shape. All random numbers of a row depend only on the seed
         and on the row's position in the stream.
         """
         return self._stack([self._draw_training_row(placed) for placed in rows])
@@ -86,7 +86,7 @@ class BatchMaker:
             entry["cut"],
             entry.get("mask"),
             row.weight,
-            entry.get("control"),
+            entry_controls(entry),
         )
 
     def _stack(self, drawn: Sequence[DrawnRow]) -> Batch:

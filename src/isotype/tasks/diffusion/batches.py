@@ -33,6 +33,7 @@ class Row:
     size      the size of the windows in pixels
     weight    the factor by which the row's loss is multiplied
     empty     the key of the empty caption
+    control_sizes  the sizes of the pictures before the edit in pixels
     """
 
     latents: tuple[str, ...]
@@ -41,6 +42,18 @@ class Row:
     size: Size
     weight: float = 1.0
     empty: str = ""
+    control_sizes: tuple[Size, ...] = ()
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """Returns the sizes of all pictures of the row. Rows of the same shape can be stacked to a
+        batch.
+        """
+        return (self.size, *self.control_sizes)
+
+    @property
+    def area(self) -> int:
+        return sum(size.area for size in self.shape)
 
 
 @dataclass(frozen=True)
@@ -65,8 +78,8 @@ class Batch:
     crop            fp32[N 4]    the result of `pixels.size_and_crop`; None if the pictures are not
                                  cropped and have the size of the latents
     lengths                      the number of tokens of each caption, if these numbers differ
-    control         F[N C H W]   latents of the pictures before the edit; None if the model does not
-                                 edit pictures
+    controls        F[N C H W]   latents of the pictures before the edit, one tensor for each
+                                 picture of a row; empty if the model does not edit pictures
     """
 
     latents: Tensor
@@ -77,7 +90,7 @@ class Batch:
     weights: Tensor | None = None
     crop: Tensor | None = None
     lengths: tuple[int, ...] = ()
-    control: Tensor | None = None
+    controls: tuple[Tensor, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -101,6 +114,8 @@ class Batch:
         def move(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.to(device, non_blocking=True)
+            if isinstance(value, tuple):
+                return tuple(map(move, value))
             return value
 
         text = {name: move(tensor) for name, tensor in self.text.items()}
@@ -112,19 +127,23 @@ class Batch:
 Item = TypeVar("Item")
 
 
-def group_by_size(items: Iterable[Item], size_of: Callable[[Item], Size]) -> dict[Size, list[Item]]:
-    """Groups items by size. The groups are ordered by the positions of their first items."""
-    groups: dict[Size, list[Item]] = {}
+def group_by_shape(
+    items: Iterable[Item], row_of: Callable[[Item], Row]
+) -> dict[tuple[Size, ...], list[Item]]:
+    """Groups items by the shape of their rows. The groups are ordered by the positions of their
+    first items.
+    """
+    groups: dict[tuple[Size, ...], list[Item]] = {}
     for item in items:
-        groups.setdefault(size_of(item), []).append(item)
+        groups.setdefault(row_of(item).shape, []).append(item)
     return groups
 
 
 class PictureStream(RowStream[Row]):
     """Yields rows with their positions. The only state of the stream is its current position.
 
-    step_rows  the number of rows of a step. All rows of a step have the same size. Rows that do not
-               fill a whole step with rows of their size come at the end of an epoch
+    step_rows  the number of rows of a step. All rows of a step have the same shape. Rows that do
+               not fill a whole step with rows of their shape come at the end of an epoch
     """
 
     def __init__(
@@ -135,12 +154,12 @@ class PictureStream(RowStream[Row]):
 
     def _epoch_order(self, epoch: int) -> list[int]:
         order = super()._epoch_order(epoch)
-        sizes = group_by_size(order, lambda index: self.rows[index].size)
-        if len(sizes) == 1:
+        shapes = group_by_shape(order, lambda index: self.rows[index])
+        if len(shapes) == 1:
             return order
         groups = []
         remaining = list[int]()
-        for indices in sizes.values():
+        for indices in shapes.values():
             full_count = len(indices) // self.step_rows * self.step_rows
             groups += [
                 indices[i : i + self.step_rows] for i in range(0, full_count, self.step_rows)
@@ -165,9 +184,10 @@ def row_generator(purpose: str, seed: int, position: int) -> torch.Generator:
 class DrawnRow(NamedTuple):
     """A row with the random numbers that were drawn for it.
 
-    latents, noise, control  fp32[C H W]; fp32[C F H W] for clips
-    mask                     fp32[1 H W]
-    crop                     fp32[4]
+    latents, noise  fp32[C H W]; fp32[C F H W] for clips
+    controls        fp32[C H W]  the latents of each picture before the edit
+    mask            fp32[1 H W]
+    crop            fp32[4]
     """
 
     latents: Tensor
@@ -177,19 +197,19 @@ class DrawnRow(NamedTuple):
     crop: Tensor
     mask: Tensor | None = None
     weight: float = 1.0
-    control: Tensor | None = None
+    controls: tuple[Tensor, ...] = ()
 
 
 def stack_rows(
     rows: Sequence[DrawnRow], *, dtype: torch.dtype, keeps_text_lengths: bool = False
 ) -> Batch:
-    """Stacks rows of one size into a batch. If `keeps_text_lengths` is true, the texts are padded
+    """Stacks rows of one shape into a batch. If `keeps_text_lengths` is true, the texts are padded
     to the longest text, and a mask is added.
     """
     has_masks = any(row.mask is not None for row in rows)
     has_weights = any(row.weight != 1.0 for row in rows)
     masks = [torch.ones_like(row.latents[:1]) if row.mask is None else row.mask for row in rows]
-    controls = [row.control for row in rows if row.control is not None]
+    controls = zip(*(row.controls for row in rows), strict=True)
     texts: dict[str, Tensor] = {}
     for name in rows[0].text:
         values = [row.text[name] for row in rows]
@@ -206,7 +226,7 @@ def stack_rows(
         torch.tensor([row.weight for row in rows], dtype=dtype) if has_weights else None,
         torch.stack([row.crop for row in rows]),
         tuple(len(row.text["text"]) for row in rows) if keeps_text_lengths else (),
-        torch.stack(controls).to(dtype) if controls else None,
+        tuple(torch.stack(pictures).to(dtype) for pictures in controls),
     )
 
 

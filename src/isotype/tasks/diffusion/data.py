@@ -61,6 +61,7 @@ class PictureData:
             seed=self.run.config.train.seed,
             has_controls=self.run.family.edits_pictures,
             clips=self.run.clips,
+            takes_several_controls=self.run.family.takes_several_controls,
         )
         if self.pictures.missing_class_pictures and self.run.config.model.init == "random":
             raise UsageError(
@@ -128,8 +129,8 @@ class PictureData:
         drops_captions = self.run.config.images.caption_dropout > 0
         inputs = [] if self.run.family.encodes_control else [TextInput(EMPTY)]
         for picture in self.pictures.all_pictures:
-            inputs += [text_input(caption, picture.control) for caption in picture.captions]
-            inputs += [text_input(EMPTY, picture.control)] if drops_captions else []
+            inputs += [text_input(caption, picture.controls) for caption in picture.captions]
+            inputs += [text_input(EMPTY, picture.controls)] if drops_captions else []
         return list(dict.fromkeys([*inputs, *prompt_text_inputs(self.run.prompts, self.encoder)]))
 
     @cached_property
@@ -158,6 +159,11 @@ class PictureData:
         return len(self.evaluation_rows)
 
     @property
+    def control_count(self) -> int:
+        """Returns the largest number of pictures before the edit of a row."""
+        return max((len(picture.controls) for picture in self.pictures.all_pictures), default=0)
+
+    @property
     def encoded_rows(self) -> list[Row]:
         """The training rows. They exist only after the pictures are encoded."""
         assert self.train_rows is not None, "pictures are encoded before the model is built"
@@ -173,8 +179,8 @@ class PictureData:
         )
 
     def largest_rows(self, count: int) -> list[PlacedRow]:
-        largest = max(self.encoded_rows, key=lambda row: row.size.area).size
-        rows = [row for row in self.encoded_rows if row.size == largest]
+        largest = max(self.encoded_rows, key=lambda row: row.area).shape
+        rows = [row for row in self.encoded_rows if row.shape == largest]
         return [PlacedRow(row, i) for i, row in enumerate((rows * count)[:count])]
 
     def fingerprints(self) -> dict[str, str]:

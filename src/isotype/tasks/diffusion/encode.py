@@ -41,11 +41,13 @@ from .pixels import (
     clip_pixels,
     crop_windows,
     displayed_size,
+    have_same_shape,
     label_control_errors,
     mask_pixels,
     nearest_bucket,
     open_displayed,
     pixels,
+    reference_window,
     refuse_other_shape,
     size_and_crop,
 )
@@ -54,11 +56,11 @@ from .text_encoders import tokenize_captions
 
 class TextInput(NamedTuple):
     """The input of a text encoder. It is a caption. If the text encoder of the model family also
-    reads the picture before the edit, this picture is included.
+    reads the pictures before the edit, these pictures are included.
     """
 
     caption: str
-    control: Content | None = None
+    controls: tuple[Content, ...] = ()
 
 
 VERSION = 4  # must be raised whenever the same picture or caption gives other tensors
@@ -183,11 +185,29 @@ CAPTIONS_PER_PASS = 8  # number of captions in one pass of the text encoders
 class _StoredWindow(NamedTuple):
     """A window of a picture (a crop that is used for training), or the mirror image of a window.
     Each of them is one entry of the store.
+
+    control_windows  the window of each picture before the edit
     """
 
     picture: Picture
     window: Window
     is_mirrored: bool
+    control_windows: tuple[Window, ...] = ()
+
+
+def _control_name(number: int) -> str:
+    """Returns the name of the latents of a picture before the edit in an entry of the store.
+    `number` is counted from 1.
+    """
+    return "control" if number == 1 else f"control_{number}"
+
+
+def entry_controls(entry: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Returns the latents of the pictures before the edit in an entry of the store."""
+    controls: list[Tensor] = []
+    while (name := _control_name(len(controls) + 1)) in entry:
+        controls.append(entry[name])
+    return tuple(controls)
 
 
 @dataclass
@@ -214,11 +234,11 @@ class Encoder:
     encoded_count: int = 0
     cached_count: int = 0
 
-    def text_input(self, caption: str, control: Content | None) -> TextInput:
-        """Returns the text encoder's input for a caption. `control` is the picture before the edit,
-        or None if the model does not edit pictures.
+    def text_input(self, caption: str, controls: tuple[Content, ...]) -> TextInput:
+        """Returns the text encoder's input for a caption. `controls` are the pictures before the
+        edit. There are none if the model does not edit pictures.
         """
-        return TextInput(caption, control if self.folder.family.encodes_control else None)
+        return TextInput(caption, controls if self.folder.family.encodes_control else ())
 
     def encode_captions(self, inputs: Sequence[TextInput]) -> dict[TextInput, str]:
         """Encodes the texts that are not yet in the store. Returns the key of each text's
@@ -241,7 +261,7 @@ class Encoder:
         }
         keys = {
             item: entry_key(
-                [key_parts, item.caption, *([item.control.fingerprint()] if item.control else [])]
+                [key_parts, item.caption, *(content.fingerprint() for content in item.controls)]
             )
             for item in inputs
         }
@@ -347,15 +367,17 @@ class Encoder:
                 for is_mirrored in (False, True)
             )
             pending |= windows
+            first = next(iter(windows.values()))
             row = Row(
                 tuple(unmirrored_keys),
                 tuple(mirrored_keys),
                 tuple(
-                    text[self.text_input(caption, picture.control)] for caption in picture.captions
+                    text[self.text_input(caption, picture.controls)] for caption in picture.captions
                 ),
-                next(iter(windows.values())).window.size,
+                first.window.size,
                 picture.weight,
-                text.get(self.text_input("", picture.control), ""),
+                text.get(self.text_input("", picture.controls), ""),
+                tuple(window.size for window in first.control_windows),
             )
             rows.append([row] * picture.repeats)
         missing = self._find_missing({key: key for key in pending})
@@ -378,23 +400,45 @@ class Encoder:
         """
         content = picture.content.fingerprint()
         mask = picture.mask.fingerprint() if picture.mask is not None else None
-        control = []
-        if picture.control is not None:
-            refuse_other_shape(picture.content.read(), picture.control.read())
-            control = [picture.control.fingerprint()]
         images = run_sizes.images
-        bucket_sizes = run_sizes.buckets[next(iter(picture.resolutions), images.resolution)]
+        side = next(iter(picture.resolutions), images.resolution)
+        references = self._find_reference_windows(picture, side, run_sizes.multiple)
+        controls = [control.fingerprint() for control in picture.controls]
+        # two pictures of an edit that are cut alike have the key without the windows
+        if any(references):
+            controls.append(json.dumps([window and astuple(window) for window in references]))
+        bucket_sizes = run_sizes.buckets[side]
         if len(bucket_sizes) == 1:
             size = bucket_sizes[0]
         else:
             size = nearest_bucket(*displayed_size(picture.content.read()), bucket_sizes)
-        return {
-            entry_key(
-                [key_parts, content, mask, astuple(window), is_mirrored, *control]
-            ): _StoredWindow(picture, window, is_mirrored)
-            for is_mirrored in ((False, True) if images.flip else (False,))
-            for window in crop_windows(size, images.crop, seed=seed, content=content)
-        }
+        windows = {}
+        for is_mirrored in (False, True) if images.flip else (False,):
+            for window in crop_windows(size, images.crop, seed=seed, content=content):
+                key = entry_key([key_parts, content, mask, astuple(window), is_mirrored, *controls])
+                control_windows = tuple(reference or window for reference in references)
+                windows[key] = _StoredWindow(picture, window, is_mirrored, control_windows)
+        return windows
+
+    def _find_reference_windows(
+        self, picture: Picture, side: int, multiple: int
+    ) -> list[Window | None]:
+        """Returns the window of each picture before the edit. The window is None for a picture with
+        the aspect ratio of the edited picture, because it is cropped like the edited picture.
+        Raises BadPicture, OSError.
+        """
+        windows: list[Window | None] = []
+        for number, control in enumerate(picture.controls, start=1):
+            edited_size = displayed_size(picture.content.read())
+            with label_control_errors(number if len(picture.controls) > 1 else 0):
+                control_size = displayed_size(control.read())
+            if not self.folder.family.takes_several_controls:
+                refuse_other_shape(edited_size, control_size)
+            if have_same_shape(edited_size, control_size):
+                windows.append(None)
+            else:
+                windows.append(reference_window(*control_size, side=side, multiple=multiple))
+        return windows
 
     def _encode_missing_pictures(
         self, pending: Mapping[str, _StoredWindow], bad_pictures: UnusablePictures
@@ -411,9 +455,8 @@ class Encoder:
         self._record_dtype("vae", "weights", next(vae.parameters()).dtype)
         refused_keys = set()
         with torch.no_grad():
-            for key, (picture, window, is_mirrored) in track_progress(
-                pending.items(), "encoding pictures"
-            ):
+            for key, stored_window in track_progress(pending.items(), "encoding pictures"):
+                picture, window, is_mirrored, _ = stored_window
                 try:
                     content = picture.content.read()
                     if isinstance(picture.content, Clip):
@@ -428,11 +471,7 @@ class Encoder:
                         mask_1HW = mask_pixels(picture.mask.read(), window)
                     else:
                         mask_1HW = None
-                    with label_control_errors():
-                        if picture.control is not None:
-                            control_CHW = pixels(picture.control.read(), window)
-                        else:
-                            control_CHW = None
+                    controls = _read_controls(stored_window)
                 except (BadPicture, OSError) as error:
                     bad_pictures.add(picture.origin, _error_reason(error))
                     refused_keys.add(key)
@@ -442,11 +481,12 @@ class Encoder:
                 )
                 self._record_dtype("vae", "pixels", x_1.dtype)
                 entry = {"mean": mean_1[0], "std": std_1[0], "cut": crop_4}
-                if control_CHW is not None:
+                for number, control_CHW in enumerate(controls, start=1):
                     control_1CHW = (control_CHW.flip(-1) if is_mirrored else control_CHW)[None].to(
                         x_1
                     )
-                    entry["control"] = self.folder.family.latents.encode(vae, control_1CHW)[0][0]
+                    control_mean_1CHW, _ = self.folder.family.latents.encode(vae, control_1CHW)
+                    entry[_control_name(number)] = control_mean_1CHW[0]
                 if mask_1HW is not None:
                     latent_mask_1HW = adaptive_avg_pool2d(
                         mask_1HW, (mean_1.shape[-2], mean_1.shape[-1])
@@ -467,17 +507,29 @@ class Encoder:
         self.observed[role, tensor] = format_dtype(dtype)
 
 
-def _open_controls(inputs: Sequence[TextInput]) -> tuple[list[TextInput], list[Any]]:
-    """Returns the inputs whose pictures can be opened, and these pictures as PIL images. If a
-    picture cannot be opened, this is reported later, when the pictures are encoded.
+def _read_controls(stored_window: _StoredWindow) -> list[Tensor]:
+    """Reads the pictures before the edit, each fp32[3 H W] in [-1, 1] in the size of its window.
+    Raises BadPicture, OSError.
+    """
+    controls = stored_window.picture.controls
+    pictures = []
+    windows = zip(controls, stored_window.control_windows, strict=True)
+    for number, (control, window) in enumerate(windows, start=1):
+        with label_control_errors(number if len(controls) > 1 else 0):
+            pictures.append(pixels(control.read(), window))
+    return pictures
+
+
+def _open_controls(inputs: Sequence[TextInput]) -> tuple[list[TextInput], list[list[Any]]]:
+    """Returns the inputs whose pictures can be opened, and for each of them its pictures as PIL
+    images. If a picture cannot be opened, this is reported later, when the pictures are encoded.
     """
     readable = []
     for item in inputs:
         with suppress(BadPicture, OSError):
-            readable.append(
-                (item, open_displayed(item.control.read() if item.control is not None else b""))
-            )
-    return [item for item, _ in readable], [picture for _, picture in readable]
+            pictures = [open_displayed(content.read()) for content in item.controls]
+            readable.append((item, pictures))
+    return [item for item, _ in readable], [pictures for _, pictures in readable]
 
 
 def _error_reason(error: Exception) -> str:

@@ -24,7 +24,7 @@ from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...training.task import Evaluation, eval_mode
-from .batches import Batch, Row, group_by_size
+from .batches import Batch, Row, group_by_shape
 from .families import Conditioning, Family
 
 
@@ -416,7 +416,7 @@ def evaluate(
     in fp64.
 
     build_batch  a function that makes a batch from tuples (number of the draw, row, noise level);
-                 all rows of a batch have the same size
+                 all rows of a batch have the same shape
     losses       a function that computes the loss of each row of a batch, float[N]
     world        the processes that share the work. Each process computes a part of the batches, and
                  all processes return the same result. All processes make the same number of forward
@@ -430,9 +430,9 @@ def evaluate(
     all_draws = [
         (i * draws + k, row, levels[k]) for i, row in enumerate(rows) for k in range(draws)
     ]
-    sizes = sorted(group_by_size(all_draws, lambda draw: draw[1].size).items())
+    shapes = sorted(group_by_shape(all_draws, lambda draw: draw[1]).items())
     passes = [
-        group[i : i + batch_size] for _, group in sizes for i in range(0, len(group), batch_size)
+        group[i : i + batch_size] for _, group in shapes for i in range(0, len(group), batch_size)
     ]
     sums = dict.fromkeys(parts, 0.0)
     with eval_mode(model):

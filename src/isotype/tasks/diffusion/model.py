@@ -76,12 +76,19 @@ def outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -
     return ModelOutline(model, trainable, total + (0 if trains_every_weight else trainable))
 
 
-def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
+def empty_batch(
+    run: ResolvedRun, rows: int, device: torch.device, controls: int | None = None
+) -> Batch:
     """Returns a batch without data. It has the shapes and dtypes of a batch of the largest
     pictures or clips.
+
+    controls  the number of pictures before the edit of a row; by default one if the model edits
+              pictures, and otherwise 0
     """
     family = run.family
     folder = run.folder
+    if controls is None:
+        controls = int(family.edits_pictures)
     dtype = to_torch(run.precision.latents)
     text_dtype = to_torch(run.precision.text_encoder)
     channels = family.latents.channels(folder.config("vae"))
@@ -90,6 +97,7 @@ def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
     if run.clips is not None:
         shape.insert(2, run.sizes.latent_frames)
     length = family.count_text_tokens(folder.clip_length(), run.max_text_length)
+    length += controls * family.control_text_tokens
     latents, noise = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     if run.config.adapter.text_encoders:
         encoders = len(family.trainable_encoders)
@@ -109,16 +117,18 @@ def empty_batch(run: ResolvedRun, rows: int, device: torch.device) -> Batch:
         torch.empty(rows, dtype=dtype, device=device),
         texts,
         lengths=(length,) * rows if family.keeps_text_lengths else (),
-        control=torch.empty_like(latents) if family.edits_pictures else None,
+        controls=tuple(torch.empty_like(latents) for _ in range(controls)),
     )
 
 
-def measure_forward_cost(run: ResolvedRun) -> ForwardCost:
+def measure_forward_cost(run: ResolvedRun, controls: int) -> ForwardCost:
     """Measures the cost of a forward on one training picture. The denoiser has no adapter and
     computes in fp32.
+
+    controls  the number of pictures before the edit of a row
     """
     denoiser = outline_base(run.folder, run.config)
-    batch = empty_batch(run, 1, torch.device("meta"))
+    batch = empty_batch(run, 1, torch.device("meta"), controls)
     run.family.prepare(denoiser)
     text = {
         name: tensor.float() if tensor.is_floating_point() else tensor

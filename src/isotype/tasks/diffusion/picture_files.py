@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import repeat
@@ -70,15 +71,19 @@ class ParquetContent:
 
     group, row  the number of the row group, and the number of the row within the group, both
                 counted from 0
+    index       the number of the picture, if the cell is a list of pictures; counted from 0
     """
 
     path: Path
     column: str
     group: int
     row: int
+    index: int | None = None
 
     def read(self) -> bytes:
         cell = _read_column(self.path, self.column, self.group)[self.row].as_py()
+        if self.index is not None:
+            cell = cell[self.index]
         data = cell.get("bytes") if isinstance(cell, dict) else cell
         return data if isinstance(data, bytes) else b""
 
@@ -200,7 +205,7 @@ class Picture:
     origin       the picture's file, or the row of the table that names the picture
     mask         the parts of the picture where the loss is counted; None if it is counted
                  everywhere
-    control      the picture before the edit, for a model that edits pictures
+    controls     the pictures before the edit, for a model that edits pictures
     repeats      how many rows of an epoch use this picture
     weight       the factor by which its loss is multiplied
     resolutions  the resolutions in which it is used; empty for the run's resolution
@@ -210,7 +215,7 @@ class Picture:
     captions: tuple[str, ...]
     origin: str
     mask: Content | None = None
-    control: Content | None = None
+    controls: tuple[Content, ...] = ()
     repeats: int = 1
     weight: float = 1.0
     resolutions: tuple[int, ...] = ()
@@ -429,8 +434,9 @@ PAIR_COLUMN_NAMES: Mapping[str, tuple[str, ...]] = {
         "edited_image", "edited", "target_image", "target_img", "target", "output_image", "output", "after", *COLUMN_NAMES["image"],
     ),
     "control": (
-        "control", "control_image", "source_image", "source_img", "source", "cond_image", "condition_image", "conditioning_image",
-        "input_image", "input", "original_image", "before", "image",
+        "control", "control_image", "control_images", "control_path", "source_image", "source_images", "source_img", "source",
+        "cond_image", "condition_image", "conditioning_image", "reference_image", "reference_images", "references", "edit_image",
+        "input_image", "input_images", "input", "original_image", "before", "image",
     ),
     "text": ("instruction", "edit_prompt", "edit", *COLUMN_NAMES["text"]),
     "mask": COLUMN_NAMES["mask"],
@@ -458,7 +464,7 @@ def read_table_pictures(
     Raises        UsageError if the file does not have these columns, or if it is not a table
     """
     pictures: dict[Any, Picture] = {}
-    names: dict[str, str] | None = None
+    names: TableColumns | None = None
     for record, cells in _read_rows(file):
         if record.error or not isinstance(record.value, dict):
             report_bad(record.location, record.error or "expected an object")
@@ -468,7 +474,7 @@ def read_table_pictures(
                 known_names = CLIP_COLUMN_NAMES
             else:
                 known_names = PAIR_COLUMN_NAMES if has_controls else COLUMN_NAMES
-            names = _match_columns(file, record.value, columns, key, known_names)
+            names = _match_columns(file, record.value, columns or {}, key, known_names)
         try:
             name, picture = _row_picture(record, names, file, cells, clips)
         except BadPicture as error:
@@ -501,27 +507,38 @@ def _parquet_positions(file: Path) -> Iterator[tuple[int, int]]:
             yield group, row
 
 
+@dataclass(frozen=True)
+class TableColumns:
+    """The names of a table's columns. Several pictures before the edit are in one column of lists,
+    or each of them is in a column of its own.
+    """
+
+    image: str
+    text: str
+    mask: str | None = None
+    controls: tuple[str, ...] = ()
+
+
 def _match_columns(
     file: Path,
     row: Mapping[str, Any],
-    columns: Mapping[str, str] | None,
+    columns: Mapping[str, str],
     key: str,
     known_names: Mapping[str, tuple[str, ...]],
-) -> dict[str, str]:
-    """Returns a mapping from `image`, `text`, `mask` and `control` to the file's columns. Raises
-    UsageError.
-    """
-    columns = columns or {}
+) -> TableColumns:
+    """Finds the columns of a table by the names in its first row. Raises UsageError."""
     for field, file_column in columns.items():
-        if file_column not in row:
+        is_numbered = field == "control" and _find_control_columns(list(row), [file_column])
+        if file_column not in row and not is_numbered:
             raise UsageError(
                 f"{key}: {file}: no column {file_column!r} (columns.{field}): it has"
                 f" {list_names(row)}"
             )
     names = dict(columns)
-    for field, candidates in known_names.items():
+    for field in ("image", "text", "mask"):
         column = next(
-            (name for name in candidates if name in row and name not in names.values()), None
+            (name for name in known_names[field] if name in row and name not in names.values()),
+            None,
         )
         if field not in names and column is not None:
             names[field] = column
@@ -532,43 +549,103 @@ def _match_columns(
                 f" {list_names(row)}",
                 fix=f"images.columns: {{{field}: NAME}}",
             )
-    return names
+    controls: tuple[str, ...] = ()
+    if "control" in known_names:
+        other_columns = [name for name in row if name not in (names["image"], names["text"])]
+        candidates = [names["control"]] if "control" in names else known_names["control"]
+        controls = _find_control_columns(other_columns, candidates)
+    return TableColumns(names["image"], names["text"], names.get("mask"), controls)
+
+
+def _find_control_columns(columns: Sequence[str], candidates: Sequence[str]) -> tuple[str, ...]:
+    """Returns the column of the picture before the edit, which has one of the candidate names. If
+    there is one column for each of several pictures, such as `control_1` and `control_2`, returns
+    these columns, sorted by their numbers.
+    """
+    for name in candidates:
+        if name in columns:
+            return (name,)
+        pattern = re.compile(rf"{re.escape(name)}_?(\d{{1,3}})")
+        matches = [match for column in columns if (match := pattern.fullmatch(column))]
+        if matches:
+            matches.sort(key=lambda match: int(match[1]))
+            return tuple(match[0] for match in matches)
+    return ()
 
 
 def _row_picture(
     record: Record,
-    names: Mapping[str, str],
+    names: TableColumns,
     file: Path,
     position: tuple[int, int],
     clips: ClipSettings | None,
 ) -> tuple[Any, Picture]:
-    """Returns a key and the picture of a row. The key identifies the row's picture and the picture
-    before the edit, so that rows with the same picture can be found. Raises BadPicture.
+    """Returns a key and the picture of a row. The key identifies the row's picture and the pictures
+    before the edit, so that rows with the same pictures can be found. Raises BadPicture.
     """
     row = record.value
-    key = names["text"]
+    key = names.text
     texts = [row.get(key)] if isinstance(row.get(key), str) else row.get(key)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise BadPicture(f"{key}: expected a caption or a list of them, got {row.get(key)!r:.60}")
     if sum(map(len, texts)) > MAX_CAPTION_BYTES:
         raise BadPicture(f"{key}: captions of more than {MAX_CAPTION_BYTES:,} characters")
     captions = tuple(dict.fromkeys(" ".join(text.split()) for text in texts))
-    cell = row.get(names["image"])
+    cell = row.get(names.image)
     content: Content
     if clips is None:
-        content = _cell_content(cell, names["image"], file, position)
+        content = _cell_content(cell, names.image, file, position)
     else:
-        content = _cell_clip(cell, names["image"], file, clips)
-    mask, control = (
-        (
-            _cell_content(row[names[field]], names[field], file, position)
-            if field in names and row.get(names[field]) not in (None, "")
-            else None
-        )
-        for field in ("mask", "control")
-    )
+        content = _cell_clip(cell, names.image, file, clips)
+    mask = None
+    if names.mask is not None and not _is_empty(row.get(names.mask)):
+        mask = _cell_content(row[names.mask], names.mask, file, position)
+    controls = _read_controls(row, names.controls, file, position)
     name = record.location if isinstance(content, ParquetContent) else str(content.path)
-    return (name, control), Picture(content, captions, record.location, mask=mask, control=control)
+    picture = Picture(content, captions, record.location, mask=mask, controls=controls)
+    return (name, controls), picture
+
+
+def _is_empty(cell: Any) -> bool:
+    return cell is None or cell in ("", [])
+
+
+def _read_controls(
+    row: Mapping[str, Any], columns: Sequence[str], file: Path, position: tuple[int, int]
+) -> tuple[Content, ...]:
+    """Returns the pictures before the edit of a row. A row may have fewer of them than another row,
+    but an empty cell before a picture is an error. Raises BadPicture.
+    """
+    controls: list[Content] = []
+    empty_column = None
+    for column in columns:
+        cell = row.get(column)
+        if _is_empty(cell):
+            empty_column = empty_column or column
+            continue
+        if empty_column is not None:
+            raise BadPicture(f"{empty_column}: empty, and {column} has a picture")
+        if isinstance(cell, str) and cell.strip().startswith("["):
+            cell = _parse_list(cell)
+        if not isinstance(cell, list):
+            controls.append(_cell_content(cell, column, file, position))
+            continue
+        for index, item in enumerate(cell):
+            content = _cell_content(item, f"{column}[{index}]", file, position)
+            if isinstance(content, ParquetContent):
+                content = replace(content, column=column, index=index)
+            controls.append(content)
+    return tuple(controls)
+
+
+def _parse_list(cell: str) -> Any:
+    """Parses a cell of a CSV file that contains a JSON list of files. Returns any other text
+    unchanged.
+    """
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell
 
 
 def _cell_content(cell: Any, column: str, file: Path, position: tuple[int, int]) -> Content:
@@ -578,10 +655,7 @@ def _cell_content(cell: Any, column: str, file: Path, position: tuple[int, int])
     if isinstance(cell, bytes) or (isinstance(cell, dict) and isinstance(cell.get("bytes"), bytes)):
         return ParquetContent(file, column, *position)
     if isinstance(cell, list):
-        raise BadPicture(
-            f"{column}: {len(cell)} pictures in a row: an edit with several pictures before it is"
-            " not offered; keep one"
-        )
+        raise BadPicture(f"{column}: {len(cell)} pictures in one row: expected one")
     if not isinstance(cell, str) or not cell.strip():
         raise BadPicture(f"{column}: expected a picture's file, got {cell!r:.60}")
     content = resolve_picture(cell, file.parent)

@@ -35,7 +35,6 @@ from .picture_files import (
     FileContent,
     PathContent,
     Picture,
-    ReportBad,
     count_other_files,
     find_metadata,
     list_contents,
@@ -60,7 +59,8 @@ class RunPictures:
     train                   the training pictures, with the regularisation pictures at the end
     bad_pictures            the pictures that cannot be used
     regularisation_count    the number of regularisation pictures
-    has_controls            whether each picture has a control, which is the picture before the edit
+    has_controls            whether each picture has controls, which are the pictures before the edit
+    takes_several_controls  whether a picture may have several controls
     missing_class_pictures  the class pictures that do not exist yet
     other_files             folder -> file ending -> number of files that are not pictures and were
                             not read
@@ -73,6 +73,7 @@ class RunPictures:
     bad_pictures: UnusablePictures
     regularisation_count: int = 0
     has_controls: bool = False
+    takes_several_controls: bool = False
     missing_class_pictures: list[MissingPicture] = field(default_factory=list)
     other_files: dict[str, Counter[str]] = field(default_factory=dict)
     trains_on_all: bool = False
@@ -128,8 +129,7 @@ class RunPictures:
             with suppress(BadPicture, OSError):
                 pictures = [
                     thumbnail_url(content.read())
-                    for content in (picture.control, picture.content)
-                    if content is not None
+                    for content in (*picture.controls, picture.content)
                 ]
                 parts = [
                     {"text": caption + "\n", "learnt": False}
@@ -156,12 +156,14 @@ def collect_pictures(
     seed: int,
     has_controls: bool = False,
     clips: ClipSettings | None = None,
+    takes_several_controls: bool = False,
 ) -> RunPictures:
     """Collects the training and evaluation pictures. Raises a UsageError that lists every picture
     that cannot be used.
 
-    has_controls  whether each picture needs a picture before the edit
-    clips         set if the run trains on clips
+    has_controls            whether each picture needs a picture before the edit
+    takes_several_controls  whether a picture may have several pictures before the edit
+    clips                   set if the run trains on clips
     """
     from ...data.rows import epoch_order
 
@@ -171,6 +173,7 @@ def collect_pictures(
         UnusablePictures(skip=images.on_bad_row == "skip"),
         has_controls=has_controls,
         clips=clips,
+        takes_several_controls=takes_several_controls,
     )
     train = apply_caption_settings(
         _attach_masks(_read_sources(images, "train", result)[: images.limit], images, result),
@@ -237,7 +240,7 @@ def _read_sources(images: ImagesSection, side: str, result: RunPictures) -> list
         else:
             source_pictures = list(_read_source(source, images, result))
         if result.has_controls:
-            source_pictures = _attach_controls(source_pictures, source, result.bad_pictures.add)
+            source_pictures = _attach_controls(source_pictures, source, result)
         if (
             not source_pictures
             and len(result.bad_pictures.rows) == bad_count
@@ -354,9 +357,9 @@ def _read_with_metadata(
     result: RunPictures,
 ) -> Iterable[Picture]:
     """Yields the pictures of a folder that are listed in its metadata file. A picture that is not
-    listed cannot be used, because it has no caption. If each picture has a picture before the edit
-    (its control), both can be in the same folder. Then some files of the folder are only the
-    picture before an edit, so this function yields one picture for each row of the metadata file
+    listed cannot be used, because it has no caption. If each picture has pictures before the edit
+    (its controls), all of them can be in the same folder. Then some files of the folder are only
+    pictures before an edit, so this function yields one picture for each row of the metadata file
     and not for each file.
     """
     rows = list(
@@ -372,7 +375,7 @@ def _read_with_metadata(
     row_by_path = {
         content.path: row
         for row in rows
-        for content in (row.content, row.control)
+        for content in (row.content, *row.controls)
         if isinstance(content, PathContent)
     }
     report_unreadable(files, result.bad_pictures.add)
@@ -407,7 +410,7 @@ def _report_disagreeing(pictures: Iterable[Picture], result: RunPictures) -> Non
     for picture in pictures:
         if not isinstance(picture.content, PathContent):
             continue
-        key = (str(picture.content.path.resolve()), picture.control)
+        key = (str(picture.content.path.resolve()), picture.controls)
         first_origin, captions = result._first_captions.setdefault(
             key, (picture.origin, picture.captions)
         )
@@ -447,36 +450,51 @@ def _attach_masks(
 
 
 def _attach_controls(
-    pictures: Sequence[Picture], source: PictureSource, report_bad: ReportBad
+    pictures: Sequence[Picture], source: PictureSource, result: RunPictures
 ) -> list[Picture]:
-    """Finds the picture before the edit for each edited picture, and adds it. This is the picture
-    that the row names, or the picture with the same name in the source's `controls`. An edited
-    picture without a picture before the edit is left out and reported.
+    """Finds the pictures before the edit for each edited picture, and adds them. These are the
+    pictures that the row names, or the pictures with the same name in the source's `controls`. An
+    edited picture for which one of them is missing is left out and reported.
     """
     root = Path(source.name).expanduser()
-    controls = dict[str, Path]()
-    hint = "a row names it (control), or images.controls its folder"
-    if source.controls is not None:
-        folder = Path(source.controls).expanduser()
-        if not folder.is_dir():
-            raise UsageError(f"{source.key}: controls: {source.controls}: no such folder")
-        if folder.resolve().is_relative_to(root.resolve()):
-            raise UsageError(
-                f"{source.key}: controls: {source.controls} lies in {source.name}, which holds the"
-                " edited ones",
-                fix="move it",
-            )
-        controls, hint = pictures_by_name(folder), f"{source.controls} has none of its name"
+    folders = {name: _read_control_folder(name, source, root) for name in source.controls}
+    report_bad = result.bad_pictures.add
     paired_pictures = []
     for picture in pictures:
         name = _relative_name(picture, [root])
-        if picture.control is None and name in controls:
-            picture = replace(picture, control=FileContent(controls[name]))
-        if picture.control is None:
+        missing = [folder for folder, files in folders.items() if name not in files]
+        if picture.controls or not folders:
+            missing = []
+        elif not missing:
+            files = tuple(FileContent(files[name]) for files in folders.values())
+            picture = replace(picture, controls=files)
+        if missing:
+            hint = f"{', '.join(missing)} has none of its name"
             report_bad(picture.origin, f"no picture before the edit: {hint}")
+        elif not picture.controls:
+            hint = "a row names it (control), or images.controls its folder"
+            report_bad(picture.origin, f"no picture before the edit: {hint}")
+        elif len(picture.controls) > 1 and not result.takes_several_controls:
+            report_bad(
+                picture.origin,
+                f"{len(picture.controls)} pictures before the edit, and this model takes one",
+            )
         else:
             paired_pictures.append(picture)
     return paired_pictures
+
+
+def _read_control_folder(name: str, source: PictureSource, root: Path) -> dict[str, Path]:
+    """Returns the pictures of one folder of the source's `controls` by name. Raises UsageError."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise UsageError(f"{source.key}: controls: {name}: no such folder")
+    if folder.resolve().is_relative_to(root.resolve()):
+        raise UsageError(
+            f"{source.key}: controls: {name} lies in {source.name}, which holds the edited ones",
+            fix="move it",
+        )
+    return pictures_by_name(folder)
 
 
 def _relative_name(picture: Picture, roots: Sequence[Path]) -> str:

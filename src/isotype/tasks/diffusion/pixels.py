@@ -238,28 +238,51 @@ def displayed_size(content: bytes) -> tuple[int, int]:
 
 
 @contextmanager
-def label_control_errors() -> Iterator[None]:
-    """If a BadPicture is raised within this block, adds to its message that the error is in the
+def label_control_errors(number: int = 0) -> Iterator[None]:
+    """If a BadPicture is raised within this block, adds to its message that the error is in a
     picture before the edit.
+
+    number  the number of this picture, if there are several; counted from 1
     """
+    label = f"picture {number} before the edit" if number else "the picture before the edit"
     try:
         yield
     except BadPicture as error:
-        raise BadPicture(f"the picture before the edit: {error}") from None
+        raise BadPicture(f"{label}: {error}") from None
 
 
-def refuse_other_shape(edited: bytes, original: bytes) -> None:
-    """Raises BadPicture if the two pictures of an edit have different aspect ratios, because both
-    are scaled to the same window. A difference of one pixel is allowed.
+def have_same_shape(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    """Returns True if two pictures have the same aspect ratio. A difference of one pixel is
+    allowed. The arguments are the widths and heights of the pictures.
     """
-    width, height = displayed_size(edited)
-    with label_control_errors():
-        other_width, other_height = displayed_size(original)
-    if abs(width * other_height - other_width * height) > max(width, height):
+    (width, height), (other_width, other_height) = first, second
+    return abs(width * other_height - other_width * height) <= max(width, height)
+
+
+def refuse_other_shape(edited: tuple[int, int], original: tuple[int, int]) -> None:
+    """Raises BadPicture if the two pictures of an edit have different aspect ratios, because both
+    are scaled to the same window. The arguments are the widths and heights of the pictures.
+    """
+    if not have_same_shape(edited, original):
         raise BadPicture(
-            f"{width} x {height} pixels, and the picture before the edit has {other_width} x"
-            f" {other_height}: cut one to the other's shape"
+            f"{edited[0]} x {edited[1]} pixels, and the picture before the edit has {original[0]} x"
+            f" {original[1]}: cut one to the other's shape"
         )
+
+
+WIDEST_REFERENCE = 8.0  # the largest aspect ratio at which a reference picture is not cropped
+
+
+def reference_window(width: int, height: int, *, side: int, multiple: int) -> Window:
+    """Returns the window of a reference picture whose aspect ratio differs from that of the edited
+    picture. The window keeps the aspect ratio of the reference picture as closely as the sizes of
+    buckets allow, and is not larger than a square with sides of `side` pixels.
+
+    multiple  the side of a latent token, in pixels
+    """
+    square_side = max(multiple, side // multiple * multiple)
+    sizes = bucket_sizes(square_side, max_aspect=WIDEST_REFERENCE, multiple=multiple)
+    return Window(nearest_bucket(width, height, sizes))
 
 
 def open_displayed(content: bytes) -> Any:

@@ -192,7 +192,7 @@ class ResolvedRun:
             self.downscale,
             batch.lengths,
             batch.crop,
-            batch.control,
+            batch.controls,
             self.frame_step,
             self.frame_rate,
         )

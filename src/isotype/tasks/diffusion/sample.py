@@ -4,6 +4,7 @@ precision. Sampling does not change the training.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,10 +30,13 @@ from .pixels import (
     BadPicture,
     Size,
     Window,
+    displayed_size,
     encode_png,
     encode_webp,
+    have_same_shape,
     open_displayed,
     pixels,
+    reference_window,
     thumbnail_url,
 )
 
@@ -82,13 +86,13 @@ class Prompt:
     negative   the negative text, which says what the picture should not show
     overrides  the fields of `SampleSettings` that this prompt sets itself. If it sets a seed, the
                noise of its picture depends only on this seed.
-    control    the file of the picture before the edit
+    controls   the files of the pictures before the edit
     """
 
     text: str
     negative: str = ""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    control: Path | None = None
+    controls: tuple[Path, ...] = ()
 
     @classmethod
     def parse(cls, entry: str | Mapping[str, Any], setting: str = "run.samples") -> Prompt:
@@ -112,6 +116,11 @@ class Prompt:
                         f"{setting}: size: {value!r}: expected a side or WIDTHxHEIGHT in pixels",
                         fix="size: 832x1216",
                     )
+            elif key == "control":
+                if not all(isinstance(file, str) and file for file in _list_files(value)):
+                    raise UsageError(
+                        f"{setting}: control: {value!r}: expected a file or a list of files"
+                    )
             elif (
                 not isinstance(value, _VALUE_TYPES[key])
                 or isinstance(value, bool)
@@ -124,22 +133,27 @@ class Prompt:
         overrides = {key: entry[key] for key in _OVERRIDES if key in entry}
         if "size" in entry:
             overrides["size"] = Size.parse(entry["size"])
-        control = Path(entry["control"]).expanduser() if "control" in entry else None
-        return cls(entry["prompt"], entry.get("negative", ""), overrides, control)
+        controls = tuple(Path(file).expanduser() for file in _list_files(entry.get("control", [])))
+        return cls(entry["prompt"], entry.get("negative", ""), overrides, controls)
 
     @property
     def label(self) -> str:
-        if self.control is None:
+        if not self.controls:
             return self.text
-        return f"{self.text} ({self.control.name})"
+        return f"{self.text} ({', '.join(control.name for control in self.controls)})"
 
     def settings(self, defaults: SampleSettings) -> SampleSettings:
         return replace(defaults, **self.overrides)
 
 
+def _list_files(value: Any) -> list[Any]:
+    """Returns the files of the key `control`, which is one file or a list of files."""
+    return value if isinstance(value, list) else [value]
+
+
 _VALUE_TYPES: dict[str, Any] = {
     "prompt": str,
-    "control": str,
+    "control": (str, list),
     "negative": str,
     "size": (int, str),
     "steps": int,
@@ -186,15 +200,13 @@ def sample(
             generator = row_generator(
                 "sample", prompt_settings.seed, 0 if "seed" in prompt.overrides else i
             )
-            control = None
-            if prompt.control is not None:
-                x_1CHW = pixels(
-                    prompt.control.read_bytes(),
-                    Window(prompt_settings.size),
-                )[None].to(device, vae.dtype)
-                control = folder.family.latents.encode(vae, x_1CHW)[0].to(dtype)
+            controls = []
+            for file in prompt.controls:
+                window = _control_window(file, folder, prompt_settings.size)
+                x_1CHW = pixels(file.read_bytes(), window)[None].to(device, vae.dtype)
+                controls.append(folder.family.latents.encode(vae, x_1CHW)[0].to(dtype))
             latents = folder.family.sample(
-                pipe, prompt_text, negative_text, prompt_settings, generator, control
+                pipe, prompt_text, negative_text, prompt_settings, generator, tuple(controls)
             )
             picture = folder.family.latents.decode(vae, latents)[0].float()
             if prompt_settings.frames == 1:
@@ -206,14 +218,28 @@ def sample(
     free_memory(device)
 
 
+def _control_window(file: Path, folder: PipelineFolder, size: Size) -> Window:
+    """Returns the window of a picture before the edit, for a sample of this size. It is the window
+    of the sample. If the picture has another aspect ratio, and the model was trained on such
+    pictures, the window has the aspect ratio of the picture.
+    """
+    family = folder.family
+    control_size = displayed_size(file.read_bytes())
+    is_like_sample = have_same_shape((size.width, size.height), control_size)
+    if is_like_sample or not family.takes_several_controls:
+        return Window(size)
+    multiple = family.latents.downscale(folder.config("vae")) * family.side_multiple
+    return reference_window(*control_size, side=math.isqrt(size.area), multiple=multiple)
+
+
 def prompt_text_inputs(prompts: Sequence[Prompt], encoder: Encoder) -> list[TextInput]:
     """Returns the inputs of the text encoder for these prompts. These are the text and the negative
     text of each prompt.
     """
     inputs = []
     for prompt in prompts:
-        control = None if prompt.control is None else FileContent(prompt.control)
-        inputs += [encoder.text_input(text, control) for text in (prompt.text, prompt.negative)]
+        controls = tuple(map(FileContent, prompt.controls))
+        inputs += [encoder.text_input(text, controls) for text in (prompt.text, prompt.negative)]
     return inputs
 
 
@@ -222,7 +248,7 @@ def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
     without a readable picture. If it does not, raises UsageError for a prompt with a picture.
     """
     for prompt in prompts:
-        if prompt.control is None and family.edits_pictures:
+        if not prompt.controls and family.edits_pictures:
             raise UsageError(
                 f"run.samples: {prompt.text!r}: {family.pipeline} edits a picture, and control is"
                 " missing",
@@ -231,24 +257,29 @@ def refuse_prompts(prompts: Sequence[Prompt], family: Family) -> None:
                     " before.png"
                 ),
             )
-        if prompt.control is not None and not family.edits_pictures:
+        if prompt.controls and not family.edits_pictures:
             raise UsageError(
                 f"run.samples: control: has no effect: {family.pipeline} draws from captions here"
             )
-        if prompt.control is not None:
+        if len(prompt.controls) > 1 and not family.takes_several_controls:
+            raise UsageError(
+                f"run.samples: {prompt.text!r}: {family.pipeline} edits one picture, and control"
+                f" has {len(prompt.controls)}"
+            )
+        for control in prompt.controls:
             try:
-                open_displayed(prompt.control.read_bytes())
+                open_displayed(control.read_bytes())
             except (OSError, BadPicture) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
-                raise UsageError(f"run.samples: control: {prompt.control}: {reason}") from None
+                raise UsageError(f"run.samples: control: {control}: {reason}") from None
 
 
-def control_thumbnails(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Returns a mapping from each prompt's label in the report to a thumbnail of the picture that
+def control_thumbnails(prompts: Sequence[Prompt]) -> dict[str, list[str]]:
+    """Returns a mapping from each prompt's label in the report to thumbnails of the pictures that
     the prompt edits.
     """
     return {
-        prompt.label: thumbnail_url(prompt.control.read_bytes())
+        prompt.label: [thumbnail_url(control.read_bytes()) for control in prompt.controls]
         for prompt in prompts
-        if prompt.control is not None
+        if prompt.controls
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from ...config.schema import RunConfig
-from ...config.sources import PictureSource
+from ...config.sources import PictureSource, control_folders
 from ...errors import UsageError
 from ...model.adapter import check_lora_branch
 from ...model.adapter_settings import ADAPTER_FILE
@@ -75,6 +75,8 @@ def refuse_incompatible_settings(
         refuse_without_comfyui_support(family)
     if not family.edits_pictures:
         _refuse_controls(config, sources, family.pipeline)
+    elif not family.takes_several_controls:
+        _refuse_several_controls(config, sources, family.pipeline)
     if family.encodes_control and config.images.flip:
         raise UsageError(
             f"images.flip: the text encoder of {family.pipeline} sees the picture as it is, not its"
@@ -173,14 +175,35 @@ TRAINED_ON_PAIRS = "on pairs: " + ", ".join(
 )
 
 
+SEVERAL_REFERENCES = ", ".join(
+    name for name, family in (FAMILIES | EDIT_FAMILIES).items() if family.takes_several_controls
+)
+
+
+def _refuse_several_controls(
+    config: RunConfig, sources: Sequence[PictureSource], pipeline: str
+) -> None:
+    for source in sources:
+        if len(source.controls) > 1:
+            raise UsageError(
+                f"{_controls_key(config, source)}: {len(source.controls)} folders, and {pipeline}"
+                f" takes one picture before the edit; with several pictures: {SEVERAL_REFERENCES}"
+            )
+
+
+def _controls_key(config: RunConfig, source: PictureSource) -> str:
+    """Returns the name of the setting that gave the source its folders of pictures before the
+    edit.
+    """
+    is_own = control_folders(config.images.controls, "images.controls") != source.controls
+    return f"{source.key}.controls" if is_own else "images.controls"
+
+
 def _refuse_controls(config: RunConfig, sources: Sequence[PictureSource], pipeline: str) -> None:
     images = config.images
     for source in sources:
-        if source.controls is not None:
-            if source.controls == images.controls:
-                key = "images.controls"
-            else:
-                key = f"{source.key}.controls"
+        if source.controls:
+            key = _controls_key(config, source)
         elif "control" in (source.columns or {}):
             key = (
                 "images" if source.columns == images.columns else source.key
@@ -256,9 +279,7 @@ def _refuse_start(config: RunConfig, folder: PipelineFolder, start_file: Path | 
         return
     start = Path(adapter.start_from)
     shown_start = start_file or start
-    has_encoders = any(
-        f".{PREFIX}" in name for name in read_shapes(start / ADAPTER_FILE, setting)
-    )
+    has_encoders = any(f".{PREFIX}" in name for name in read_shapes(start / ADAPTER_FILE, setting))
     if has_encoders != adapter.text_encoders:
         if has_encoders:
             encoder_text = "has matrices of text encoders"

@@ -32,7 +32,7 @@ from ...training.task import (
     evaluation_batch_size,
 )
 from .batch_maker import BatchMaker
-from .batches import Batch, PictureStream, PlacedRow, Row, group_by_size
+from .batches import Batch, PictureStream, PlacedRow, Row, group_by_shape
 from .data import PictureData
 from .denoiser import ForwardCost
 from .description import lora_metadata, picture_card
@@ -125,18 +125,19 @@ class DiffusionTask:
 
     def outline_largest_step(self, precision: Precision) -> StepOutline:
         rows = self.config.train.batch_size
+        controls = self.data.control_count
         draws = len(self.data.pictures.eval) * self.config.diffusion.eval_draws
         evaluation_rows = min(evaluation_batch_size(self.config.train), draws)
 
         def evaluation(model: nn.Module, device: torch.device) -> None:
             with eval_mode(model):
-                batch = empty_batch(self.run, evaluation_rows, device)
+                batch = empty_batch(self.run, evaluation_rows, device, controls)
                 self.loss_sum(model, batch, dtype=precision.loss)
 
         return StepOutline(
             rows=rows,
             length=self.run.sizes.tokens,
-            make_batch=lambda device: empty_batch(self.run, rows, device),
+            make_batch=lambda device: empty_batch(self.run, rows, device, controls),
             compute_loss_sum=partial(self.loss_sum, dtype=precision.loss),
             run_evaluation=evaluation if evaluation_rows else None,
             block_flops=lambda _: [rows * flops for flops in self._forward_cost.blocks],
@@ -149,7 +150,7 @@ class DiffusionTask:
 
     @cached_property
     def _forward_cost(self) -> ForwardCost:
-        return measure_forward_cost(self.run)
+        return measure_forward_cost(self.run, self.data.control_count)
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
@@ -162,7 +163,7 @@ class DiffusionTask:
         return []
 
     def split_by_shape(self, rows: Sequence[PlacedRow]) -> list[list[PlacedRow]]:
-        return list(group_by_size(rows, lambda placed: placed.row.size).values())
+        return list(group_by_shape(rows, lambda placed: placed.row).values())
 
     def collate(self, rows: Sequence[PlacedRow]) -> Batch:
         return self._batches.make_training_batch(rows)

@@ -1,6 +1,6 @@
 """Contains the model families that edit a picture. The denoiser gets the tokens of the noisy
-latents, followed by the tokens of the picture before the edit. Its predictions for the tokens of
-the picture before the edit are not used.
+latents, followed by the tokens of the pictures before the edit. Its predictions for the tokens of
+the pictures before the edit are not used.
 """
 
 from __future__ import annotations
@@ -31,27 +31,31 @@ class FluxKontext(Flux):
     unneeded_parts = ("image_encoder", "feature_extractor")
     edits_pictures = True
 
-    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
-        return {"image": control, "max_area": size.area}
+    def extra_arguments(
+        self, pipe: Any, size: Size, controls: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
+        return {"image": controls[0], "max_area": size.area}
 
 
 class Flux2Edit(Flux2):
-    """Flux.2 in a run on pairs of pictures. The tokens of the picture before the edit come after
-    the noisy tokens, and have another first position id.
+    """Flux.2 in a run on pairs of pictures. The tokens of the pictures before the edit come after
+    the noisy tokens. The first position id differs for each picture.
     """
 
     edits_pictures = True
+    takes_several_controls = True
 
-    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
-        """Makes the pipeline use the latents of the picture before the edit. If the pipeline got
-        this picture, it would scale the picture to another size and encode it again. So the
-        pipeline gets an empty picture, and its method that encodes pictures is replaced by a
-        function that returns the latents.
+    def extra_arguments(
+        self, pipe: Any, size: Size, controls: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
+        """Makes the pipeline use the latents of the pictures before the edit. If the pipeline got
+        these pictures, it would scale them to other sizes and encode them again. So the pipeline
+        gets an empty picture, and its method that encodes pictures is replaced by a function that
+        returns the latents.
         """
         from PIL import Image
 
-        assert control is not None
-        tokens_NTC, ids_T4 = flux2_control_tokens(control)
+        tokens_NTC, ids_T4 = flux2_control_tokens(controls)
         pipe.prepare_image_latents = lambda **_: (tokens_NTC, ids_T4[None])
         return {"image": [Image.new("RGB", (256, 256))]}
 
@@ -63,8 +67,6 @@ class Flux2KleinEdit(Flux2Edit, Flux2Klein):
 class QwenImageEdit(QwenImage):
     """Qwen-Image-Edit. The denoiser gets the latents of the picture before the edit, and the
     language model reads this picture before the instruction.
-
-    tokens  the largest number of tokens of this picture in the language model
     """
 
     pipeline = "QwenImageEditPipeline"
@@ -73,31 +75,32 @@ class QwenImageEdit(QwenImage):
     unneeded_parts = ("processor",)
     edits_pictures = True
     encodes_control = True
-    tokens: ClassVar[int] = 1369
+    control_text_tokens: ClassVar[int] = 1369
 
     def count_text_tokens(self, clip_length: int, max_length: int) -> int:
-        """Returns the number of text tokens for a memory plan. It is the number of tokens of the
-        picture plus 256 for the instruction. An instruction may be longer, because its length has
-        no limit.
+        """Returns the number of tokens of an instruction for a memory plan. An instruction may be
+        longer, because its length has no limit.
         """
-        return self.tokens + 256
+        return 256
 
-    def prepare_picture(self, pipe: Any, picture: Any) -> Any:
-        """Resizes a picture to about 1024 x 1024 pixels, as the pipeline does for its language
-        model.
+    def prepare_pictures(self, pipe: Any, pictures: list[Any]) -> Any:
+        """Resizes the picture before the edit to about 1024 x 1024 pixels, as the pipeline does for
+        its language model.
         """
+        (picture,) = pictures
         from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
         width, height, _ = calculate_dimensions(1024 * 1024, picture.width / picture.height)
         return pipe.image_processor.resize(picture, height, width)
 
     def encode_instructions(
-        self, pipe: Any, captions: list[str], pictures: list[Any]
+        self, pipe: Any, captions: list[str], pictures: list[list[Any]]
     ) -> dict[str, list[Tensor]]:
         texts = []
-        for caption, picture in zip(captions, pictures):
+        for caption, caption_pictures in zip(captions, pictures):
             # one caption at a time, so that none is padded
-            text_1SD, _ = pipe.encode_prompt([caption], image=self.prepare_picture(pipe, picture))
+            image = self.prepare_pictures(pipe, caption_pictures)
+            text_1SD, _ = pipe.encode_prompt([caption], image=image)
             texts.append(text_1SD[0])
         return {"text": texts}
 
@@ -108,7 +111,7 @@ class QwenImageEdit(QwenImage):
         empty: Text,
         settings: SampleSettings,
         generator: Any,
-        control: Tensor | None = None,
+        controls: tuple[Tensor, ...] = (),
     ) -> Tensor:
         """Generates a picture in the same steps as the pipeline. The pipeline itself is not called,
         because it scales every picture before the edit to about 1024 x 1024 pixels.
@@ -152,7 +155,7 @@ class QwenImageEdit(QwenImage):
                     unpack_latents(tokens_NTC, height // factor, width // factor),
                     level_N,
                     texts,
-                    Conditioning(control_latents=control),
+                    Conditioning(controls=controls),
                 )
             )
 
@@ -172,19 +175,24 @@ class QwenImageEdit(QwenImage):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """The versions of Qwen-Image-Edit since September 2025, with one picture before the edit. The
-    language model reads this picture at a smaller size than in the first version of
+    """The versions of Qwen-Image-Edit since September 2025. An edit may have several pictures
+    before it. The language model reads them at a smaller size than in the first version of
     Qwen-Image-Edit.
     """
 
     pipeline = "QwenImageEditPlusPipeline"
-    tokens = 196
+    takes_several_controls = True
+    control_text_tokens = 196
 
-    def prepare_picture(self, pipe: Any, picture: Any) -> Any:
+    def prepare_pictures(self, pipe: Any, pictures: list[Any]) -> Any:
         from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
             CONDITION_IMAGE_SIZE,
             calculate_dimensions,
         )
 
-        width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, picture.width / picture.height)
-        return [pipe.image_processor.resize(picture, height, width)]
+        resized = []
+        for picture in pictures:
+            aspect = picture.width / picture.height
+            width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, aspect)
+            resized.append(pipe.image_processor.resize(picture, height, width))
+        return resized

@@ -75,7 +75,9 @@ class ErnieImage(Family):
     def text_inputs(self, text: Text, empty: Text) -> dict[str, Any]:
         return {name: list(values) for name, values in super().text_inputs(text, empty).items()}
 
-    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(
+        self, pipe: Any, size: Size, controls: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
         return {"use_pe": False}
 
 

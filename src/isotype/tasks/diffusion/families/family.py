@@ -226,8 +226,8 @@ class Conditioning:
     lengths    the number of tokens of each caption, for a family with `keeps_text_lengths`
     crop       fp32[N 4]   the result of `pixels.size_and_crop` for each picture; None if the
                            pictures are not cropped and have the size of the latents
-    control_latents  F[N C H W]  latents of the pictures before the edit, for a family with
-                                 `edits_pictures`
+    controls   F[N C H W]  latents of the pictures before the edit, one tensor for each picture of
+                           a row, for a family with `edits_pictures`
     frame_step  the number of frames of a clip that the VAE combines into one latent frame
     frame_rate  the number of frames of a clip per second
     """
@@ -236,7 +236,7 @@ class Conditioning:
     downscale: int = 8
     lengths: tuple[int, ...] = ()
     crop: Tensor | None = None
-    control_latents: Tensor | None = None
+    controls: tuple[Tensor, ...] = ()
     frame_step: int = 1
     frame_rate: float = 1.0
 
@@ -309,8 +309,11 @@ class Family:
     sample_blocker         why no samples can be generated during a run; empty if they can
     edits_pictures         whether a row has a picture before the edit; the denoiser then gets the
                            latents of this picture in addition to the noisy latents
-    encodes_control        whether the text encoder also reads the picture before the edit
+    takes_several_controls  whether a row may have several pictures before the edit, also with other
+                           aspect ratios than the picture after the edit
+    encodes_control        whether the text encoder also reads the pictures before the edit
                            (`encode_instructions`)
+    control_text_tokens    the largest number of text tokens of one picture before the edit
     trainable_encoders     the text encoders that are trained if `adapter.text_encoders` is set
     unused_last_layers     the text encoders whose last layer is not used
     """
@@ -341,7 +344,9 @@ class Family:
     frame_rate: ClassVar[float | None] = None
     sample_blocker: ClassVar[str] = ""
     edits_pictures: ClassVar[bool] = False
+    takes_several_controls: ClassVar[bool] = False
     encodes_control: ClassVar[bool] = False
+    control_text_tokens: ClassVar[int] = 0
     trainable_encoders: ClassVar[tuple[str, ...]] = ()
     unused_last_layers: ClassVar[tuple[str, ...]] = ()
 
@@ -426,9 +431,9 @@ class Family:
         return texts | ({"mask": texts["mask"].to(texts["text"].dtype)} if "mask" in texts else {})
 
     def encode_instructions(
-        self, pipe: Any, captions: list[str], pictures: list[Any]
+        self, pipe: Any, captions: list[str], pictures: list[list[Any]]
     ) -> Mapping[str, Sequence[Tensor]]:
-        """Encodes each caption together with the picture before the edit, which is a PIL image.
+        """Encodes each caption together with its pictures before the edit, which are PIL images.
         This method is called only for families with `encodes_control`. Returns the same as
         `encode_text`.
         """
@@ -465,12 +470,14 @@ class Family:
             for name, text_name in self.text_arguments.items()
         }
 
-    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(
+        self, pipe: Any, size: Size, controls: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
         """Returns the other arguments of the pipeline, in addition to texts, size, steps, guidance
         and generator.
 
-        size     the size of the picture in pixels
-        control  F[1 C H W]  the latents of the picture before the edit
+        size      the size of the picture in pixels
+        controls  F[1 C H W]  the latents of each picture before the edit
         """
         return {}
 
@@ -493,13 +500,13 @@ class Family:
         empty: Text,
         settings: SampleSettings,
         generator: Any,
-        control: Tensor | None = None,
+        controls: tuple[Tensor, ...] = (),
     ) -> Tensor:
         """Generates latents F[N C H W] from noise with the pipeline's denoising loop. The latents
         have the scale that the denoiser expects.
 
-        empty    the encoded negative text
-        control  the latents of the picture before the edit
+        empty     the encoded negative text
+        controls  the latents of each picture before the edit
         """
         arguments = {
             "height": settings.size.height,
@@ -509,7 +516,7 @@ class Family:
             "generator": generator,
         }
         arguments |= self.text_inputs(text, empty) | self.extra_arguments(
-            pipe, settings.size, control
+            pipe, settings.size, controls
         )
         arguments |= self.video_arguments(settings)
         return self.output_latents(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -55,14 +55,12 @@ def unpack_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
 
 
 class PackedTokens(Family):
-    """A family whose tokens are 2 x 2 latent pixels. If there is a picture before the edit, its
+    """A family whose tokens are 2 x 2 latent pixels. If there are pictures before the edit, their
     tokens come after the noisy tokens.
     """
 
     def pack_tokens(self, noisy_NCHW: Tensor, conditioning: Conditioning) -> Tensor:
-        if conditioning.control_latents is None:
-            return pack_latents(noisy_NCHW)
-        return torch.cat([pack_latents(noisy_NCHW), pack_latents(conditioning.control_latents)], 1)
+        return torch.cat([pack_latents(x) for x in (noisy_NCHW, *conditioning.controls)], 1)
 
     def output_latents(self, pipe: Any, output: Tensor, size: Size) -> Tensor:
         factor = pipe.vae_scale_factor
@@ -114,7 +112,7 @@ class Flux(PackedTokens):
         height, width = noisy_NCHW.shape[-2:]
         tokens_NTC = self.pack_tokens(noisy_NCHW, conditioning)
         ids_T3 = position_ids(height // 2, width // 2, noisy_NCHW.device)
-        if conditioning.control_latents is not None:
+        if conditioning.controls:
             ids_T3 = torch.cat([ids_T3, ids_T3 + ids_T3.new_tensor([1, 0, 0])])
         output_NTC = model(
             hidden_states=tokens_NTC,
@@ -197,8 +195,8 @@ class Flux2(Family):
         text_ids_S4[:, 3] = torch.arange(len(text_ids_S4), device=noisy_NCHW.device)
         tokens_NTC = latents_to_tokens(noisy_NCHW)
         ids_T4 = position_ids(height, width, noisy_NCHW.device, 4)
-        if conditioning.control_latents is not None:
-            control_NTC, control_ids_T4 = flux2_control_tokens(conditioning.control_latents)
+        if conditioning.controls:
+            control_NTC, control_ids_T4 = flux2_control_tokens(conditioning.controls)
             tokens_NTC = torch.cat([tokens_NTC, control_NTC], 1)
             ids_T4 = torch.cat([ids_T4, control_ids_T4])
         output_NTC = model(
@@ -218,14 +216,19 @@ class Flux2(Family):
         return tokens_to_latents(output, size.height // factor, size.width // factor)
 
 
-def flux2_control_tokens(control_NCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the tokens F[N T C] of the picture before the edit, and their position ids fp32[T 4].
-    The first id of these tokens is 10, as in the pipeline.
+def flux2_control_tokens(controls: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the tokens F[N T C] of the pictures before the edit, and their position ids
+    fp32[T 4]. The first id is 10 for the tokens of the first picture, 20 for those of the second
+    picture, and so on, as in the pipeline.
     """
-    height, width = control_NCHW.shape[-2:]
-    ids_T4 = position_ids(height, width, control_NCHW.device, 4)
-    ids_T4[:, 0] = 10
-    return latents_to_tokens(control_NCHW), ids_T4
+    tokens = [latents_to_tokens(control_NCHW) for control_NCHW in controls]
+    ids = []
+    for number, control_NCHW in enumerate(controls, start=1):
+        height, width = control_NCHW.shape[-2:]
+        ids_T4 = position_ids(height, width, control_NCHW.device, 4)
+        ids_T4[:, 0] = 10 * number
+        ids.append(ids_T4)
+    return torch.cat(tokens, 1), torch.cat(ids)
 
 
 class Flux2Klein(Flux2):
@@ -283,7 +286,9 @@ class QwenImage(PackedTokens):
         conditioning: Conditioning,
     ) -> Tensor:
         height, width = noisy_NCHW.shape[-2:]
-        shapes = [(1, height // 2, width // 2)] * (1 if conditioning.control_latents is None else 2)
+        shapes = [
+            (1, x.shape[-2] // 2, x.shape[-1] // 2) for x in (noisy_NCHW, *conditioning.controls)
+        ]
         output_NTC = model(
             hidden_states=self.pack_tokens(noisy_NCHW, conditioning),
             timestep=time_N,
@@ -464,7 +469,9 @@ class Sana(Family):
             return_dict=False,
         )[0]
 
-    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(
+        self, pipe: Any, size: Size, controls: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
         return {"negative_prompt": None, "use_resolution_binning": False}
 
 
@@ -623,7 +630,9 @@ class HiDream(Family):
         by_layer = (texts | {"layers": texts["layers"].transpose(0, 1)} for texts in (text, empty))
         return super().text_inputs(*by_layer)
 
-    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(
+        self, pipe: Any, size: Size, controls: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
         # the pipeline scales every size to the area of a square with this side, and rounds down
         side = math.sqrt(size.area) * (1 + 1e-9)
         pipe.default_sample_size = side / pipe.vae_scale_factor

@@ -117,7 +117,7 @@ class Ideogram4(Family):
         empty: Text,
         settings: SampleSettings,
         generator: Any,
-        control: Tensor | None = None,
+        controls: tuple[Tensor, ...] = (),
     ) -> Tensor:
         """Generates latents with the noise levels of the pipeline. The pipeline itself is not
         called, because it needs the second denoiser and takes no text embeddings.

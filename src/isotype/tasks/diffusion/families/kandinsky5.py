@@ -106,7 +106,9 @@ class Kandinsky5(Family):
             )
         }
 
-    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(
+        self, pipe: Any, size: Size, controls: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
         # the pipeline changes every size that is not in its list
         pipe.resolutions = [(size.width, size.height)]
         return {}

@@ -69,10 +69,10 @@ class Krea2(PackedTokens):
         empty: Text,
         settings: SampleSettings,
         generator: Any,
-        control: Tensor | None = None,
+        controls: tuple[Tensor, ...] = (),
     ) -> Tensor:
         """Generates latents. The guidance scale of this pipeline is smaller by 1 than the scale of
         other pipelines. The scale 0 means that no guidance is used.
         """
         settings = replace(settings, guidance=max(0.0, settings.guidance - 1))
-        return super().sample(pipe, text, empty, settings, generator, control)
+        return super().sample(pipe, text, empty, settings, generator, controls)

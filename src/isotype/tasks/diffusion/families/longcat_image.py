@@ -54,7 +54,9 @@ class LongCatImage(PackedTokens):
         )[0]
         return unpack_latents(output_NTC, height, width)
 
-    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(
+        self, pipe: Any, size: Size, controls: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
         return {"enable_prompt_rewrite": False}
 
     def sample(
@@ -64,7 +66,7 @@ class LongCatImage(PackedTokens):
         empty: Text,
         settings: SampleSettings,
         generator: Any,
-        control: Tensor | None = None,
+        controls: tuple[Tensor, ...] = (),
     ) -> Tensor:
         """Generates latents with the pipeline. Its `encode_prompt` fails if it gets embeddings instead
         of a prompt, so it is replaced by a function that returns the embeddings.
@@ -73,7 +75,7 @@ class LongCatImage(PackedTokens):
         text_ids_S3 = _text_ids(length, text["text"].device)
         pipe.tokenizer_max_length = length
         pipe.encode_prompt = lambda *, prompt_embeds, **_: (prompt_embeds, text_ids_S3)
-        return super().sample(pipe, text, empty, settings, generator, control)
+        return super().sample(pipe, text, empty, settings, generator, controls)
 
 
 def _text_ids(length: int, device: torch.device) -> Tensor:

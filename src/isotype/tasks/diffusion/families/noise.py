@@ -241,7 +241,9 @@ class PixArtAlpha(Family):
         )[0]
         return output[:, : noisy_NCHW.shape[1]]  # the rest is the variance
 
-    def extra_arguments(self, pipe: Any, size: Size, control: Tensor | None) -> dict[str, Any]:
+    def extra_arguments(
+        self, pipe: Any, size: Size, controls: tuple[Tensor, ...]
+    ) -> dict[str, Any]:
         return {"negative_prompt": None, "use_resolution_binning": False}
 
 
