@@ -6,6 +6,7 @@ Legend of a tensor spec: `bf16[T D]`, `F[*n d]` (F a free float dtype), `int[T]`
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,7 @@ def parse(text: str) -> str:
     return dtype_name
 
 
+@functools.cache
 def format_dtype(dtype: torch.dtype | str) -> str:
     """Returns Isotype's name of a dtype (`bf16` for `torch.bfloat16`); unknown dtypes keep torch's
     name.
@@ -102,6 +104,7 @@ def torch_dtype_name(dtype: str) -> str:
     return _TABLE.get(dtype, (None,))[0] or dtype
 
 
+@functools.cache
 def itemsize(dtype: str) -> float:
     """Bytes per element (0.5 for nf4)."""
     return _TABLE[parse(dtype)][1] / 8

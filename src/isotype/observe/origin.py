@@ -156,10 +156,23 @@ def find_caller(*, skip_deferred_frames: bool = False) -> Caller:
                 file = code.co_filename
                 line = frame.f_lineno
                 function = code.co_name
-        if kind and not is_compiler_loaded:
-            break  # without the compiler no outer frame can be a compiled region
         frame = frame.f_back
+        if kind:
+            break
+    # without the compiler no outer frame can be a compiled region
+    if is_compiler_loaded and not is_compiled:
+        is_compiled = _is_in_compiled_region(frame)
     return Caller(kind or USER, file, line, function, is_compiled)
+
+
+def _is_in_compiled_region(frame: FrameType | None) -> bool:
+    """Whether this frame or a frame outside it runs a region for `torch.compile`."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and _code_owner(code.co_filename) == _TORCH:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_library_forward(module: nn.Module) -> bool:

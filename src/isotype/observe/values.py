@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ _REAL_DTYPES = {
 }
 
 
+@cache
 def float_dtype_name(dtype: torch.dtype) -> str | None:
     """Returns the name of a floating-point dtype. For a complex dtype, returns the name of the
     dtype of its real and imaginary parts. Returns None for other dtypes.
@@ -48,7 +49,7 @@ def collect_tensors(value: object, collected: list[Tensor]) -> list[Tensor]:
     """Collects every tensor in arguments or results, at any depth."""
     if isinstance(value, Tensor):
         collected.append(value)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         for part in value:
             collect_tensors(part, collected)
     elif isinstance(value, dict):
@@ -209,6 +210,14 @@ class Lineages:
             self.set(tensor, Lineage(WEIGHT))
 
 
+_ROLE_OF_REGION = {
+    LOSS: "loss",
+    BACKWARD: "grads",
+    AFTER_BACKWARD: "grads",
+    UPDATE: "optimizer",
+}
+
+
 class Call:
     """Describes one call of an operator: its inputs and outputs, its caller, and the part of the
     training step in which it runs.
@@ -241,12 +250,7 @@ class Call:
         self.region: str = checker.step.current_region()
         self.module: str = checker.step.module
         self.location = self.module or self.region
-        self.role = {
-            LOSS: "loss",
-            BACKWARD: "grads",
-            AFTER_BACKWARD: "grads",
-            UPDATE: "optimizer",
-        }.get(self.region, checker.role)
+        self.role = _ROLE_OF_REGION.get(self.region, checker.role)
         self._precision = checker.precision
 
     @property
