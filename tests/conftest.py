@@ -5,10 +5,13 @@ The tensors are tiny: a second thread would spin more than it works. What a test
 its name, not on the tests before it.
 """
 
+import contextlib
 import gc
+import io
 import json
 import os
 import random
+import shutil
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -159,12 +162,23 @@ def standing(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def default_run(workshop, tmp_path_factory) -> Path:
-    """The folder of a run of `configured()` that nothing disturbed. Tests read it only."""
+    """The folder of a run of `configured()` that nothing disturbed. Tests read it only. The file
+    `printed.txt` beside it holds what the run printed.
+    """
     from isotype.tasks.choose import train
 
     folder = tmp_path_factory.mktemp("default")
-    assert train(configure_in(workshop, folder)("run")) == 0
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert train(configure_in(workshop, folder)("run")) == 0
+    (folder / "printed.txt").write_text(printed.getvalue(), encoding="utf-8")
     return folder / "run"
+
+
+@pytest.fixture
+def run_copy(default_run, tmp_path) -> Path:
+    """A copy of the default run in tmp_path/run, which a test may change and resume."""
+    return Path(shutil.copytree(default_run, tmp_path / "run"))
 
 
 @pytest.fixture(scope="session")

@@ -110,7 +110,10 @@ def test_derivatives_agree_with_finite_differences_and_second_ones_are_refused(s
                 torch.autograd.grad(op(*inputs)[0].sum(), inputs, create_graph=True)
 
 
-@pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=["off", "bf16"])
+@pytest.mark.parametrize(
+    "cast",
+    [pytest.param(None, id="off", marks=pytest.mark.full), pytest.param(torch.bfloat16, id="bf16")],
+)
 def test_ops_compile_without_a_graph_break(cast, subtests):
     for name in NAMES:
         if not name.startswith("experts"):

@@ -61,7 +61,7 @@ def scaled(file: Path, factor: float) -> bytes:
     return content
 
 
-@pytest.mark.parametrize("change", ["weights", "longer"])
+@pytest.mark.parametrize("change", ["weights", pytest.param("longer", marks=pytest.mark.full)])
 def test_a_base_that_is_written_while_the_run_trains_ends_it(
     change, base, configured, default_run, tmp_path
 ):
@@ -189,16 +189,15 @@ def test_a_moved_run_is_recognised_by_its_content(base, workshop, configured, tm
 
 
 @pytest.mark.parametrize("key", ["model.name", pytest.param("data.train", marks=pytest.mark.full)])
-def test_a_path_to_other_content_is_refused(key, base, workshop, configured, tmp_path):
-    rows = Path(shutil.copy(workshop.chats, tmp_path / "rows.jsonl"))
-    train(configured(model={"name": str(base)}, data={"train": str(rows)}))
-    run = tmp_path / "run"
+def test_a_path_to_other_content_is_refused(key, base, workshop, run_copy, tmp_path):
+    run = run_copy
     if key == "model.name":
         other = Path(shutil.copytree(base, tmp_path / "other"))
         edit(other, "weights")
     else:
         other = tmp_path / "other.jsonl"
-        other.write_text("".join(rows.read_text().splitlines(keepends=True)[1:]))
+        rows = workshop.chats.read_text().splitlines(keepends=True)
+        other.write_text("".join(rows[1:]))
     overrides = ["train.steps=8", f"{key}={other}"]
     with pytest.raises(UsageError, match=r"resuming would be another run: .*last start"):
         train(load(run / "resolved.yaml", overrides, resolved=True), resume=run)

@@ -31,9 +31,8 @@ def result_of(folder: Path) -> dict:
     return read(folder, "result")
 
 
-def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, capsys):
-    assert train(configured()) == 0
-    run = tmp_path / "run"
+def test_a_run_writes_all_files_of_the_design(default_run, workshop):
+    run = default_run
     left = {p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file()}
     assert {
         "config.yaml",
@@ -53,7 +52,7 @@ def test_a_run_writes_all_files_of_the_design(configured, tmp_path, workshop, ca
     result = result_of(run)
     assert result["status"] == "done"
     assert result["check"]["reloaded_loss"] == result["check"]["trained_loss"]
-    shown = capsys.readouterr().out
+    shown = (run.parent / "printed.txt").read_text(encoding="utf-8")
     header, _, _ = shown.partition("\nstep 0/")
     labels = [line.split()[0] for line in header.splitlines() if not line.startswith(" ")]
     for label in ("model", "data", "learnt", "precision", "memory", "preflight", "details"):
@@ -100,7 +99,7 @@ def test_one_row_shows_a_wrong_scale_in_the_saved_adapter(configured, monkeypatc
 
     monkeypatch.setattr(LanguageTask, "save", save_with_other_scale)
     with pytest.raises(RunError, match="loaded into a fresh base its loss is") as error:
-        train(configured())
+        train(configured(train={"steps": 2}, run={"samples": []}))
     assert error.value.code == "SV001"
 
 
@@ -125,7 +124,7 @@ def test_the_trained_model_is_freed_before_its_result_is_loaded(configured, monk
 
     monkeypatch.setattr(LanguageTask, "build_model", built)
     monkeypatch.setattr(LanguageTask, "reload", reloaded)
-    assert train(configured()) == 0
+    assert train(configured(train={"steps": 2})) == 0
     assert modules
 
 
@@ -281,7 +280,7 @@ def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(
         "eval_every": 1,
         "patience": 3,
     }
-    assert train(configured(train=sections)) == 0
+    assert train(configured(train=sections, run={"samples": []})) == 0
     run, result = tmp_path / "run", result_of(tmp_path / "run")
     assert result["steps"] < 40
     assert result["of_step"] == result["best_step"] != result["steps"]
@@ -292,7 +291,7 @@ def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(
         ).read_bytes()
 
     before = kept()
-    assert train(configured(train=sections), resume=run) == 0
+    assert train(configured(train=sections, run={"samples": []}), resume=run) == 0
     said = f"resume    from step {result['steps']}, where early stopping ended the run: train.patience=6 continues"
     assert said in capsys.readouterr().out
     assert kept() == before
@@ -305,9 +304,9 @@ def test_the_end_of_a_run_says_which_weights_are_saved_and_on_which_rows(
     """A rate at which the loss rises after its best evaluation; nothing stops the run early."""
     unstable = {"steps": 8, "learning_rate": 1.0, "schedule": "constant", "eval_every": 1}
     weights = {}
-    for save in (None, "last", "best"):
+    for save in (None, "best"):
         folder = tmp_path / str(save)
-        run = {"folder": str(folder), **({} if save is None else {"save": save})}
+        run = {"folder": str(folder), "samples": [], **({} if save is None else {"save": save})}
         assert train(configured(train=unstable, run=run)) == 0
         result = result_of(folder)
         lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -335,12 +334,13 @@ def test_the_end_of_a_run_says_which_weights_are_saved_and_on_which_rows(
             assert (f"; run.save: best takes step {best}" in output) is (save != "best")
             assert "evaluation rows; " in output or "evaluation row; " in output
         weights[save] = (folder / "adapter/adapter_model.safetensors").read_bytes()
-    assert weights[None] == weights["last"] != weights["best"]
+    assert weights[None] != weights["best"]
 
 
 def test_with_patience_the_last_weights_are_saved_where_that_is_asked(configured, tmp_path):
     sections = {"steps": 40, "learning_rate": 1.0, "schedule": "constant", "eval_every": 1}
-    assert train(configured(train={**sections, "patience": 2}, run={"save": "last"})) == 0
+    run = {"save": "last", "samples": []}
+    assert train(configured(train={**sections, "patience": 2}, run=run)) == 0
     result = result_of(tmp_path / "run")
     assert result["of_step"] == result["steps"] < 40
 
@@ -350,16 +350,10 @@ def test_the_best_of_no_evaluations_is_refused(configured):
         train(configured(data={"eval_split": 0}, run={"save": "best"}))
 
 
-def test_a_run_that_goes_on_without_evaluations_ends_as_others_do(configured, tmp_path, capsys):
-    assert train(configured()) == 0
-    assert (
-        train(
-            replace(configured(data={"eval_split": 0}, train={"steps": 8}), consent=True),
-            resume=tmp_path / "run",
-        )
-        == 0
-    )
-    assert result_of(tmp_path / "run")["status"] == "done"
+def test_a_run_that_goes_on_without_evaluations_ends_as_others_do(configured, run_copy, capsys):
+    longer = configured(data={"eval_split": 0}, train={"steps": 8})
+    assert train(replace(longer, consent=True), resume=run_copy) == 0
+    assert result_of(run_copy)["status"] == "done"
     assert any(
         line.startswith("done      8 steps in") and "evaluation" not in line
         for line in capsys.readouterr().out.splitlines()
@@ -373,10 +367,10 @@ def test_an_impossible_folder_is_a_usage_error(configured):
 
 
 def test_json_output_is_one_object_on_stdout(configured, capsys):
-    assert train(configured(), console=RunConsole(json_output=True)) == 0
+    assert train(configured(train={"steps": 2}), console=RunConsole(json_output=True)) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["status"] == "done"
-    assert "step 6/6" in captured.err
+    assert "step 2/2" in captured.err
 
 
 def test_a_random_model_gets_a_base_that_its_adapter_can_be_loaded_on(
@@ -384,7 +378,7 @@ def test_a_random_model_gets_a_base_that_its_adapter_can_be_loaded_on(
 ):
     base = json.loads((workshop.base / "config.json").read_text())
     model = {"init": "random", "name": None, "config": base, "tokenizer": str(workshop.base)}
-    assert train(configured(model=model)) == 0
+    assert train(configured(model=model, train={"steps": 2})) == 0
     run = tmp_path / "run"
     assert result_of(run)["base"] == str(run / "base")
     PeftModel.from_pretrained(

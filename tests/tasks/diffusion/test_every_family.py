@@ -11,10 +11,7 @@ from tests.scripts import script
 from tests.tasks.diffusion.every_family import CASES, PIPELINES, train_pipeline
 
 # the others are trained by `make test-full`
-EVERY_DAY = {
-    "ZImagePipeline",
-    "StableDiffusionPipeline",
-}
+EVERY_DAY = {"ZImagePipeline"}
 
 
 @pytest.mark.parametrize(

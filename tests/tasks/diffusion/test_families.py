@@ -285,6 +285,9 @@ IN_PAIRS = ("kontext", "qwen_edit", "qwen_edit_plus", "klein_edit", "flux2_edit"
 SEVERAL = ("klein_several", "qwen_edit_plus_several")  # pictures before the edit
 # trained by `make test-full` alone, where a family of the same form is trained every day
 FULL = (
+    "z_image",
+    "kontext",
+    "ltx",
     "hidream",
     "lumina2",
     "chroma",

@@ -104,7 +104,11 @@ def random_llama(configured, workshop, **changes):
 
 @pytest.mark.parametrize(
     "precision",
-    [{"preset": "bf16-lora"}, {"preset": "nf4-lora"}, {"preset": "bf16-lora", "base": "fp8"}],
+    [
+        {"preset": "bf16-lora"},
+        {"preset": "nf4-lora"},
+        pytest.param({"preset": "bf16-lora", "base": "fp8"}, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_a_language_models_steps_are_bit_equal_and_two_blocks_are_there(
