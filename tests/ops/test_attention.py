@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from isotype.ops import attention, cpp
+from isotype.ops.attention import Documents
 from isotype.ops.attention.op import attention_reference, uses_cpp_kernels
 from tests.ops.trials import FACTOR, error
 
@@ -120,3 +121,36 @@ def test_saves_no_matrix_of_queries_by_keys():
     ):
         attention(*(t.requires_grad_() for t in inputs), causal=True)
     assert max(saved) == 2 * 256 * 16
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [None, 9, 70])
+def test_documents_and_windows_are_computed_by_the_kernels(window):
+    """Beside the reference with a mask. Documents begin inside blocks, and one fills several."""
+    shape = (2, 4, 2, 203, 203, 32)
+    *inputs, dy, _ = drawn(shape)
+    documents = Documents.from_lengths([3, 130, 70, 1, 64, 138])
+    assert uses_cpp_kernels(torch.bfloat16, *inputs, None)
+    options = {"causal": True, "window": window}
+    mask = documents.mask(2, 203)
+    truth = run(attention_reference, inputs, dy, torch.float64, mask=mask, **options)
+    ours = run(attention, inputs, dy, documents=documents, **options)
+    allowed = mask.tril() if window is None else mask.tril().triu(1 - window)
+    theirs = run(plain, inputs, dy, mask=allowed)
+    for got, their, true in zip(ours, theirs, truth, strict=True):
+        assert error(got, true) <= FACTOR * error(their, true)
+
+
+@needs_compiler
+def test_a_document_changes_nothing_in_the_next_one():
+    *inputs, dy, _ = drawn((1, 2, 2, 150, 150, 16))
+    documents = Documents.from_lengths([70, 80])
+    first = run(attention, inputs, dy, causal=True, documents=documents)
+    changed = [t.clone() for t in inputs]
+    for tensor in changed:
+        tensor[:, :, :70] = 7.0
+    second = run(attention, changed, dy, causal=True, documents=documents)
+    alone = run(attention, [t[:, :, 70:] for t in inputs], dy[:, :, 70:], causal=True)
+    for one, two, third in zip(first, second, alone, strict=True):
+        assert torch.equal(one[:, :, 70:], two[:, :, 70:])
+        assert error(third.double(), one[:, :, 70:].double()) < 1e-2

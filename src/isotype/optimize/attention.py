@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..environment.planned_device import plan_device
 from ..errors import UsageError
@@ -26,7 +27,7 @@ from ..instance_method import Placement
 from ..ops import attention
 from ..ops.attention import Documents
 from ..ops.attention.gpu import choose_gpu_backend, disable_cudnn_with_mask
-from ..ops.attention.op import kernel_attention
+from ..ops.attention.op import kernel_attention, mask_outside_window, reads_documents
 from ..precision.apply import inner_model
 from ..precision.vision import get_language_part
 from .instances import Replacement, make_placement, rebuild_blocker, replacement_blocker
@@ -194,7 +195,7 @@ def wrap_attention(
         if not is_eager:
             options["is_causal"] = is_causal
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        is_unsupported = dropout or query.shape[2] < MIN_QUERIES
+        is_unsupported = bool(dropout)
         for name in UNSUPPORTED_ARGUMENTS:
             if (
                 name in extra_options
@@ -214,20 +215,19 @@ def wrap_attention(
             documents: Documents | None = attention_mask.documents
             if attention_mask.documents.whole_rows and window is None:
                 documents = None
-            output = attention(
-                query,
-                key,
-                value,
-                causal=True,
-                scale=scaling,
-                window=window,
-                softcap=extra_options.get("softcap"),
-                documents=documents,
-            )
+            softcap = extra_options.get("softcap")
+            if documents is None or reads_documents(
+                query, key, value, window=window, softcap=softcap
+            ):
+                limits: dict[str, Any] = {"causal": True, "window": window, "documents": documents}
+            else:
+                limits = {"mask": attention_mask.causal_mask(query, window)}
+            output = attention(query, key, value, scale=scaling, softcap=softcap, **limits)
             return output.transpose(1, 2).contiguous(), None
 
         arguments = (module, query, key, value, attention_mask)
-        if is_unsupported or is_eager or extra_options.get("softcap") is not None:
+        is_short = query.shape[2] < MIN_QUERIES
+        if is_unsupported or is_short or is_eager or extra_options.get("softcap") is not None:
             return _run_original(original, arguments, options)
         causal = causal and attention_mask is None
         if attention_mask is not None and attention_mask.dtype != torch.bool:
@@ -277,12 +277,31 @@ class DocumentMask(Tensor):
     """
 
     documents: Documents
+    masks: dict[int | None, Tensor]
 
     @staticmethod
     def __new__(cls, documents: Documents) -> DocumentMask:
-        mask = torch.Tensor._make_subclass(cls, documents.bounds.view(1, 1, 1, -1))
+        values = documents.bounds.view(1, 1, 1, -1)
+        if isinstance(values, FakeTensor):
+            # a plan of memory. A fake tensor cannot become a tensor of another class
+            with unset_fake_temporarily():
+                values = torch.zeros(values.shape, dtype=torch.int32)
+        mask = torch.Tensor._make_subclass(cls, values)
         mask.documents = documents
+        mask.masks = {}
         return mask
+
+    def causal_mask(self, query: Tensor, window: int | None) -> Tensor:
+        """Returns bool[B 1 S S], true where a query attends to a key. The mask is created once for
+        all layers, for attention that cannot read the bounds of the documents.
+        """
+        if window not in self.masks:
+            batch, _, positions, _ = query.shape
+            mask = self.documents.mask(batch, positions).tril()
+            if window is not None:
+                mask = mask_outside_window(mask, window)
+            self.masks[window] = mask
+        return self.masks[window]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # a C function, where Tensor has a class method
 

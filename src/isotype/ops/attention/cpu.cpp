@@ -158,6 +158,9 @@ enum Cover { NONE, SOME, EVERY };
 
 struct Mask {
   const uint8_t* allowed;  // [keys, padded queries], or null
+  // [padded queries] the first key that each query attends to, or null. It never decreases from a
+  // query to the next one
+  const int32_t* first_keys;
   int64_t stride, queries, keys;
   bool causal;
 
@@ -165,7 +168,8 @@ struct Mask {
   Cover cover(int64_t n0, int64_t m0) const {
     const int64_t key_count = std::min(KEYS, keys - n0), query_count = std::min(QUERIES, queries - m0);
     if (causal && n0 > m0 + query_count - 1) return NONE;
-    const bool all_past = !causal || n0 + key_count - 1 <= m0;
+    if (first_keys && n0 + key_count <= first_keys[m0]) return NONE;
+    const bool all_past = (!causal || n0 + key_count - 1 <= m0) && (!first_keys || n0 >= first_keys[m0 + query_count - 1]);
     if (!allowed) return all_past ? EVERY : SOME;
     uint8_t any = 0, every = 1;
     for (int64_t n = n0; n < n0 + key_count; ++n)
@@ -179,6 +183,11 @@ struct Mask {
       i32 query;
       for (int i = 0; i < LANES; ++i) query[i] = (int32_t)m + i;
       score = query >= (int32_t)n ? score : broadcast(-INFINITY);
+    }
+    if (first_keys) {
+      i32 first;
+      std::memcpy(&first, first_keys + m, sizeof first);
+      score = first <= (int32_t)n ? score : broadcast(-INFINITY);
     }
     if (allowed) {
       uint8_t __attribute__((vector_size(LANES))) bytes;
@@ -202,8 +211,9 @@ struct Shape {
   int64_t shared() const { return heads / key_heads; }
   int64_t query_blocks() const { return (queries + QUERIES - 1) / QUERIES; }
   int64_t padded_keys() const { return (keys + KEYS - 1) / KEYS * KEYS; }
-  Mask mask(const uint8_t* allowed, int64_t b) const {
-    return {allowed ? allowed + b * mask_batch : nullptr, mask_key, queries, keys, causal != 0};
+  Mask mask(const void* allowed, const void* first_keys, int64_t b) const {
+    return {allowed ? (const uint8_t*)allowed + b * mask_batch : nullptr, first_keys ? (const int32_t*)first_keys + b * query_blocks() * QUERIES : nullptr,
+            mask_key, queries, keys, causal != 0};
   }
 };
 
@@ -245,8 +255,8 @@ void softmax(float* score, int64_t keys, float scale, Softmax& state, Pairs* sha
 
 // Writes out in bf16 and the logsumexp of each query's scores, which is inf for a query that
 // attends to no key. `transposed` is scratch memory for the transposed values.
-extern "C" void forward(const void* shape, const void* q, const void* k, const void* v, const void* allowed, void* out, void* lse,
-                        void* transposed, float scale, int threads) {
+extern "C" void forward(const void* shape, const void* q, const void* k, const void* v, const void* allowed, const void* first_keys, void* out,
+                        void* lse, void* transposed, float scale, int threads) {
   const Shape s = *(const Shape*)shape;
   const int64_t depth = s.depth, padded = s.padded_keys(), heads = s.batch * s.heads;
 #pragma omp parallel num_threads(threads)
@@ -263,7 +273,7 @@ extern "C" void forward(const void* shape, const void* q, const void* k, const v
       const int64_t rows = std::min(QUERIES, s.queries - m0), key_head = h / s.shared();
       const Rows keys = rows_of(k, s.k, b, key_head);
       const bf16* values = (const bf16*)transposed + (b * s.key_heads + key_head) * depth * padded;
-      const Mask mask = s.mask((const uint8_t*)allowed, b);
+      const Mask mask = s.mask(allowed, first_keys, b);
       rows_as_lanes(rows_of(q, s.q, b, h).from(m0), rows, depth, query.data());
       std::fill(sum.begin(), sum.end(), 0.0f);
       Softmax state;
@@ -292,8 +302,8 @@ extern "C" void forward(const void* shape, const void* q, const void* k, const v
 // Writes dq [batch, heads, queries, depth] in bf16, and dk and dv [batch, key_heads, parts, keys,
 // depth], in fp32 if parts > 1, else in bf16. The query heads that read a key head are divided
 // among the parts; each part holds the gradients of its query heads.
-extern "C" void backward(const void* shape, const void* q, const void* k, const void* v, const void* allowed, const void* out,
-                         const void* lse, const void* dy, void* dq, void* dk, void* dv, int64_t parts, float scale, int threads) {
+extern "C" void backward(const void* shape, const void* q, const void* k, const void* v, const void* allowed, const void* first_keys,
+                         const void* out, const void* lse, const void* dy, void* dq, void* dk, void* dv, int64_t parts, float scale, int threads) {
   const Shape s = *(const Shape*)shape;
   const int64_t depth = s.depth, padded = s.padded_keys(), blocks = s.query_blocks(), heads = s.shared() / parts;
   // with one head the gradients of a key block are complete after the block; with several heads
@@ -312,7 +322,7 @@ extern "C" void backward(const void* shape, const void* q, const void* k, const 
     for (int64_t item = 0; item < s.batch * s.key_heads * parts; ++item) {
       const int64_t b = item / (s.key_heads * parts), key_head = item / parts % s.key_heads;
       const Rows keys = rows_of(k, s.k, b, key_head), values = rows_of(v, s.v, b, key_head);
-      const Mask mask = s.mask((const uint8_t*)allowed, b);
+      const Mask mask = s.mask(allowed, first_keys, b);
       transpose(keys, s.keys, depth, transposed.data(), padded);
       for (int64_t head = 0; head < heads; ++head) {
         const int64_t h = key_head * s.shared() + item % parts * heads + head;

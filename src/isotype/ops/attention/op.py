@@ -96,7 +96,7 @@ def attention_reference(
 
 # --- the C++ kernels of cpu.cpp: bf16, rows of any stride
 
-KERNELS = CppKernels(__file__, in_graphs=True, forward="apppppppf", backward="appppppppppif")
+KERNELS = CppKernels(__file__, in_graphs=True, forward="appppppppf", backward="apppppppppppif")
 # queries and keys of a block in cpu.cpp
 BLOCK = 64
 # If a batch has at least this many key heads, the key heads are divided among threads; otherwise
@@ -124,6 +124,24 @@ def _mask_bytes(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
     return F.pad(bytes_BTS, (0, -queries % BLOCK)).contiguous()
 
 
+def _first_keys(query_BNSD: Tensor, documents: Documents | None, window: int | None) -> Tensor:
+    """Returns the index of the first key that each query attends to, as int32[B S'], where S' is S
+    rounded up to whole blocks.
+    """
+    batch, _, queries, _ = query_BNSD.shape
+    positions_S = torch.arange(queries, device=query_BNSD.device)
+    if documents is None:
+        first_BS = torch.zeros(batch, queries, dtype=torch.int64, device=query_BNSD.device)
+    else:
+        # a row may begin inside a document; documents do not attend to keys of another row
+        starts_BS = documents.bounds[documents.document_ids(batch, queries)]
+        row_starts_B1 = torch.arange(batch, device=query_BNSD.device)[:, None] * queries
+        first_BS = (starts_BS - row_starts_B1).clamp_min(0)
+    if window is not None:
+        first_BS = torch.maximum(first_BS, positions_S - (window - 1))
+    return F.pad(first_BS, (0, -queries % BLOCK)).to(torch.int32)
+
+
 def _pack_shape(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dy: Tensor, mask: Tensor | None, causal: bool
 ) -> Any:
@@ -148,7 +166,13 @@ def _pack_shape(
 
 
 def _fake_forward(
-    q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, causal: bool, scale: float
+    q_BNSD: Tensor,
+    k_BMTD: Tensor,
+    v_BMTD: Tensor,
+    mask: Tensor | None,
+    first_keys: Tensor | None,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     batch, heads, queries, depth = q_BNSD.shape
     # positions come before heads in memory, which is the layout that the output projection reads
@@ -158,17 +182,25 @@ def _fake_forward(
 
 
 @library_op(
-    "attention_forward_cpp(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) ->"
-    " (Tensor, Tensor)",
+    "attention_forward_cpp(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? first_keys,"
+    " bool causal, float scale) -> (Tensor, Tensor)",
     fake=_fake_forward,
 )
 def attention_forward(
-    q_BNSD: Tensor, k_BMTD: Tensor, v_BMTD: Tensor, mask: Tensor | None, causal: bool, scale: float
+    q_BNSD: Tensor,
+    k_BMTD: Tensor,
+    v_BMTD: Tensor,
+    mask: Tensor | None,
+    first_keys: Tensor | None,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, the logsumexp of each query's scores). The logsumexp of a query without keys is
     inf.
+
+    first_keys  int32[B S'] or None  the result of `_first_keys`; it needs `causal`
     """
-    out_BNSD, lse_BNS = _fake_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
+    out_BNSD, lse_BNS = _fake_forward(q_BNSD, k_BMTD, v_BMTD, mask, first_keys, causal, scale)
     q, k, v = _make_rows_contiguous(q_BNSD, k_BMTD, v_BMTD)
     batch, key_heads, keys, depth = k.shape
     mask_bytes = None
@@ -182,6 +214,7 @@ def attention_forward(
         k,
         v,
         mask_bytes,
+        first_keys,
         out_BNSD,
         lse_BNS,
         v_transposed,
@@ -195,6 +228,7 @@ def _fake_backward(
     k_BMTD: Tensor,
     v_BMTD: Tensor,
     mask: Tensor | None,
+    first_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
     dy: Tensor,
@@ -208,8 +242,8 @@ def _fake_backward(
 
 
 @library_op(
-    "attention_backward_cpp(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse,"
-    " Tensor dy, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "attention_backward_cpp(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? first_keys,"
+    " Tensor out, Tensor lse, Tensor dy, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
 )
 def attention_backward(
@@ -217,6 +251,7 @@ def attention_backward(
     k_BMTD: Tensor,
     v_BMTD: Tensor,
     mask: Tensor | None,
+    first_keys: Tensor | None,
     out: Tensor,
     lse: Tensor,
     dy: Tensor,
@@ -224,7 +259,7 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, dy = _make_rows_contiguous(q_BNSD, k_BMTD, v_BMTD, dy)
-    dq, dk, dv = _fake_backward(q, k, v, mask, out, lse, dy, causal, scale)
+    dq, dk, dv = _fake_backward(q, k, v, mask, first_keys, out, lse, dy, causal, scale)
     batch, heads, queries, _ = q.shape
     mask_bytes = None
     if mask is not None:
@@ -247,6 +282,7 @@ def attention_backward(
         k,
         v,
         mask_bytes,
+        first_keys,
         out,
         lse,
         dy,
@@ -277,6 +313,7 @@ class Attention(torch.autograd.Function):
         k_BMTD: Tensor,
         v_BMTD: Tensor,
         mask: Tensor | None,
+        first_keys: Tensor | None,
         causal: bool,
         scale: float,
         backend: Backend,
@@ -289,14 +326,14 @@ class Attention(torch.autograd.Function):
                 return gpu.flash_forward(q_BNSD, k_BMTD, v_BMTD, documents, window, causal, scale)
             if backend == "cudnn":
                 return gpu.cudnn_forward(q_BNSD, k_BMTD, v_BMTD, causal, scale)
-            return attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, causal, scale)
+            return attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, first_keys, causal, scale)
 
         if implementation == "graph" or not layers_running:
             out_BNSD, *statistics = compute()
         else:
             out_BNSD, *statistics = compute_or_restore_attention(compute)
         recipes, inputs = saved_or_recomputed_each(q_BNSD, k_BMTD, v_BMTD)
-        ctx.save_for_backward(mask, out_BNSD, *inputs, *statistics)
+        ctx.save_for_backward(mask, first_keys, out_BNSD, *inputs, *statistics)
         ctx.recipes = recipes
         ctx.causal = causal
         ctx.scale = scale
@@ -308,7 +345,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_BNSD: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("attention")
-        mask, out_BNSD, *saved = ctx.saved_tensors
+        mask, first_keys, out_BNSD, *saved = ctx.saved_tensors
         inputs: list[Tensor] = []
         for recompute_input, count in ctx.recipes:
             tensors = saved[:count]
@@ -318,7 +355,7 @@ class Attention(torch.autograd.Function):
             else:
                 inputs.append(recompute(recompute_input, tensors))
         q_BNSD, k_BMTD, v_BMTD = inputs
-        no_grads = (None,) * 7
+        no_grads = (None,) * 8
         arguments = (dy_BNSD, q_BNSD, k_BMTD, v_BMTD, out_BNSD, tuple(saved))
         if ctx.backend == "flash":
             return (
@@ -328,7 +365,16 @@ class Attention(torch.autograd.Function):
         if ctx.backend == "cudnn":
             return *gpu.cudnn_backward(*arguments, ctx.causal, ctx.scale), *no_grads
         grads = attention_backward(
-            q_BNSD, k_BMTD, v_BMTD, mask, out_BNSD, saved[0], dy_BNSD, ctx.causal, ctx.scale
+            q_BNSD,
+            k_BMTD,
+            v_BMTD,
+            mask,
+            first_keys,
+            out_BNSD,
+            saved[0],
+            dy_BNSD,
+            ctx.causal,
+            ctx.scale,
         )
         return *grads, *no_grads
 
@@ -365,7 +411,8 @@ def choose_backend(
         )
     if softcap is not None:
         return "plain"
-    if not is_packed and window is None and uses_cpp_kernels(dtype, query, key, value, mask):
+    is_limited = is_packed or window is not None
+    if (causal or not is_limited) and uses_cpp_kernels(dtype, query, key, value, mask):
         return "cpp"
     return "sdpa"
 
@@ -451,12 +498,13 @@ def attention(
     if scale is None:
         scale = query.shape[-1] ** -0.5
     implementation = choose_implementation(KERNELS, query, key, value)
-    has_option = documents is not None or window is not None or softcap is not None
+    is_limited = documents is not None or window is not None
     backend: Backend
     if (
         implementation == "cpp"
         and query.is_cpu
-        and not has_option
+        and softcap is None
+        and (causal or not is_limited)
         and _cpp_supports(query.dtype, query, key, value, mask)
     ):
         backend = "cpp"
@@ -476,6 +524,9 @@ def attention(
         # planning memory runs no compiler. FlashAttention has the same operands and results as
         # flex_attention's kernel
         backend = "flash"
+    first_keys = None
+    if backend == "cpp" and is_limited:
+        first_keys = _first_keys(query, documents, window)
     if backend in ("cpp", "flash", "cudnn"):
         out: Tensor = apply_function(
             Attention,
@@ -483,6 +534,7 @@ def attention(
             key,
             value,
             mask,
+            first_keys,
             causal,
             scale,
             backend,
@@ -539,6 +591,19 @@ def _torch_attention(
         )
 
 
+def reads_documents(
+    query: Tensor, key: Tensor, value: Tensor, *, window: int | None, softcap: float | None
+) -> bool:
+    """Whether `attention` computes packed documents with a kernel that reads their bounds. It
+    otherwise creates a mask from them in each call.
+    """
+    dtype = autocast_dtype(query) or query.dtype
+    backend = choose_backend(
+        dtype, query, key, value, None, causal=True, window=window, softcap=softcap, is_packed=True
+    )
+    return backend not in ("sdpa", "plain")
+
+
 def kernel_attention(
     query: Tensor,
     key: Tensor,
@@ -574,7 +639,18 @@ def kernel_attention(
     if scale is None:
         scale = query.shape[-1] ** -0.5
     out: Tensor = apply_function(
-        Attention, query, key, value, mask, causal, scale, backend, None, None, implementation
+        Attention,
+        query,
+        key,
+        value,
+        mask,
+        None,
+        causal,
+        scale,
+        backend,
+        None,
+        None,
+        implementation,
     )
     return out
 

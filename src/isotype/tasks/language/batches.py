@@ -204,9 +204,9 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
     Causal attention needs no mask for padding on the right, because no real token attends to later
     tokens, and padding has no loss. With a mask, attention cannot use its fast kernels. So the mask
-    is removed unless the model needs it for something else. On a GPU, the bounds of the packed
-    documents are used to separate the documents. With these bounds, fast kernels can also compute
-    attention with windows and softcaps.
+    is removed unless the model needs it for something else. The bounds of packed documents are
+    used to separate the documents. With these bounds, fast kernels compute only the pairs of tokens
+    of the same document. On a GPU, they can also compute attention with windows and softcaps.
     """
     inputs = batch.inputs
     if batch.position_ids is not None and has_grid_positions(model):
@@ -217,10 +217,11 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
         # the model makes its mask itself: tokens of a picture may attend to each other (Gemma 3),
         # or text to its pictures by cross-attention (Llama 3.2 Vision)
         return inputs
-    if (
-        planned_device_type(batch.input_ids.device) == "cuda"
-        and not mask_needs(model).document_mask_blocker
-    ):
+    # on a CPU, a batch that is not packed needs no bounds
+    reads_bounds = (
+        planned_device_type(batch.input_ids.device) == "cuda" or batch.documents is not None
+    )
+    if reads_bounds and not mask_needs(model).document_mask_blocker:
         documents = batch.documents or Documents.from_rows(
             batch.input_ids.shape[0], batch.input_ids.shape[1], batch.input_ids.device
         )
