@@ -94,6 +94,30 @@ UNKNOWN = {
     "big.json": json.dumps(
         {"learning_rate": 1e-4, "seed": 1, "logging_steps": 5, **{f"own_{i}": i for i in range(30)}}
     ),
+    # diffusion-pipe, which has settings that DeepSpeed has too
+    "flux.toml": """
+output_dir = 'out'
+micro_batch_size_per_gpu = 1
+pipeline_stages = 1
+gradient_accumulation_steps = 1
+gradient_clipping = 1.0
+[model]
+type = 'flux'
+dtype = 'bfloat16'
+[optimizer]
+type = 'adamw_optimi'
+""",
+    # NeMo, which has Lightning's trainer and other rules for weights
+    "gpt.yaml": """
+trainer: {devices: 8, accelerator: gpu, precision: bf16, max_steps: 1000}
+exp_manager: {name: x}
+model: {micro_batch_size: 1, megatron_amp_O2: true, tensor_model_parallel_size: 1}
+""",
+    "ppo.yaml": """
+actor_rollout_ref:
+  actor: {fsdp_config: {model_dtype: fp32, mixed_precision: {param_dtype: bf16}}}
+trainer: {n_gpus_per_node: 8, precision: bf16}
+""",
 }
 
 
@@ -104,6 +128,20 @@ def test_file_of_another_tool_gets_no_table(tmp_path: Path, name):
     assert not [record.tool for record in checked.records]
     assert [finding.code for finding in checked.findings] == ["CF099"]
     assert checked.findings[0].message.startswith("not known")
+
+
+def test_a_command_of_another_package_is_not_a_trainers(tmp_path: Path):
+    options = "--bf16 --learning_rate 5e-6 --gradient_checkpointing --output_dir o"
+    (tmp_path / "run.sh").write_text(f"deepspeed --module openrlhf.cli.train_sft {options}\n")
+    assert not check([str(tmp_path)]).records
+    (tmp_path / "run.sh").write_text(f"deepspeed --module llava.train.train {options}\n")
+    assert [record.tool for record in check([str(tmp_path)]).records] == ["hf"]
+
+
+def test_settings_of_a_model_alone_do_not_tell_the_mixed_precision(tmp_path: Path):
+    settings = {"model_name": "a/b", "load_in_4bit": True, "r": 16, "lora_alpha": 16, "dtype": None}
+    (tmp_path / "c.json").write_text(json.dumps(settings))
+    assert [record.value("compute") for record in check([str(tmp_path)]).records] == [None]
 
 
 LAUNCHER = (

@@ -335,6 +335,10 @@ def documents_from_script(text: str, display_path: str) -> list[Document]:
     return documents
 
 
+# packages whose commands share options with the Hugging Face Trainer, but have other meanings for them
+_UNKNOWN_PACKAGES = {"composer", "fairseq", "megatron", "nemo", "openrlhf", "verl"}
+
+
 def _documents_from_command(command: shell.Command, display_path: str) -> list[Document]:
     argv = command.arguments
     lines = command.lines
@@ -366,7 +370,7 @@ def _documents_from_command(command: shell.Command, display_path: str) -> list[D
         start = program + 1
     elif executable in ("llamafactory-cli", "axolotl", "trl", "tune", "simpletuner", "swift"):
         start = 2
-    elif module is not None:
+    elif module is not None and argv[module].partition(".")[0] not in _UNKNOWN_PACKAGES:
         start = module + 1
     else:
         return []

@@ -154,6 +154,12 @@ def _hf_arguments_class(facts: Facts) -> str:
     return str(document.attributes.get("made_by", ""))
 
 
+def _has_model_only(facts: Facts) -> bool:
+    """True if no file gives settings of a trainer or a loop. Its mixed precision is then unknown."""
+    tools = {document.tool for document in facts.documents}
+    return tools <= {"model", "peft", "checkpoint", "env"}
+
+
 def _is_hf_precision_unknown(facts: Facts) -> bool:
     """True if the program computes the values of its settings `bf16` or `fp16`. Their values are
     then unknown.
@@ -181,6 +187,8 @@ def _set_hf_compute(
         record.set("compute", mixed.compute, mixed.reason, mixed.setting)
     elif (region := _loop_autocast(record.facts)) is not None:
         record.set("compute", parse_dtype(region.value), "the loop's own autocast", region)
+    elif dtype is None and _has_model_only(record.facts):
+        return
     elif not _is_hf_precision_unknown(record.facts):
         record.set(
             "compute",

@@ -41,6 +41,15 @@ def _load_tool_keys() -> dict[str, ToolKeys]:
 TOOL_KEYS = _load_tool_keys()
 # tool -> the keys that rules may use
 RULE_KEYS = {tool: frozenset(chain(*keys)) for tool, keys in TOOL_KEYS.items()}
+# Keys of tools that the table does not contain. A file with such a key belongs to one of these tools,
+# even if it shares its other keys with a tool of the table.
+_KEYS_OF_UNKNOWN_TOOLS = {
+    "actor_rollout_ref",  # verl
+    "exp_manager",  # NeMo
+    "model.megatron_amp_O2",
+    "model.tensor_model_parallel_size",
+    "pipeline_stages",  # diffusion-pipe
+}
 _ISOTYPE_SECTIONS = {"model", "data", "adapter", "precision", "train", "run"}
 _TIE_ORDER = (
     "model",
@@ -70,6 +79,8 @@ def identify_tool(data: Any, name: str = "") -> str | None:
     if _mentions_component(data):
         return "torchtune"
     keys = _collect_keys(data)
+    if keys & _KEYS_OF_UNKNOWN_TOOLS:
+        return None
     scores = _score_tools(data, keys, name.lower())
     best = max(scores.values())
     if best >= 3 and not _has_enough_keys(data, keys, [t for t, s in scores.items() if s == best]):
@@ -132,6 +143,8 @@ def _score_tools(data: dict[str, Any], keys: set[str], file_name: str) -> dict[s
         scores["accelerate"] += 2
     if "deepspeed" in file_name or file_name.startswith(("ds_", "zero")):
         scores["deepspeed"] += 2
+    if not keys & {*TOOL_KEYS["deepspeed"].distinctive, "bf16", "fp16", "amp", "train_batch_size"}:
+        scores["deepspeed"] = 0  # other tools clip and accumulate gradients too
     if "base_model" not in keys and scores["axolotl"] < 6:
         scores["axolotl"] = 0
     if not keys & {"checkpointer", "tokenizer.path"}:
