@@ -26,7 +26,8 @@ _NOBODY = (
     "model.config model.lora_branch model.allow_unquantised model.offload data.thoughts data.on_bad_row data.cache adapter.factor "
     "adapter.train_tokens adapter.text_encoders adapter.text_encoder_rate train.decay train.ema train.checkpointed_layers "
     "train.keep_attention train.memory train.stop_on run.adapters_every run.adapters_keep run.adapter_format run.sample_every "
-    "run.samples run.sample_tokens run.sample_steps run.sample_size run.sample_guidance run.observe_every run.report run.push_merged "
+    "run.samples run.sample_tokens run.sample_steps run.sample_size run.sample_frames run.sample_guidance run.observe_every run.report "
+    "run.push_merged "
     "parallel.kind parallel.timeout"
 )  # fmt: skip
 _LEFT_OUT = {

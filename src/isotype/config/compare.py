@@ -39,7 +39,7 @@ _KEYS_BY_REASON = {
     "it changes when the run samples, not its training": "run.sample_every",
     "it changes which samples are made, not the training": "run.samples run.sample_tokens",
     "it changes how samples are drawn, not the training": (
-        "run.sample_steps run.sample_size run.sample_guidance"
+        "run.sample_steps run.sample_size run.sample_frames run.sample_guidance"
     ),
     "it changes when the run observes dtypes": "run.observe_every",
     "it changes where the result is uploaded": "run.push_to_hub",

@@ -11,7 +11,7 @@ from PIL import Image
 from isotype.config.schema import ImagesSection
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
-from tests.api import ClipSettings, collect_pictures, video_files
+from tests.api import BadPicture, ClipSettings, collect_pictures, video_files
 from tests.tasks.diffusion.models import encoded
 
 SIDE = 32
@@ -148,3 +148,9 @@ def test_a_run_trains_on_a_video_file(studio, drawn, tmp_path):
     write_video(tmp_path / "clips/a.mp4", 16, 32)
     images = {"train": str(tmp_path / "clips"), "frames": 5, "eval_split": 0.0}
     assert train(drawn(model=studio.ltx, images=images, train={"steps": 2})) == 0
+
+
+def test_a_file_that_ends_early_is_named_when_it_is_read(tmp_path):
+    file = write_gif(tmp_path / "a.gif", 8, 50)
+    with pytest.raises(BadPicture, match="ends after 4 frames at 10 frames per second, and 5"):
+        list(video_files.read_frames(file, 10.0, 5))

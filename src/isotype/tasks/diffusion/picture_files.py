@@ -165,7 +165,7 @@ class VideoFile:
 
     def read(self) -> bytes:
         """Returns the first frame as PNG. Raises BadPicture, OSError."""
-        (frame,) = read_frames(self.path, self.frame_rate, 1)
+        frame = next(read_frames(self.path, self.frame_rate, 1))
         buffer = io.BytesIO()
         frame.save(buffer, format="PNG")
         return buffer.getvalue()

@@ -62,18 +62,19 @@ def count_frames(path: Path, frame_rate: float) -> int:
     return sum(1 for _ in select_frames(_decode_video(path), frame_rate))
 
 
-def read_frames(path: Path, frame_rate: float, count: int) -> list[Any]:
-    """Returns the first `count` frames of a clip as PIL images in RGB. Raises BadPicture,
-    OSError.
+def read_frames(path: Path, frame_rate: float, count: int) -> Iterator[Any]:
+    """Yields the first `count` frames of a clip as PIL images in RGB. Raises BadPicture if the file
+    has fewer frames, and OSError.
     """
     timed_frames = _decode_gif(path) if path.suffix.lower() == ".gif" else _decode_video(path)
-    frames = []
+    frame_count = 0
     for frame in select_frames(timed_frames, frame_rate):
-        frames.append(frame)
-        if len(frames) == count:
-            return frames
+        yield frame
+        frame_count += 1
+        if frame_count == count:
+            return
     raise BadPicture(
-        f"the file ends after {len(frames)} frames at {frame_rate:g} frames per second, and"
+        f"the file ends after {frame_count} frames at {frame_rate:g} frames per second, and"
         f" {count} are needed"
     )
 

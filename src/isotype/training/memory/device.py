@@ -194,11 +194,12 @@ def memory_saving_advice(config: RunConfig, checkpointing: str) -> str:
         advice.append(
             "a smaller train.batch_size with more train.accumulate (the result is the same)"
         )
-    advice.append(
-        "a smaller data.max_length"
-        if config.images.train is None
-        else "a smaller images.resolution"
-    )
+    if config.images.train is None:
+        advice.append("a smaller data.max_length")
+    else:
+        advice.append("a smaller images.resolution")
+    if config.images.frames > 1:
+        advice.append("fewer images.frames")
     if (config.precision.base or config.precision.preset) not in ("nf4", "nf4-lora"):
         advice.append("--preset qlora")
     return ", ".join(advice[:-1]) + (", or " if advice[1:] else "") + advice[-1]
