@@ -15,6 +15,7 @@ from isotype import optimize
 from isotype.config.load import load
 from isotype.doctor.explain import explain
 from isotype.errors import PreflightError
+from isotype.inference.merge import merge
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from isotype.tasks.choose import train
@@ -175,6 +176,11 @@ def test_gemma_in_fp16_trains_with_its_large_layer_in_fp32(
     assert bool(model(input_ids=ids).logits.isfinite().all())
     wide = model.get_base_model().model.layers[2].mlp.up_proj.base_layer.weight
     assert wide.dtype == torch.float32
+    # fp16 would overflow in the merged model, and a program that reads "dtype" would use it
+    merge(load_run(run), tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert merged.dtype == torch.bfloat16
+    assert bool(merged(input_ids=ids).logits.isfinite().all())
 
 
 @pytest.mark.full

@@ -173,7 +173,7 @@ def _export_compressed(
         served = weights.served
     else:
         served = ServedFormat(name, loaded.model, weights.trained_values)
-    dtype, _ = merged_dtype(loaded.precision)
+    dtype, _ = merged_dtype(loaded.precision, loaded.model)
     counts: list[int] = []
 
     def write_contents(folder: Path) -> None:
@@ -301,7 +301,7 @@ def _write_settings(run: LoadedRun, weights: RunWeights, folder: Path) -> str | 
     head if it shares the embedding's weight and is therefore not stored.
     """
     refuse_unmergeable(weights.inner)
-    dtype, _ = merged_dtype(run.precision)
+    dtype, _ = merged_dtype(run.precision, run.model)
     plain = build_plain_model(run, weights.inner, dtype)
     plain.config.architectures = [type(plain).__name__]
     plain.config.save_pretrained(folder)

@@ -36,6 +36,7 @@ from ..model.processor import build_picture_reader, copy_files
 from ..model.served import ServedFormat, round_frozen, serve_adapters
 from ..model.tokens import align_special_tokens
 from ..ops.packed import widen
+from ..optimize.fp32_layers import has_fp32_layers
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts
 from ..runs.checkpoint.atomic_folder import write_folder
@@ -82,7 +83,7 @@ def merge(run: LoadedRun, out: Path, *, dtype: str | None = None) -> MergeResult
         )
     reason = "as asked"
     if dtype is None:
-        dtype, reason = merged_dtype(run.precision)
+        dtype, reason = merged_dtype(run.precision, run.model)
     refuse_non_empty(out)
     base: Any = run.model.get_base_model()
     served = None
@@ -169,11 +170,13 @@ def refuse_other_loss(out: Path, merged_loss: float, adapter_loss: float) -> Non
         )
 
 
-def merged_dtype(precision: Precision) -> tuple[str, str]:
+def merged_dtype(precision: Precision, model: nn.Module | None = None) -> tuple[str, str]:
     """Returns the dtype of a merged model, and the reason. This is the dtype that `precision.save`
     sets. Without this setting, it is the dtype of the base, or of the unquantised parts of a packed
-    base.
+    base. If layers of `model` compute in fp32 because they overflow in fp16, it is bf16.
     """
+    if model is not None and has_fp32_layers(model):
+        return "bf16", "some layers overflow in fp16 (fp32_layers.json)"
     if precision.save_model != precision.save_adapter:
         return precision.save_model, f"precision.save: {precision.save}"
     if precision.packed:
@@ -391,7 +394,8 @@ def _loss(
 def _load_merged(out: Path, run: LoadedRun, dtype: str) -> nn.Module:
     # fp32 products of half-precision weights do not exist, so the merged model computes in the
     # dtype of its weights
-    compute = dtype if run.precision.compute == "fp32" else run.precision.compute
+    computes_in_own_dtype = run.precision.compute == "fp32" or has_fp32_layers(run.model)
+    compute = dtype if computes_in_own_dtype else run.precision.compute
     precision = run.precision.but(
         base=dtype, trainable=dtype, compute=compute, generate=compute, save=dtype
     )

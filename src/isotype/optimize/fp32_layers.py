@@ -216,6 +216,11 @@ def use_fp32_layers(model: nn.Module, names: Collection[str]) -> None:
     vars(inner_model(model))[FP32_LAYERS_KEY] = tuple(n for n in ordered if n in names)
 
 
+def has_fp32_layers(model: nn.Module) -> bool:
+    """Returns True after `use_fp32_layers`."""
+    return bool(vars(inner_model(model)).get(FP32_LAYERS_KEY))
+
+
 def use_stored_fp32_layers(model: nn.Module, run_folder: Path) -> None:
     """Reads from the run folder which layers computed in fp32 in this run, and lets these layers
     compute in fp32. Does nothing if the run has no such layers.

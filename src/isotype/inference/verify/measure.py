@@ -199,7 +199,7 @@ def _read_merge_dtype(written: WrittenModel, run: LoadedRun) -> str:
     `isotype merge` uses.
     """
     dtype = written.fields.get(MERGE_DTYPE_KEY)
-    return dtype if dtype in ("fp32", "bf16", "fp16") else merged_dtype(run.precision)[0]
+    return dtype if dtype in ("fp32", "bf16", "fp16") else merged_dtype(run.precision, run.model)[0]
 
 
 def _note_served(run: LoadedRun, trained: Scores, unrounded: Scores) -> str:
