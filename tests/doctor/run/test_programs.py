@@ -38,8 +38,10 @@ TRUTH = {
         "RN001",
         "out = model(input_ids=ids, labels=ids)",
         "model.layers.0.self_attn.q_proj",
-        "because the weights of model.layers.0.input_layernorm are fp32",
-        "cast the weights of model.layers.0.input_layernorm to bf16 too",
+        "because `parameter.data = parameter.data.float()`"
+        " (tests/doctor/run/programs/library_norms.py:21) made the weights of"
+        " model.layers.0.input_layernorm fp32",
+        "leave model.layers.0.input_layernorm out of `parameter.data = parameter.data.float()`",
     ),
     "library_hook": Truth(
         "RN001",
@@ -347,6 +349,20 @@ TRUTH = {
         "Conv2d",
         "`torch.randn(latents.shape, dtype=dtype)` creates a fp32 tensor",
         "`noisy.to(torch.bfloat16)` at",
+    ),
+    "second_model": Truth(
+        "RN001",
+        "return model(noise)",
+        "0",
+        "`torch.randn(2, 8)` creates a fp32 tensor",
+        "`noise.to(torch.bfloat16)` at",
+    ),
+    "projected_prefix": Truth(
+        "RN001",
+        "return self.language(inputs_embeds=hidden).logits",
+        "language.model.layers.0.self_attn.q_proj",
+        "`self.projector(audio)` returns fp32, because the weights of projector are fp32",
+        "`hidden.to(torch.bfloat16)` at",
     ),
     "hook_fault": Truth(
         "RN017",

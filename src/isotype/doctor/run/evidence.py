@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -126,8 +127,20 @@ class Evidence:
         return self.operands[0].device.type if self.operands else "cpu"
 
     @property
+    def dtype_counts(self) -> Counter[torch.dtype]:
+        """The number of elements of the parameters by dtype, of the model that was running."""
+        return self.names.dtype_counts_of(self.module)
+
+    @property
     def majority_dtype(self) -> torch.dtype | None:
-        return self.names.majority_dtype
+        """The floating-point dtype that most of the parameter elements have."""
+        counts = [(n, dtype) for dtype, n in self.dtype_counts.items() if dtype.is_floating_point]
+        return max(counts, key=lambda pair: pair[0])[1] if counts else None
+
+    def dtype_share(self, dtype: torch.dtype) -> float:
+        """Returns the share of the parameter elements that have the given dtype."""
+        counts = self.dtype_counts
+        return counts[dtype] / counts.total() if counts else 0.0
 
     def producer_of(self, operand: Operand) -> Producer:
         key = id(operand)
@@ -158,7 +171,7 @@ class Evidence:
             "default_dtype": format_dtype(torch.get_default_dtype()),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "parameters": {
-                format_dtype(dtype): count for dtype, count in self.names.dtype_counts.items()
+                format_dtype(dtype): count for dtype, count in self.dtype_counts.items()
             },
             "settings": {setting.name: setting.value for setting in self.settings},
             "optimizer": None if self.optimizer is None else str(self.optimizer),

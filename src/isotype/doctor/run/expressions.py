@@ -37,6 +37,12 @@ class TensorFacts:
     device: torch.device
 
 
+_PLAIN_TYPES = (bool, int, float, str, list, tuple, dict, type(None))
+
+# methods whose result is a float also for a tensor of integers
+_FLOAT_METHODS = frozenset(
+    ["sqrt", "rsqrt", "exp", "log", "softmax", "log_softmax", "sigmoid", "tanh", "mean"]
+)
 CAST_METHODS = {
     "float": torch.float32,
     "half": torch.float16,
@@ -133,8 +139,9 @@ def read_value(node: ast.AST | None, frame: CallFrame) -> Any:
             return [read_value(element, frame) for element in elements]
         case ast.UnaryOp(ast.USub(), operand):
             return _as_result(read_value(operand, frame))
-        case ast.BinOp(left, _, right):
-            return _promote(read_value(left, frame), read_value(right, frame))
+        case ast.BinOp(left, operator, right):
+            result = _promote(read_value(left, frame), read_value(right, frame))
+            return _as_float(result) if isinstance(operator, ast.Div) else result
         case ast.Call():
             return _read_call(node, frame)
     return UNKNOWN
@@ -159,8 +166,9 @@ def is_tensor(value: Any) -> bool:
 
 
 def read_condition(node: ast.AST, frame: CallFrame) -> bool | None:
-    """Evaluates a simple condition (a name, `not`, or a comparison with None) with the values that
-    the variables had at the failure. Returns None if the condition cannot be evaluated.
+    """Evaluates a simple condition (a name, an attribute, `not`, `and`, `or`, or a comparison with
+    None) with the values that the variables had at the failure. Returns None if the condition
+    cannot be evaluated.
     """
     match node:
         case ast.UnaryOp(ast.Not(), operand):
@@ -171,8 +179,14 @@ def read_condition(node: ast.AST, frame: CallFrame) -> bool | None:
             if value is UNKNOWN:
                 return None
             return (value is None) == isinstance(operator, ast.Is)
+        case ast.BoolOp(operator, values):
+            results = [read_condition(value, frame) for value in values]
+            decisive = isinstance(operator, ast.Or)  # `or` is true if one part is true
+            if decisive in results:
+                return decisive
+            return None if None in results else not decisive
     value = read_value(node, frame)
-    return value if isinstance(value, bool) else None
+    return bool(value) if isinstance(value, _PLAIN_TYPES) else None
 
 
 def _as_result(value: Any) -> Any:
@@ -237,11 +251,19 @@ def _promote(left: Any, right: Any) -> Any:
         if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
             return TensorFacts(torch.result_type(left, right), left.device)
         return TensorFacts(torch.promote_types(left.dtype, right.dtype), left.device)
-    if is_tensor(left) and isinstance(right, (int, float)):
-        return _as_result(left)
     if is_tensor(right) and isinstance(left, (int, float)):
-        return _as_result(right)
+        left, right = right, left
+    if is_tensor(left) and isinstance(right, (int, float)):
+        return _as_float(left) if isinstance(right, float) else _as_result(left)
     return UNKNOWN
+
+
+def _as_float(value: Any) -> Any:
+    """Describes the result of an operation that computes floats, such as a division."""
+    result = _as_result(value)
+    if result is UNKNOWN or result.dtype.is_floating_point or result.dtype.is_complex:
+        return result
+    return TensorFacts(torch.get_default_dtype(), result.device)
 
 
 def _read_call(node: ast.Call, frame: CallFrame) -> Any:
@@ -258,7 +280,7 @@ def _read_call(node: ast.Call, frame: CallFrame) -> Any:
         if name in _CONVERTING_METHODS:
             return _read_conversion(node, owner, frame)
         if name in _DTYPE_KEEPING_METHODS and not node_keyword(node, "dtype"):
-            return _as_result(owner)
+            return _as_float(owner) if name in _FLOAT_METHODS else _as_result(owner)
         return UNKNOWN
     if owner is torch and name in CREATION_FUNCTIONS:
         dtype = read_value(node_keyword(node, "dtype"), frame)

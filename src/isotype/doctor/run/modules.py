@@ -23,7 +23,7 @@ class ModelNames:
     """Finds the models in the variables of a traceback, and stores the path of each of their
     modules, parameters and buffers.
 
-    dtype_counts  the number of elements of the parameters by dtype
+    dtype_counts  for each model, the number of elements of its parameters by dtype
     """
 
     def __init__(self, frames: Sequence[CallFrame]) -> None:
@@ -31,8 +31,10 @@ class ModelNames:
         self._modules: dict[int, str] = {}
         self._tensors: dict[int, str] = {}
         self._owners: dict[int, nn.Module] = {}
-        self.dtype_counts: Counter[torch.dtype] = Counter()
+        self._roots: dict[int, nn.Module] = {}
+        self.dtype_counts: dict[int, Counter[torch.dtype]] = {}
         for root in self.roots:
+            self.dtype_counts[id(root)] = Counter()
             self._register(root)
 
     def _register(self, root: nn.Module) -> None:
@@ -41,10 +43,11 @@ class ModelNames:
                 continue
             clean_path = _remove_wrappers(path)
             self._modules[id(module)] = clean_path
+            self._roots[id(module)] = root
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in self._tensors:
                     self._add_tensor(clean_path, name, parameter, module)
-                    self.dtype_counts[parameter.dtype] += parameter.numel()
+                    self.dtype_counts[id(root)][parameter.dtype] += parameter.numel()
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in self._tensors:
                     self._add_tensor(clean_path, name, buffer, module)
@@ -74,18 +77,14 @@ class ModelNames:
         """Returns the module that owns a parameter or buffer."""
         return self._owners.get(id(tensor))
 
-    @property
-    def majority_dtype(self) -> torch.dtype | None:
-        """Returns the floating-point dtype that most of the parameter elements have."""
-        counts = [
-            (count, dtype) for dtype, count in self.dtype_counts.items() if dtype.is_floating_point
-        ]
-        return max(counts, key=lambda pair: pair[0])[1] if counts else None
-
-    def dtype_share(self, dtype: torch.dtype) -> float:
-        """Returns the share of the parameter elements that have the given dtype."""
-        total = self.dtype_counts.total()
-        return self.dtype_counts[dtype] / total if total else 0.0
+    def dtype_counts_of(self, module: nn.Module | None) -> Counter[torch.dtype]:
+        """Returns the number of elements of the parameters by dtype, of the model that contains a
+        module. If no model contains it, returns the numbers of all models.
+        """
+        root = self._roots.get(id(module))
+        if root is not None and self.dtype_counts[id(root)]:
+            return self.dtype_counts[id(root)]
+        return sum(self.dtype_counts.values(), Counter())
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for root in self.roots:

@@ -177,6 +177,8 @@ class _Search:
                 return self.follow_name(node, name, index, line)
             case ast.Attribute(ast.Name("self"), name) if is_tensor(value) or value is UNKNOWN:
                 return self.follow_attribute(node, name, index)
+            case ast.Attribute(ast.Call() | ast.Name() as owner, _) if value is UNKNOWN:
+                return self.follow(owner, index, line)  # an output of a model, such as `.logits`
             case ast.Subscript(container, key):
                 self.key = read_value(key, frame)
                 return self.follow(container, index, line)
@@ -225,9 +227,13 @@ class _Search:
         owner = self.frames[index].variables.get("self")
         is_bound = not _is_first_argument(owner, call, self.frames[outer])
         argument = _argument_expression(scope, call, name, is_bound)
-        if argument is None and isinstance(call, ast.Call):
-            return _read_default(scope, name)
-        return read_value(argument, self.frames[outer])
+        if argument is not None and not isinstance(argument, ast.Starred):
+            return read_value(argument, self.frames[outer])
+        value = _read_starred(scope, call, name, is_bound, self.frames[outer])
+        has_star = isinstance(call, ast.Call) and any(
+            isinstance(part, ast.Starred) for part in _iterate_arguments(call)
+        )
+        return value if has_star else _read_default(scope, name)
 
     def producer(
         self,
@@ -286,11 +292,14 @@ class _Search:
         functions are listed, because only their variables can be read.
         """
         frame = self.frames[index]
-        if not isinstance(node, ast.BinOp) or not frame.is_user_code:
+        if index >= self.running_count or not frame.is_user_code:
             return
-        if index >= self.running_count or isinstance(node.right, ast.Constant):
+        if isinstance(node, ast.BinOp) and not isinstance(node.right, ast.Constant):
+            operation = type(node.op).__name__.replace("Mult", "Mul")
+        elif isinstance(node, ast.Call):
+            operation = _source(node.func).rpartition(".")[2].capitalize()
+        else:
             return
-        operation = type(node.op).__name__.replace("Mult", "Mul")
         self.promotions.append(Promotion(operation, _source(operand), frame.location_of(operand)))
 
     def follow_container(self, node: ast.AST, index: int, line: int) -> Producer:
@@ -333,11 +342,16 @@ class _Search:
         )
         if result is not None:
             return result
-        if node.args and not frame.is_user_code:
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if arguments and not frame.is_user_code:
             # a helper of a library: its first argument, if it has the dtype
-            value = read_value(node.args[0], frame)
+            value = read_value(arguments[0], frame)
             if is_tensor(value) and value.dtype == self.dtype:
-                return self.follow(node.args[0], index, line)
+                return self.follow(arguments[0], index, line)
+            if value is UNKNOWN:
+                result = self.follow(arguments[0], index, line)
+                if result.is_proven:
+                    return result
         return self.follow_wide_argument(node, index, line) or self.producer("call", node, index)
 
     def follow_wide_argument(self, node: ast.Call, index: int, line: int) -> Producer | None:
@@ -395,8 +409,14 @@ class _Search:
         result = self.follow_returned(forward, node, index)
         if result is not None:
             return result
-        if not dtypes and type(module).__module__.startswith("torch.nn") and node.args:
-            return self.follow(node.args[0], index, line)
+        is_weightless = not dtypes and type(module).__module__.startswith("torch.nn")
+        if node.args:
+            # its weights do not have the dtype, so its input may have it
+            count = len(self.promotions)
+            result = self.follow(node.args[0], index, line)
+            if is_weightless or result.is_proven:
+                return result
+            del self.promotions[count:]
         return self.producer("module", node, index, path=path, module=module)
 
     def follow_sequential(
@@ -684,6 +704,8 @@ class _Search:
             if result is not None:
                 return result
         if argument is None or isinstance(argument, ast.Starred):
+            passed = _read_starred(scope, call, name, is_bound, self.frames[outer])
+            value = value if passed is UNKNOWN else passed
             return self.follow_starred(argument, name, value, node, index, outer)
         return self.follow(argument, outer)
 
@@ -804,6 +826,32 @@ def _argument_expression(
         if keyword.arg is None:
             return ast.Starred(keyword.value)
     return None
+
+
+def _read_starred(
+    scope: Any, call: ast.AST | None, name: str, is_bound: bool, frame: CallFrame
+) -> Any:
+    """Returns the value that a call passes for a parameter with `*` or `**`, or UNKNOWN."""
+    if not isinstance(call, ast.Call):
+        return UNKNOWN
+    for keyword in call.keywords:
+        container = UNKNOWN if keyword.arg else read_value(keyword.value, frame)
+        if isinstance(container, dict) and name in container:
+            return container[name]
+    positional = [a.arg for a in (*scope.args.posonlyargs, *scope.args.args)]
+    if is_bound and positional[:1] in (["self"], ["cls"], ["ctx"]):
+        positional.pop(0)
+    values: list[Any] = []
+    for argument in call.args:
+        if not isinstance(argument, ast.Starred):
+            values.append(read_value(argument, frame))
+            continue
+        container = read_value(argument.value, frame)
+        if not isinstance(container, (list, tuple)):
+            break
+        values += container
+    position = positional.index(name) if name in positional else len(values)
+    return values[position] if position < len(values) else UNKNOWN
 
 
 def _is_first_argument(owner: Any, call: ast.AST | None, frame: CallFrame) -> bool:

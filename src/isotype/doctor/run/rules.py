@@ -28,7 +28,7 @@ from .expressions import is_tensor, read_value
 from .frames import CallFrame, parse_user_file
 from .graph import find_widening_operation
 from .hooks import find_handler
-from .model_casts import find_model_cast
+from .model_casts import find_model_cast, find_weight_cast
 from .modules import floating_weight_dtypes
 from .producers import (
     Producer,
@@ -191,7 +191,7 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
     details.append(("autocast", phase + describe_autocast(evidence.autocast)))
     majority = evidence.majority_dtype
     if majority is not None:
-        share = 100 * evidence.names.dtype_share(majority)
+        share = 100 * evidence.dtype_share(majority)
         details.append(("model", f"{share:.0f}% of the parameters are {format_dtype(majority)}"))
     if evidence.settings:
         settings = ", ".join(map(str, evidence.settings))
@@ -860,7 +860,7 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         evidence,
         weight=weight.path,
         has=weight.dtype_name,
-        share=100 * evidence.names.dtype_share(majority),
+        share=100 * evidence.dtype_share(majority),
         usual=format_dtype(majority),
         trained=is_trained and majority in _HALF_DTYPES and weight.dtype == torch.float32,
         device=evidence.device,
@@ -888,6 +888,10 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         if dtypes == {operand.dtype}:
             producer_dtype = operand.dtype_name
     promotion = _find_promotion(operand, producer)
+    cast = None
+    is_odd = operand.dtype != evidence.majority_dtype
+    if producer_dtype and producer.module is not None and is_odd:
+        cast = find_weight_cast(evidence.frames, operand.dtype, producer.module, producer.path)
     return _make_finding(
         "RN001",
         evidence,
@@ -905,6 +909,8 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         producer_at=producer.location,
         path=producer.path,
         producer_dtype=producer_dtype,
+        cast="" if cast is None else cast.text,
+        cast_at="" if cast is None else cast.location,
         target=str(weight.dtype),
     )
 
