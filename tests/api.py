@@ -224,6 +224,7 @@ INNER = {
     "isotype.tasks.diffusion.denoiser": (
         "build_denoiser keep_time_exact load_frozen_denoiser time_embeddings"
     ),
+    "isotype.tasks.diffusion.families.ideogram4": "Ideogram4",
     "isotype.tasks.diffusion.families.noise": "size_conditioning",
     "isotype.tasks.diffusion.picture_files": "ClipSettings FileContent Picture",
     "isotype.tasks.diffusion.pictures": "apply_caption_settings collect_pictures",
@@ -232,7 +233,8 @@ INNER = {
         "BadPicture Size Window bucket_sizes displayed_size encode_png mask_pixels pixels"
     ),
     "isotype.tasks.diffusion.result": (
-        "add_metadata tasks_diffusion_result_load_result=load_result save_lora write_comfyui"
+        "add_metadata comfyui_name tasks_diffusion_result_load_result=load_result save_lora"
+        " write_comfyui"
     ),
     "isotype.tasks.diffusion.single_file": "widest_dtype",
     "isotype.tasks.diffusion.video_files": "video_files=",

@@ -22,7 +22,17 @@ from isotype.errors import UsageError
 from isotype.precision import PRESETS
 from isotype.tasks.choose import train
 from isotype.training.optimizer import build_optimizer
-from tests.api import draw_pictures, evaluate_pictures, export, export_comfyui, merge_denoiser
+from tests.api import (
+    Ideogram4,
+    PipelineFolder,
+    comfyui_name,
+    draw_pictures,
+    evaluate_pictures,
+    export,
+    export_comfyui,
+    merge_denoiser,
+    write_comfyui,
+)
 from tests.tasks.diffusion.models import built, refused, with_adapter
 from tests.tasks.diffusion.test_families import data_of, in_fp64, relative, squared_error
 
@@ -49,7 +59,21 @@ NAMES = {
     "wan": [r"diffusion_model.blocks.\d+.((self|cross)_attn.[qkvo]|ffn.[02])"],
     "ltx": [r"diffusion_model.transformer_blocks.\d+.(attn[12].(to_q|to_k|to_v|to_out.0)|ff.net.(0.proj|2))"],
 }  # fmt: skip
-NAMES |= {"kontext": NAMES["flux"], "qwen_edit": NAMES["qwen"]}
+# read in ComfyUI: `krea2_to_diffusers` and `flux_to_diffusers` of comfy/utils.py, and the modules of
+# comfy/ldm/ernie, kandinsky5 and ideogram4 after the prefixes of comfy/lora.py
+KANDINSKY_ATTENTION = "(to_query|to_key|to_value|out_layer)"
+NAMES |= {
+    "kontext": NAMES["flux"], "qwen_edit": NAMES["qwen"], "longcat": NAMES["flux"],
+    "krea2": [r"transformer.transformer_blocks.\d+.(attn.(to_q|to_k|to_v|to_gate|to_out.0)|ff.(gate|up|down))"],
+    "ernie_image": [
+        r"transformer.layers.\d+.(self_attention.(to_q|to_k|to_v|to_out.0)|mlp.(gate_proj|up_proj|linear_fc2))",
+    ],
+    "kandinsky5": [
+        rf"diffusion_model.(text|visual)_transformer_blocks.\d+.((self|cross)_attention.{KANDINSKY_ATTENTION}|"
+        r"feed_forward.(in|out)_layer|(text|visual)_modulation.out_layer)",
+    ],
+    "ideogram4": [r"diffusion_model.layers.\d+.(attention.(qkv|o)|feed_forward.w[123]|adaln_modulation)"],
+}  # fmt: skip
 OWN_NAMES = [  # Wan's
     (".attn1.", ".self_attn."), (".attn2.", ".cross_attn."), (".to_out.0", ".o"), (".to_", "."), (".ffn.net.0.proj", ".ffn.0"),
     (".ffn.net.2", ".ffn.2"),
@@ -109,7 +133,19 @@ def peft_deltas(folder):
         ("wan", {}),
         *(
             pytest.param(name, {}, marks=pytest.mark.full)
-            for name in ("flux", "sd3", "qwen", "kontext", "qwen_edit", "hidream", "ltx")
+            for name in (
+                "flux",
+                "sd3",
+                "qwen",
+                "kontext",
+                "qwen_edit",
+                "hidream",
+                "ltx",
+                "krea2",
+                "ernie_image",
+                "longcat",
+                "kandinsky5",
+            )
         ),
     ],
 )
@@ -134,6 +170,68 @@ def test_comfyui_adds_what_was_trained(drawn, studio, tmp_path, family, settings
         assert any(bool(delta.any()) for delta in named.values())
 
 
+@pytest.mark.parametrize("name", ["krea2", "ernie_image", "ideogram4", "longcat", "kandinsky5"])
+def test_comfyui_knows_every_adapted_module(studio, name):
+    folder = PipelineFolder.open(str(getattr(studio, name)))
+    family = folder.family
+    denoiser = folder.denoiser_outline()
+    parts = sum(family.comfyui_fused.values(), ())
+    classes = family.adapted_classes(denoiser)
+    blocks = {n: m for n, m in denoiser.named_modules() if type(m).__name__ in classes}
+    modules = {
+        f"{block}.{inner}"
+        for block, module in blocks.items()
+        for inner, layer in module.named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    }
+    assert modules
+    for module in modules:
+        if not module.endswith(parts or ("-",)):
+            module = comfyui_name(module, family)
+            assert any(re.fullmatch(pattern, module) for pattern in NAMES[name]), module
+
+
+@pytest.mark.parametrize("alphas", [{}, {"to_k": 3.0}])
+def test_comfyui_adds_fused_queries_keys_and_values(tmp_path, alphas):
+    """Of Ideogram 4: in one matrix, of parts with other ranks and alphas, one part without."""
+    generator = torch.Generator().manual_seed(0)
+    ranks = {"to_q": 4, "to_k": 2, "to_out.0": 4}
+    tensors = {}
+    for part, rank in ranks.items():
+        name = f"base_model.model.layers.3.attention.{part}"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, 6, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(6, rank, generator=generator)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    settings = {"r": 4, "lora_alpha": 8.0, "use_rslora": False, "use_dora": False}
+    settings |= {"alpha_pattern": alphas or {"to_k": 4.0}, "rank_pattern": {"to_k": 2}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"peft_type": "LORA"}))
+    assert write_comfyui(tmp_path, tmp_path / "comfyui.safetensors", Ideogram4()) == 3
+    added = read_as_comfyui_does(tmp_path / "comfyui.safetensors", NAMES["ideogram4"])
+    scales = {"to_q": 2.0, "to_k": (alphas or {"to_k": 4.0})["to_k"] / 2, "to_out.0": 2.0}
+    deltas = {
+        part: scales[part]
+        * tensors[f"base_model.model.layers.3.attention.{part}.lora_B.weight"]
+        @ tensors[f"base_model.model.layers.3.attention.{part}.lora_A.weight"]
+        for part in ranks
+    }
+    fused = torch.cat([deltas["to_q"], deltas["to_k"], torch.zeros(6, 6)])
+    prefix = "diffusion_model.layers.3.attention"
+    assert set(added) == {f"{prefix}.qkv", f"{prefix}.o"}
+    torch.testing.assert_close(added[f"{prefix}.qkv"], fused, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(added[f"{prefix}.o"], deltas["to_out.0"], rtol=1e-6, atol=1e-6)
+
+
+def test_a_lokr_of_fused_modules_is_refused_for_comfyui(drawn, studio):
+    said = refused(
+        drawn(
+            model=studio.ideogram4,
+            adapter={"kind": "lokr", "r": 4},
+            run={"adapter_format": "comfyui"},
+        )
+    )
+    assert "Ideogram4Pipeline: ComfyUI stores queries, keys and values in one matrix" in said
+
+
 def test_alphas_of_a_narrow_file_are_exact(drawn, studio, tmp_path):
     """rsLoRA's alpha is no number of bf16."""
     loaded = drawn(
@@ -155,7 +253,9 @@ def _named(name, family):
         return f"lora_unet_{name.replace('.', '_')}"
     for theirs, own in OWN_NAMES if family == "wan" else ():
         name = name.replace(theirs, own)
-    return f"{'diffusion_model' if family in ('wan', 'ltx') else 'transformer'}.{name}"
+    return (
+        f"{'diffusion_model' if family in ('wan', 'ltx', 'kandinsky5') else 'transformer'}.{name}"
+    )
 
 
 @pytest.mark.full

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -394,11 +395,15 @@ def pipeline_class(pipeline: PipelineFolder) -> Any:
 # without such a tensor it multiplies the product of the matrices by 1. The file for diffusers has
 # its alpha in the metadata, so ComfyUI would multiply the adapter's effect by rank / alpha. Modules
 # of a U-Net have kohya's names (`lora_unet_down_blocks_0_...`). Modules of a transformer have
-# diffusers' names after `transformer.`, which ComfyUI translates. Source: ComfyUI's comfy/lora.py
-# and comfy/weight_adapter/lora.py
+# diffusers' names after `transformer.`, which ComfyUI translates. If ComfyUI knows no such names
+# for a model, the modules have ComfyUI's own names after `diffusion_model.`. Source: ComfyUI's
+# comfy/lora.py, comfy/utils.py and comfy/weight_adapter/lora.py
 
 COMFYUI_FILE = "comfyui.safetensors"
 NO_DORA = "a DoRA, which is not written for ComfyUI: it scales by other lengths"
+NO_FUSED_LOKR = (
+    "ComfyUI stores queries, keys and values in one matrix, which has no exact LoKr of the three"
+)
 _UNET = {"lora_A": "lora_down", "lora_B": "lora_up"}
 
 
@@ -412,21 +417,30 @@ def write_comfyui(
 
     Raises  UsageError for a family whose adapters ComfyUI does not read
     """
-    refuse_without_comfyui_support(family)
+    refuse_without_comfyui_support(family, is_lokr=is_lokr(adapter))
     tensors = comfyui_tensors(adapter, family)
     save_file(tensors, out)
     if metadata is None:
         metadata = read_training_facts(adapter / LORA_FILE)
     add_metadata(out, {"format": "pt", "pipeline": family.pipeline, **metadata})
-    return len({name.rpartition(".lo")[0] for name in tensors if ".lo" in name})
+    names = read_shapes(adapter / ADAPTER_FILE, "adapter")
+    return len({name.rpartition(".lo")[0] for name in names if ".lo" in name})
 
 
-def refuse_without_comfyui_support(family: Family) -> None:
-    """Raises  UsageError for a family whose adapters ComfyUI does not read"""
+def refuse_without_comfyui_support(family: Family, *, is_lokr: bool) -> None:
+    """Raises UsageError for a family whose adapters ComfyUI does not read.
+
+    is_lokr  whether the adapter is a LoKr
+    """
     if family.comfyui_blocker:
         raise UsageError(
             f"comfyui: {family.pipeline}: {family.comfyui_blocker}",
-            fix="pytorch_lora_weights.safetensors, in diffusers",
+            fix=f"{LORA_FILE}, in diffusers",
+        )
+    if is_lokr and family.comfyui_fused:
+        raise UsageError(
+            f"comfyui: {family.pipeline}: {NO_FUSED_LOKR}",
+            fix=f"{ADAPTER_FILE}, in PEFT; or adapter.kind: lora",
         )
 
 
@@ -442,19 +456,93 @@ def comfyui_tensors(adapter: Path, family: Family) -> dict[str, Tensor]:
     if is_lokr(adapter):
         return _lokr_tensors(adapter, settings, family)
     tensors: dict[str, Tensor] = {}
-    for name, tensor in load_file(adapter / ADAPTER_FILE).items():
+    peft_tensors = load_file(adapter / ADAPTER_FILE)
+    if family.comfyui_fused:
+        peft_tensors, tensors = _fuse_modules(peft_tensors, settings, family)
+    for name, tensor in peft_tensors.items():
         module, _, side = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".")
         file_name = comfyui_name(module, family)
         side = _UNET[side] if family.denoiser == "unet" else side
         tensors[f"{file_name}.{side}.weight"] = tensor
         if side in ("lora_A", "lora_down"):
-            rank = len(tensor)
-            alpha = module_setting(module, settings, "alpha_pattern", "lora_alpha")
-            tensors[f"{file_name}.alpha"] = torch.tensor(
-                alpha * (math.sqrt(rank) if settings.get("use_rslora") else 1.0),
-                dtype=torch.float32,
-            )
+            alpha = _comfyui_alpha(module, len(tensor), settings)
+            tensors[f"{file_name}.alpha"] = torch.tensor(alpha, dtype=torch.float32)
     return tensors
+
+
+def _comfyui_alpha(module: str, rank: int, settings: Mapping[str, Any]) -> float:
+    """Returns the alpha of a module, so that alpha / rank is the scale of the module in PEFT."""
+    alpha = module_setting(module, settings, "alpha_pattern", "lora_alpha")
+    return alpha * (math.sqrt(rank) if settings.get("use_rslora") else 1.0)
+
+
+def _fuse_modules(
+    tensors: dict[str, Tensor], settings: Mapping[str, Any], family: Family
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Fuses the adapters of modules whose weights ComfyUI stores in one matrix
+    (`family.comfyui_fused`). The fused A has the rows of every A, and the fused B is a block
+    diagonal matrix of every B, so that the change of the weight is exactly the same. Modules
+    without an adapter have rows of zeros in the fused B.
+
+    tensors   the tensors of the PEFT file
+    Returns   the tensors that are not fused, with their names in the PEFT file, and the fused
+              tensors with their names in the file for ComfyUI
+    """
+    other_tensors = dict(tensors)
+    fused_tensors: dict[str, Tensor] = {}
+    for fused_end, part_ends in family.comfyui_fused.items():
+        pattern = re.compile(
+            rf"(?P<block>.*)({'|'.join(map(re.escape, part_ends))})\.lora_A\.weight"
+        )
+        matches = [match for name in tensors if (match := pattern.fullmatch(name))]
+        for block in dict.fromkeys(match["block"] for match in matches):
+            modules = [f"{block}{end}" for end in part_ends]
+            fused_name = f"{block.removeprefix(PEFT_PREFIX)}{fused_end}"
+            fused_tensors |= _fuse_parts(
+                [other_tensors.pop(f"{module}.lora_A.weight", None) for module in modules],
+                [other_tensors.pop(f"{module}.lora_B.weight", None) for module in modules],
+                [module.removeprefix(PEFT_PREFIX) for module in modules],
+                settings,
+                comfyui_name(fused_name, family),
+            )
+    return other_tensors, fused_tensors
+
+
+def _fuse_parts(
+    a_parts: Sequence[Tensor | None],
+    b_parts: Sequence[Tensor | None],
+    modules: Sequence[str],
+    settings: Mapping[str, Any],
+    name: str,
+) -> dict[str, Tensor]:
+    """Returns the tensors of one fused module for ComfyUI, with the name `name`. If the parts have
+    different scales, B is multiplied by them in fp32.
+    """
+    known_a = [a for a in a_parts if a is not None]
+    rank = sum(map(len, known_a))
+    outputs = next(len(b) for b in b_parts if b is not None)
+    scales = [
+        _comfyui_alpha(module, len(a), settings) / len(a)
+        for module, a in zip(modules, a_parts, strict=True)
+        if a is not None
+    ]
+    has_one_scale = len(set(scales)) == 1
+    remaining_scales = iter(scales)
+    columns = []
+    for part, b in enumerate(b_parts):
+        if b is None:
+            continue
+        scale = next(remaining_scales)
+        rows = b if has_one_scale else b.float() * scale
+        column = rows.new_zeros(outputs * len(b_parts), b.shape[1])
+        column[part * outputs : (part + 1) * outputs] = rows
+        columns.append(column)
+    alpha = rank * scales[0] if has_one_scale else float(rank)
+    return {
+        f"{name}.lora_A.weight": torch.cat(known_a),
+        f"{name}.lora_B.weight": torch.cat(columns, 1),
+        f"{name}.alpha": torch.tensor(alpha, dtype=torch.float32),
+    }
 
 
 def module_setting(module: str, settings: Mapping[str, Any], patterns: str, default: str) -> float:

@@ -72,7 +72,7 @@ def refuse_incompatible_settings(
                 "run.adapter_format: has no effect with adapter.kind: none",
                 fix="remove run.adapter_format",
             )
-        refuse_without_comfyui_support(family)
+        refuse_without_comfyui_support(family, is_lokr=adapter.kind == "lokr")
     if not family.edits_pictures:
         _refuse_controls(config, sources, family.pipeline)
     elif not family.takes_several_controls:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..pixels import Size
 from .family import (
-    COMFYUI_UNCHECKED,
     Conditioning,
     Denoiser,
     Family,
@@ -41,7 +40,6 @@ class ErnieImage(Family):
     keeps_text_lengths = True
     unneeded_parts = ("pe", "pe_tokenizer")
     text_width_key = "text_in_dim"
-    comfyui_blocker = COMFYUI_UNCHECKED
     block_classes = ("ErnieImageSharedAdaLNBlock",)
 
     def prepare(self, denoiser: Any) -> None:

@@ -208,9 +208,6 @@ class PatchedLatents(Latents):
 
 # --- families
 
-# the `comfyui_blocker` of a family whose names in ComfyUI are unknown
-COMFYUI_UNCHECKED = "we have not checked which names ComfyUI reads for it"
-
 Text = dict[str, Tensor]
 Denoiser = Callable[..., Sequence[Tensor]]
 """A denoiser, called with `return_dict=False`."""
@@ -298,6 +295,9 @@ class Family:
     comfyui_blocker        why ComfyUI cannot read adapters of this family; empty if it can
     comfyui_prefix         the prefix that ComfyUI uses for the modules of a transformer
     comfyui_names          the parts of module names that have other names in ComfyUI
+    comfyui_fused          maps the end of a module's name in ComfyUI to the ends of the names of the
+                           modules whose weights ComfyUI stores in this module, in the order of their
+                           rows; these modules have the same number of outputs
     block_classes          the classes of the denoiser's blocks, if the denoiser's
                            `_no_split_modules` does not list them; blocks can be recomputed, split
                            over processes, and get adapters
@@ -338,6 +338,7 @@ class Family:
     comfyui_blocker: ClassVar[str] = ""
     comfyui_prefix: ClassVar[str] = "transformer"
     comfyui_names: ClassVar[Mapping[str, str]] = {}
+    comfyui_fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     block_classes: ClassVar[tuple[str, ...]] = ()
     adapted_block_classes: ClassVar[tuple[str, ...]] = ()
     guidance_argument: ClassVar[str] = "guidance_scale"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .family import (
-    COMFYUI_UNCHECKED,
     Conditioning,
     Denoiser,
     Family,
@@ -51,7 +50,11 @@ class Ideogram4(Family):
     keeps_text_lengths = True
     unneeded_parts = ("unconditional_transformer", "prompt_enhancer_head")
     text_width_key = "llm_features_dim"
-    comfyui_blocker = COMFYUI_UNCHECKED
+    comfyui_prefix = "diffusion_model"
+    comfyui_names = {".attention.to_out.0": ".attention.o"}
+    comfyui_fused = {
+        ".attention.qkv": (".attention.to_q", ".attention.to_k", ".attention.to_v"),
+    }
 
     def prepare(self, denoiser: Any) -> None:
         super().prepare(denoiser)

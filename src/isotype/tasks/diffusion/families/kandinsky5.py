@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..pixels import Size
-from .family import COMFYUI_UNCHECKED, Conditioning, Config, Denoiser, Family, Latents, Text
+from .family import Conditioning, Config, Denoiser, Family, Latents, Text
 
 
 class KandinskyLatents(Latents):
@@ -28,11 +28,11 @@ class Kandinsky5(Family):
     """
 
     pipeline = "Kandinsky5T2IPipeline"
+    comfyui_prefix = "diffusion_model"
     max_text_length = 512
     latents = KandinskyLatents()
     keeps_text_lengths = True
     encoder_parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    comfyui_blocker = COMFYUI_UNCHECKED
     block_classes = ("Kandinsky5TransformerEncoderBlock", "Kandinsky5TransformerDecoderBlock")
 
     def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .family import (
-    COMFYUI_UNCHECKED,
     Conditioning,
     Config,
     Denoiser,
@@ -30,7 +29,6 @@ class Krea2(PackedTokens):
     latents = VideoLatents()
     text_output_indices = {"text": 0, "mask": 1}
     text_arguments = {"prompt_embeds": "text", "prompt_embeds_mask": "mask"}
-    comfyui_blocker = COMFYUI_UNCHECKED
     block_classes = ("Krea2TransformerBlock",)
 
     def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:

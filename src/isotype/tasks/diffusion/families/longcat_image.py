@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pixels import Size
-from .family import COMFYUI_UNCHECKED, Conditioning, Denoiser, SampleSettings, Text
+from .family import Conditioning, Denoiser, SampleSettings, Text
 from .flow import PackedTokens, pack_latents, position_ids, unpack_latents
 
 
@@ -23,7 +23,6 @@ class LongCatImage(PackedTokens):
     max_text_length = 512
     unneeded_parts = ("text_processor",)
     loads_lora = False
-    comfyui_blocker = COMFYUI_UNCHECKED
     block_classes = ("LongCatImageTransformerBlock", "LongCatImageSingleTransformerBlock")
 
     def encode_text(
