@@ -271,6 +271,8 @@ def write(model, tokenizer, folder: Path, form: str) -> None:
     """Saves `model` with every linear layer but the head packed."""
     torch.manual_seed(0)
     tensors = {name: t.to(torch.bfloat16) for name, t in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
             del tensors[f"{name}.weight"]
