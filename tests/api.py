@@ -93,7 +93,7 @@ INNER = {
     "isotype.inference.inspection.dense": "open_two",
     "isotype.inference.verify.gguf_model": "_file_type",
     "isotype.inference.verify.measure": "load_evaluation",
-    "isotype.inference.verify.reference": "ReferenceModel",
+    "isotype.inference.verify.reference": "ReferenceModel _token_losses",
     "isotype.inference.verify.result": "kept_share",
     "isotype.inference.run_weights": "RunWeights",
     "isotype.inference.verify.tensors": "verify_tensors=",

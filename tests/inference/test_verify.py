@@ -21,6 +21,7 @@ from tests.api import (
     WrittenModel,
     WrittenTensor,
     _file_type,
+    _token_losses,
     compute_expectations,
     export_model,
     find_damage,
@@ -391,6 +392,17 @@ class LargestResult(TorchDispatchMode):
         if isinstance(result, torch.Tensor) and not func.is_view:
             self.size = max(self.size, result.numel())
         return result
+
+
+def test_losses_of_tokens_are_computed_in_parts() -> None:
+    """The logits of a large vocabulary are not copied as a whole."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, 50, generator=generator)
+    labels = torch.randint(50, (200,), generator=generator)
+    with LargestResult() as largest:
+        losses = _token_losses(logits, labels)
+    assert torch.equal(losses, torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
+    assert largest.size <= 64 * 50
 
 
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_K"])
