@@ -177,11 +177,16 @@ def read_tensor_parts(files: Iterable[str | Path]) -> dict[str, TensorHeader]:
             )
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # not a mapping
-                header = tensors.get_slice(name)
-                parts[name] = TensorHeader(
-                    _DTYPES.get(header.get_dtype(), torch.uint8), tuple(header.get_shape())
-                )
+                parts[name] = slice_header(tensors.get_slice(name))
     return parts
+
+
+def slice_header(part: Any) -> TensorHeader:
+    """Returns the dtype and shape of a tensor in an open safetensors file.
+
+    part  the result of `get_slice`
+    """
+    return TensorHeader(_DTYPES.get(part.get_dtype(), torch.uint8), tuple(part.get_shape()))
 
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -12,7 +12,7 @@ from ...errors import UsageError
 from ...model.adapter_settings import read_adapter_config
 from ...model.lora_names import ALPHA_SUFFIX, OTHER_KINDS, detect_lora_format, find_pairs
 from ...wording import format_number, pluralise
-from ..adapter_file import VLLM_RANKS, read_pairs
+from ..adapter_file import VLLM_RANKS, LoraPair, read_pairs
 from .checkpoint import ADAPTER, Checkpoint
 from .values import ValueRange
 
@@ -87,9 +87,11 @@ def _read_folder(checkpoint: Checkpoint, facts: AdapterFacts, ranks: list[int]) 
     saved = settings.get("modules_to_save")
     if saved:
         facts.description += f", and {', '.join(map(str, saved))} trained in full"
+    loaded: list[LoraPair] = []
     for program in ("vLLM", "llama.cpp"):
         try:
-            loaded = read_pairs(checkpoint.path, program)
+            # both programs load the same adapters, so the file is read once
+            loaded = loaded or read_pairs(checkpoint.path, program)
         except UsageError as error:
             message = error.message.removeprefix(f"{checkpoint.path}: ")
             if "adapter_config.json says" in message:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...dtypes import format_dtype
 from ...errors import UsageError
 from ...model.architecture import auto_class
-from ...model.packed import group_packed_tensors, plain_config, read_tensor_parts
+from ...model.packed import group_packed_tensors, plain_config, slice_header
 from ...ops.packed.formats import Layout
 from ...ops.packed.recognise import build_state, recognise_layout
 from ...precision.quantised_base import Quantisation, quantisation_from_config
@@ -141,7 +141,7 @@ def _replace_packed(
         reason = quantisation.unread_reason or f"is {quantisation.weight_format}"
         raise UsageError(f"{folder}: {reason}", fix="a folder of compressed-tensors")
     tensors = dict(stored)
-    headers = read_tensor_parts(sorted(folder.glob("*.safetensors")))
+    headers = {name: slice_header(part) for name, part in parts.items()}
     for owner, owner_headers in group_packed_tensors(headers).items():
         name = f"{owner}.weight"
         if name not in shapes:
