@@ -1,16 +1,19 @@
 """Wan 2.2 has a denoiser for high and one for low noise levels. A run trains one of them."""
 
+import io
 import json
 
+import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline
+from PIL import Image
 from safetensors.torch import load_file
 
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.tasks.choose import plan_run, train
-from tests.api import PipelineFolder, merge_denoiser
+from tests.api import PipelineFolder, merge_denoiser, row_generator
 from tests.tasks.diffusion.models import encoded
 from tests.training.interrupted import cut_back
 
@@ -44,9 +47,34 @@ def test_the_setting_is_needed_where_there_are_two_denoisers_only(studio, drawn)
     assert refused.value.fix == "diffusion.expert: high_noise or low_noise"
     with pytest.raises(UsageError, match=r"has no effect: .* has one denoiser"):
         plan_run(drawn(model=studio.wan, diffusion={"expert": "low_noise"}))
-    settings = {"diffusion": {"expert": "low_noise"}, "run": {"samples": ["a red circle"]}}
-    with pytest.raises(UsageError, match="a sample needs both denoisers"):
-        plan_run(drawn(model=studio.wan_experts, **settings))
+
+
+def test_samples_use_both_denoisers_as_diffusers_does(studio, drawn, tmp_path):
+    pictures = []
+    for expert in NAMES:
+        loaded = drawn(
+            expert,
+            model=studio.wan_experts,
+            images={"limit": 1, "eval_split": 0.0},
+            diffusion={"expert": expert, "max_text_length": 8},
+            train={"steps": 1, "batch_size": 1},
+            run={"samples": ["a red circle"], "sample_every": 1, "sample_steps": 4},
+        )
+        assert train(loaded) == 0
+        pictures.append((tmp_path / expert / "samples/step_0_0.png").read_bytes())
+    assert pictures[0] == pictures[1], "before step 1 the weights are the same"
+
+    pipe = WanPipeline.from_pretrained(studio.wan_experts)
+    settings = {"num_frames": 1, "height": 32, "width": 32, "num_inference_steps": 4}
+    with torch.no_grad():
+        (video,) = pipe(
+            "a red circle", "", **settings, guidance_scale=3.5, max_sequence_length=8, output_type="pt",
+            generator=row_generator("sample", 0, 0), return_dict=False,
+        )  # fmt: skip
+    assert {bool(t < 1000 * BOUNDARY) for t in pipe.scheduler.timesteps} == {True, False}
+    ours = np.asarray(Image.open(io.BytesIO(pictures[0]))).astype(int)
+    theirs = (255 * video[0, 0].permute(1, 2, 0).numpy()).round().astype(int)
+    assert np.abs(ours - theirs).max() <= 1
 
 
 def test_a_lora_of_the_second_denoiser_is_read_by_diffusers_resumes_and_merges(

@@ -574,13 +574,38 @@ class PipelineFolder:
         return pipe
 
     def pipeline_for_sampling(
-        self, denoiser: Any, vae: Any, encoders: Mapping[str, Any] = MappingProxyType({})
+        self,
+        denoiser: Any,
+        vae: Any,
+        encoders: Mapping[str, Any] = MappingProxyType({}),
+        other_denoiser: Any = None,
     ) -> Any:
         """Builds the pipeline for a denoiser that is already loaded. The pipeline contains only the
         text encoders that are in `encoders`.
+
+        other_denoiser  the result of the method `other_denoiser`; None for a pipeline with only one
+                        denoiser, or to use the pipeline only for loading a LoRA
         """
-        parts = {**dict.fromkeys(self.family.encoder_parts), **encoders}
-        return self.pipeline(torch.float32, **parts, vae=vae, **{self.family.denoiser: denoiser})
+        parts = {**dict.fromkeys(self.family.encoder_parts), **encoders, "vae": vae}
+        if other_denoiser is None:
+            parts[self.family.denoiser] = denoiser
+        else:
+            parts[self.denoiser_part] = denoiser
+            parts[self.family.other_denoiser] = other_denoiser
+        return self.pipeline(torch.float32, **parts)
+
+    def other_denoiser(self, dtype: torch.dtype) -> Any:
+        """Loads the second denoiser of the pipeline, which is not trained. Returns None if there is
+        only one denoiser.
+        """
+        part = self.family.other_denoiser
+        if not part:
+            return None
+        self._fetch(part)
+        with self._explain_errors(part):
+            return self.denoiser_class().from_pretrained(
+                self.path, subfolder=part, dtype=dtype, use_safetensors=True
+            )
 
     @property
     def parts_outside(self) -> tuple[str, ...]:

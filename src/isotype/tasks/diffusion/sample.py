@@ -184,7 +184,11 @@ def sample(
     dtype = to_torch(precision.latents)
     with preserve_random_state(), eval_mode(model), use_generate_dtype(model):
         vae = folder.vae(to_torch(precision.vae)).to(device).eval()
-        pipe = folder.pipeline_for_sampling(inner_model(model), vae)
+        denoiser: Any = inner_model(model)
+        other = folder.other_denoiser(denoiser.dtype)
+        if other is not None:
+            other.to(device).eval()
+        pipe = folder.pipeline_for_sampling(denoiser, vae, other_denoiser=other)
         for i, (prompt, text, negative) in enumerate(prompts):
             texts = [
                 {name: tensor[None].to(device) for name, tensor in tensors.items()}
@@ -214,7 +218,7 @@ def sample(
             else:
                 content = encode_webp(picture, prompt_settings.frame_rate)
             yield Sample(prompt.label, prompt_settings, content)
-        del pipe, vae
+        del pipe, vae, other
     free_memory(device)
 
 

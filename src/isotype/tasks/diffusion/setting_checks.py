@@ -84,12 +84,6 @@ def refuse_incompatible_settings(
             fix="images.flip: false",
         )
     refuse_prompts(prompts, family)
-    if family.sample_blocker and prompts:
-        raise UsageError(f"run.samples: {family.sample_blocker}", fix="remove run.samples")
-    if family.sample_blocker and any(source.draw is not None for source in sources):
-        raise UsageError(
-            f"images.regularisation: draw: {family.sample_blocker}", fix="a folder of pictures"
-        )
     _refuse_frames(config, folder, sources, prompts)
     _refuse_text_length(config.diffusion.max_text_length, folder)
 

@@ -306,7 +306,7 @@ class Family:
     guidance_argument      the pipeline's argument for the guidance scale
     frame_rate             the number of frames per second for which the pipeline is made; None if it
                            generates pictures and not videos
-    sample_blocker         why no samples can be generated during a run; empty if they can
+    other_denoiser         the folder of a second denoiser, which the pipeline needs for samples
     edits_pictures         whether a row has a picture before the edit; the denoiser then gets the
                            latents of this picture in addition to the noisy latents
     takes_several_controls  whether a row may have several pictures before the edit, also with other
@@ -343,7 +343,7 @@ class Family:
     adapted_block_classes: ClassVar[tuple[str, ...]] = ()
     guidance_argument: ClassVar[str] = "guidance_scale"
     frame_rate: ClassVar[float | None] = None
-    sample_blocker: ClassVar[str] = ""
+    other_denoiser: ClassVar[str] = ""
     edits_pictures: ClassVar[bool] = False
     takes_several_controls: ClassVar[bool] = False
     encodes_control: ClassVar[bool] = False

@@ -116,18 +116,19 @@ class WanHighNoise(Wan):
     """
 
     unneeded_parts = ("transformer_2",)
-    sample_blocker = "a sample needs both denoisers of the pipeline, and a run loads only one"
+    other_denoiser = "transformer_2"
 
     def noise_range(self, index: Mapping[str, Any]) -> tuple[float, float]:
         return float(index["boundary_ratio"]), 1.0
 
 
 class WanLowNoise(WanHighNoise):
-    """The denoiser of Wan 2.2 for noise levels below `boundary_ratio`. It is loaded as the only
-    denoiser of the pipeline, so that its LoRA has the same tensor names as that of Wan 2.1.
+    """The denoiser of Wan 2.2 for noise levels below `boundary_ratio`. Its LoRA is saved as that of
+    a pipeline with only this denoiser, so that the tensors have the same names as for Wan 2.1.
     """
 
     denoiser_folder = "transformer_2"
+    other_denoiser = "transformer"
 
     def noise_range(self, index: Mapping[str, Any]) -> tuple[float, float]:
         return 0.0, float(index["boundary_ratio"])
