@@ -18,6 +18,8 @@ try:
     get_kernel("kernels-community/quantization-bitsandbytes")
 except ImportError:
     pass
+import os, pathlib
+(pathlib.Path(__file__).parent / "compile").write_text(os.environ["TORCHDYNAMO_DISABLE"])
 """
 FLAG = "_kernel_load_failed = False\n"
 KERNELS = (
@@ -57,6 +59,23 @@ def test_bitsandbytes_asks_the_hub_for_no_kernel_unless_asked(tmp_path, value, f
     is_allowed = value == "1"
     assert result.stdout.split() == [str(not is_allowed), str(not is_allowed), "True"]
     assert (tmp_path / "kernels/asked").exists() == is_allowed
+    assert (tmp_path / "bitsandbytes/compile").read_text() == "1"
+
+
+@pytest.mark.full
+def test_peft_imports_no_compiler():
+    pytest.importorskip("bitsandbytes")
+    program = (
+        "import os, sys\n"
+        "from isotype.environment.hub_kernels import disable_hub_kernels\n"
+        "disable_hub_kernels()\n"
+        "import bitsandbytes, peft\n"
+        "print('torch._inductor.compile_fx' in sys.modules, 'TORCHDYNAMO_DISABLE' in os.environ)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHDYNAMO_DISABLE"}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]
 
 
 def calls_before_import(function: ast.AST) -> bool:
