@@ -192,6 +192,13 @@ def test_a_tie_is_no_difference_and_another_answer_is() -> None:
     assert "at token 1 ' no', the trained model ' is</s>'" in "\n".join(result.lines())
 
 
+def test_the_fix_of_a_template_without_system_messages_is_the_template() -> None:
+    """The prompts of the run may look the same in a server's own template."""
+    server = FakeServer(texts={"sys ask": "ask"})
+    fixes = {check.name: check.fix for check in compare(server).differences}
+    assert fixes == {"system": "template", "thinking": "template"}
+
+
 def test_an_answer_without_texts_of_tokens_is_shown_from_the_difference() -> None:
     """vLLM returns the ids of the tokens and the text of the whole answer."""
     other = Answer("it no more", (7, 9), (), (-0.2, -0.1))
