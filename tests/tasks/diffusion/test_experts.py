@@ -49,6 +49,7 @@ def test_the_setting_is_needed_where_there_are_two_denoisers_only(studio, drawn)
         plan_run(drawn(model=studio.wan, diffusion={"expert": "low_noise"}))
 
 
+@pytest.mark.full
 def test_samples_use_both_denoisers_as_diffusers_does(studio, drawn, tmp_path):
     pictures = []
     for expert in NAMES:
