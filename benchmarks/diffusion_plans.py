@@ -24,6 +24,7 @@ from diffusers import (
     SD3Transformer2DModel,
     UNet2DConditionModel,
 )
+from safetensors.torch import save_file
 
 from isotype.config.load import load
 from isotype.config.schema import RunConfig
@@ -205,7 +206,9 @@ def table() -> str:
 
 
 def write_folder(folder: Path, name: str) -> Path:
-    """A pipeline's folder with its configurations only."""
+    """A pipeline's folder with its configurations. Its files of weights contain no tensors:
+    `isotype plan` reads none, but refuses a local folder without such files.
+    """
     kind, settings, family = ARCHITECTURES[name]
     pooled = {
         "text_encoder": ["transformers", "CLIPTextModel"],
@@ -229,6 +232,8 @@ def write_folder(folder: Path, name: str) -> Path:
     for file, content in files.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(json.dumps(content))
+    for part in ("transformer", "vae"):
+        save_file({}, folder / part / "diffusion_pytorch_model.safetensors")
     return folder
 
 
