@@ -58,6 +58,21 @@ def test_a_dropout_that_peft_refuses_on_parameters_is_answered_with_what_helps()
     assert sum("experts" in name and "lora_A" in name for name in names) == 4
 
 
+def test_peft_that_cannot_read_packed_experts_is_named(monkeypatch):
+    """PEFT 0.20 reads the sizes of a packed parameter from the shape of its bytes."""
+
+    def get_peft_model(model, config):
+        return (8,)[1]
+
+    monkeypatch.setattr("peft.get_peft_model", get_peft_model)
+    monkeypatch.setattr("isotype.model.adapter.version", lambda package: "0.20.0")
+    with pytest.raises(UsageError, match="cannot adapt packed experts") as error:
+        attach_adapter(tiny("qwen3_moe"), AdapterSection(r=2), seed=0)
+    assert "peft>=0.21" in str(error.value.fix)
+    with pytest.raises(IndexError):  # another fault of PEFT is not hidden
+        attach_adapter(tiny("llama"), AdapterSection(r=2), seed=0)
+
+
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_modules_trained_in_full_are_loaded_as_they_were_saved_on_a_narrower_base(tmp_path, tied):
     section = AdapterSection(r=2, modules_to_save=["embed_tokens", "lm_head"])

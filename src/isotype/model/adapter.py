@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -252,6 +253,14 @@ def _wrap_with_peft(
             )
         raise UsageError(
             f"adapter.targets: {section.targets}: {first_line(error)}", fix=fix
+        ) from error
+    except IndexError as error:
+        # PEFT 0.20 reads the sizes of a packed parameter from the shape of its bytes
+        if not config.target_parameters or Version(version("peft")) >= Version("0.21"):
+            raise
+        raise UsageError(
+            f"adapter.targets: {section.targets}: PEFT {version('peft')} cannot adapt packed experts",
+            fix="pip install -U 'peft>=0.21', or adapter.targets: [q_proj, k_proj, v_proj, o_proj]",
         ) from error
     return adapted
 
