@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import io
 import tokenize
 from collections import Counter
@@ -161,6 +162,16 @@ class Reading:
     odd_functions: list[str] = field(default_factory=list)
     heavy_functions: list[str] = field(default_factory=list)
 
+    def add(self, other: Reading) -> None:
+        """Adds the counts of another reading."""
+        self.lines += other.lines
+        self.tokens += other.tokens
+        self.conditionals += other.conditionals
+        self.functions += other.functions
+        self.names.update(other.names)
+        self.odd_functions += other.odd_functions
+        self.heavy_functions += other.heavy_functions
+
     @property
     def tokens_per_line(self) -> float:
         return self.tokens / max(1, self.lines)
@@ -217,8 +228,10 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-def read_file(path: Path, reading: Reading) -> None:
-    """Adds a file's counts to `reading`."""
+@functools.cache
+def read_file(path: Path) -> Reading:
+    """Returns the counts of a file."""
+    reading = Reading()
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     reading.lines += len(text.splitlines())
@@ -235,12 +248,13 @@ def read_file(path: Path, reading: Reading) -> None:
                 reading.odd_functions.append(place)
             if count_decisions(node) > MAX_DECISIONS:
                 reading.heavy_functions.append(place)
+    return reading
 
 
 def read_folder(folder: Path) -> Reading:
     reading = Reading()
     for path in sorted(folder.rglob("*.py")):
-        read_file(path, reading)
+        reading.add(read_file(path))
     return reading
 
 

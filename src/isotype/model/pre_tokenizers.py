@@ -173,6 +173,9 @@ def _texts() -> tuple[str, ...]:
 
 def _splits_alike(own: Any, splitting: SplitRule) -> bool:
     built = build_pre_tokenizer(splitting)
+    # the texts take half a second, and most tokenizers have exactly the patterns of the rule
+    if own.__getstate__() == built.__getstate__():
+        return True
     return all(_pieces(own, text) == _pieces(built, text) for text in _texts())
 
 
