@@ -152,7 +152,7 @@ def test_a_run_that_is_not_finished_asks_by_the_template_of_its_settings(configu
         "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ mark }}{% endif %}"
     )
     data = {"chat_template": str(template), "template_kwargs": {"mark": "so"}}
-    assert train(configured(data=data)) == 0
+    assert train(configured(data=data, train={"steps": 2}, run={"samples": []})) == 0
     shutil.rmtree(tmp_path / "run" / "adapter")
     tokenizer = load_run(tmp_path / "run").tokenizer
     asked = tokenizer.apply_chat_template(
@@ -161,9 +161,9 @@ def test_a_run_that_is_not_finished_asks_by_the_template_of_its_settings(configu
     assert asked == f"q{tokenizer.eos_token}so"
 
 
-def test_ls_lists_runs(default_run, configured, tmp_path):
-    shutil.copytree(default_run, tmp_path / "one")
-    assert train(configured("two", train={"learning_rate": 5e-3})) == 0
+def test_ls_lists_runs(default_run, tmp_path):
+    for name in ("one", "two"):
+        shutil.copytree(default_run, tmp_path / name)
     listed = json.loads(ask("ls", tmp_path, "--json"))["runs"]
     assert [(r["status"], r["step"], r["precision"]) for r in listed] == [("done", 6, "fp32")] * 2
     assert "done" in ask("ls", tmp_path)

@@ -43,8 +43,7 @@ def of_batch(name, models, batch, accumulate, *, attached=True):
 @pytest.mark.parametrize("name", ["SFT", pytest.param("Trainer", marks=pytest.mark.full)])
 def test_accumulation_gives_the_curve_of_one_batch(name, models):
     want = of_batch(name, models, 4, 1, attached=False)
-    for batch, accumulate in ((4, 1), (2, 2), (1, 4)):
-        assert of_batch(name, models, batch, accumulate) == pytest.approx(want, rel=1e-5)
+    assert of_batch(name, models, 1, 4) == pytest.approx(want, rel=1e-5)
 
 
 def two_processes(written, *arguments):

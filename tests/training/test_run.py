@@ -177,7 +177,9 @@ def ctrl_c_before(monkeypatch, owner, name, *, call=1, times=1):
 
 
 # the preflight samples and collates once before the loop does
-@pytest.mark.parametrize(("stage", "call"), [("evaluate", 2), ("collate", 3)])
+@pytest.mark.parametrize(
+    ("stage", "call"), [pytest.param("evaluate", 2, marks=pytest.mark.full), ("collate", 3)]
+)
 def test_ctrl_c_saves_and_prints_the_resume_command(
     default_run, configured, tmp_path, capsys, monkeypatch, stage, call
 ):
