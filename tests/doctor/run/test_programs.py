@@ -293,8 +293,8 @@ TRUTH = {
         "RN001",
         "model(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()",
         "2",
-        "`value.float()` in the forward pre-hook `steady_input` of 2, registered at"
-        " tests/doctor/run/programs/pre_hook.py:16",
+        "`value.float()` in the forward pre-hook `steady_input` of 2 (registered at"
+        " tests/doctor/run/programs/pre_hook.py:16) makes it fp32",
         "leave `value.float()` (tests/doctor/run/programs/pre_hook.py:12) out",
     ),
     "batch_helper": Truth(
@@ -364,6 +364,28 @@ TRUTH = {
         "`self.projector(audio)` returns fp32, because the weights of projector are fp32",
         "`hidden.to(torch.bfloat16)` at",
     ),
+    "trainer_collator": Truth(
+        "RN015",
+        "Trainer(model, settings, data_collator=collate, train_dataset=rows).train()",
+        "model.decoder.embed_tokens",
+        "the cast `tensor.to(torch.bfloat16)` (tests/doctor/run/programs/trainer_collator.py:15)",
+        "leave integer tensors out of this cast",
+    ),
+    "steered_layers": Truth(
+        "RN001",
+        "hidden = layer(hidden)",
+        "layers.1",
+        "in the forward hook `add_vector` of layers.0 (registered at"
+        " tests/doctor/run/programs/steered_layers.py:39)",
+        "let the hook keep the dtype: cast",
+    ),
+    "table_attributes": Truth(
+        "RN011",
+        "return F.scaled_dot_product_attention(q, k, v)",
+        "Attention",
+        "`self.cosine` made q and k fp32",
+        "cast q and k to torch.bfloat16",
+    ),
     "hook_fault": Truth(
         "RN017",
         "return output @ steering",
@@ -403,7 +425,7 @@ def test_cause_place_and_fix(name, monkeypatch):
 
 def test_hook_that_was_running_is_named(monkeypatch):
     finding = run_in_process("hook_fault", monkeypatch)
-    text = "hook `steer` of 0, registered at tests/doctor/run/programs/hook_fault.py:17"
+    text = "hook `steer` of 0 (registered at tests/doctor/run/programs/hook_fault.py:17)"
     assert ("hook", text) in finding.details
 
 

@@ -41,7 +41,19 @@ _PLAIN_TYPES = (bool, int, float, str, list, tuple, dict, type(None))
 
 # methods whose result is a float also for a tensor of integers
 _FLOAT_METHODS = frozenset(
-    ["sqrt", "rsqrt", "exp", "log", "softmax", "log_softmax", "sigmoid", "tanh", "mean"]
+    [
+        "cos",
+        "sin",
+        "sqrt",
+        "rsqrt",
+        "exp",
+        "log",
+        "softmax",
+        "log_softmax",
+        "sigmoid",
+        "tanh",
+        "mean",
+    ]
 )
 CAST_METHODS = {
     "float": torch.float32,
@@ -85,6 +97,8 @@ _DTYPE_KEEPING_METHODS = frozenset(
         "relu",
         "abs",
         "neg",
+        "cos",
+        "sin",
         "sqrt",
         "rsqrt",
         "pow",

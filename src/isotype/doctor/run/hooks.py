@@ -35,11 +35,11 @@ class Handler:
 
 
 def describe_hook(hook: Any, kind: str, path: str, files: Iterable[str]) -> str:
-    """Returns a text such as "forward hook `cast` of embed, registered at train.py:12"."""
+    """Returns a text such as "forward hook `cast` of embed (registered at train.py:12)"."""
     name = _function_name(hook)
     text = f"{kind} `{name}` of {path}" if path else f"{kind} `{name}`"
     location = find_hook_registration(hook, files)
-    return f"{text}, registered at {location}" if location else text
+    return f"{text} (registered at {location})" if location else text
 
 
 def find_handler(frames: Sequence[CallFrame], names: ModelNames) -> Handler | None:
@@ -95,14 +95,16 @@ def find_hook_registration(hook: Any, files: Iterable[str]) -> str:
     function = hook.func if isinstance(hook, functools.partial) else hook
     code = getattr(function, "__code__", function)
     first_line = getattr(code, "co_firstlineno", 0)
-    name = _function_name(hook).rpartition(".")[2]
+    # a function that another function returned is registered as `make_hook(...)`
+    parts = str(getattr(function, "__qualname__", _function_name(hook))).split(".<locals>.")
+    names = [part.rpartition(".")[2] for part in parts]
     for file, call in _iterate_calls([getattr(code, "co_filename", ""), *files]):
         method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         if not _REGISTERING_METHOD.fullmatch(method):
             continue
         for node in _walk_arguments(call):
             is_lambda = isinstance(node, ast.Lambda) and node.lineno == first_line
-            if is_lambda or _names(node, name):
+            if is_lambda or any(_names(node, name) for name in names):
                 return f"{short_path(file)}:{call.lineno}"
     return ""
 

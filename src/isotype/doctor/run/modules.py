@@ -62,6 +62,17 @@ class ModelNames:
         """
         return self._modules.get(id(module)) or type(module).__name__
 
+    def previous_layer(self, module: nn.Module) -> nn.Module | None:
+        """Returns the layer before a layer of a `ModuleList` or `Sequential`, or None."""
+        root = self._roots.get(id(module))
+        for parent in () if root is None else root.modules():
+            if isinstance(parent, (nn.ModuleList, nn.Sequential)):
+                layers = list(parent)
+                positions = [i for i, layer in enumerate(layers) if layer is module]
+                if positions and positions[0] > 0:
+                    return layers[positions[0] - 1]
+        return None
+
     def tensor_path(self, tensor: Any) -> str | None:
         """Returns the path of a parameter or buffer. For a view, returns the path of the parameter
         or buffer to which the view belongs.

@@ -58,7 +58,7 @@ class Promotion:
 class Producer:
     """The expression that gave a tensor its dtype.
 
-    kind      cast, module, creation, parameter, data, call or unknown
+    kind      cast, module, creation, parameter, attribute, data, call or unknown
     text      the source code of the expression
     location  the file and line of the expression
     function  the function that contains the line
@@ -91,7 +91,11 @@ def find_producer(
     """Finds the expression that gave the value of `node` the dtype `dtype`. `node` is an expression
     in the frame with the number `index`, and the search starts there.
     """
-    return _Search(frames, dtype, names).follow(node, index)
+    search = _Search(frames, dtype, names)
+    result = search.follow(node, index)
+    if result.is_proven or result.kind not in ("data", "unknown"):
+        return result
+    return search.follow_collators() or result
 
 
 def find_constructor_argument(
@@ -134,7 +138,8 @@ class _Search:
     """Searches the code for the expression that gave a tensor its dtype.
 
     frames   the frames of the traceback, and after them the frames of functions that have returned
-    callers  for each function that has returned: the index of its caller's frame, and the call
+    callers  for each function that has returned: the index of its caller's frame, the call, and the
+             line of the call
     key      the last key or index with which the search looked into a container
     element  the position of the tensor in the tuple that a call returned
     buffer   the tensor that the search follows, if it is the buffer of a loss module
@@ -143,7 +148,7 @@ class _Search:
     def __init__(self, frames: Sequence[CallFrame], dtype: torch.dtype, names: ModelNames) -> None:
         self.frames = list(frames)
         self.running_count = len(frames)
-        self.callers: dict[int, tuple[int, ast.Call | None]] = {}
+        self.callers: dict[int, tuple[int, ast.Call | None, int]] = {}
         self.dtype = dtype
         self.names = names
         self.step_count = 0
@@ -221,7 +226,7 @@ class _Search:
             return UNKNOWN
         if index in self.callers or _earlier_bindings(scope, name, line):
             return UNKNOWN
-        outer, call = self.find_caller(index)
+        outer, call, _ = self.find_caller(index)
         if outer < 0:
             return UNKNOWN
         owner = self.frames[index].variables.get("self")
@@ -337,7 +342,7 @@ class _Search:
             if isinstance(operands[0], (ast.List, ast.Tuple)):
                 operands = list(operands[0].elts)
             return self.follow_widest(operands, node, index, line)
-        result = self.follow_returned(function, node, index) or self.follow_passed_function(
+        result = self.follow_returned(function, node, index, line) or self.follow_passed_function(
             node, index, line
         )
         if result is not None:
@@ -406,7 +411,7 @@ class _Search:
         if isinstance(module, nn.Sequential):
             return self.follow_sequential(module, node, index, line)
         forward = MethodType(type(module).forward, module)
-        result = self.follow_returned(forward, node, index)
+        result = self.follow_returned(forward, node, index, line)
         if result is not None:
             return result
         is_weightless = not dtypes and type(module).__module__.startswith("torch.nn")
@@ -455,17 +460,21 @@ class _Search:
                 return replace(result, hook=text)
         return None
 
-    def follow_returned(self, function: Any, call: ast.Call | None, index: int) -> Producer | None:
+    def follow_returned(
+        self, function: Any, call: ast.Call | None, index: int, line: int | None = None
+    ) -> Producer | None:
         """Searches the values that a function of the user's code returned. Returns None unless the
         source code proves that a value has the dtype.
         """
-        variables = self.read_arguments(function, call, index)
+        if line is None:
+            line = self.frames[index].line
+        variables = self.read_arguments(function, call, index, line)
         frame = make_returned_frame(_as_function(function), variables)
         if frame is None or any(frame.code is other.code for other in self.frames):
             return None
         new_index = len(self.frames)
         self.frames.append(frame)
-        self.callers[new_index] = (index, call)
+        self.callers[new_index] = (index, call, line)
         element = self.element
         self.element = None
         values = list(_returned_values(frame.scope))
@@ -475,13 +484,15 @@ class _Search:
             result = self.follow(value, new_index, value.lineno)
             if result.is_proven:
                 return result
-        if call is None and values:  # a hook, which returns what it changed
-            cast = find_cast(frame.scope, frame, self.dtype)
+        for code in _code_of_result(frame.scope, values) if call is None else ():
+            cast = find_cast(code, frame, self.dtype)
             if cast is not None:
                 return self.producer("cast", cast, new_index, is_proven=True)
         return None
 
-    def read_arguments(self, function: Any, call: ast.Call | None, index: int) -> dict[str, Any]:
+    def read_arguments(
+        self, function: Any, call: ast.Call | None, index: int, line: int
+    ) -> dict[str, Any]:
         """Returns the values of the arguments that a call passed, as far as they can be read."""
         function = _as_function(function)
         code = getattr(getattr(function, "__func__", function), "__code__", None)
@@ -490,7 +501,7 @@ class _Search:
         names = list(code.co_varnames[: code.co_argcount])
         if isinstance(function, MethodType):
             names = names[1:]
-        frame = self.frames[index]
+        frame = self.frame_at(index, line)
         values = {}
         for name, argument in zip(names, call.args):
             if isinstance(argument, ast.Starred):
@@ -524,6 +535,10 @@ class _Search:
         scope = frame.scope
         if scope is None:
             return self.producer("unknown", node, index)
+        if line == frame.line:
+            result = self.follow_previous_layer(index)
+            if result is not None:
+                return result
         for binding in _earlier_bindings(scope, name, line):
             if self.is_skipped(binding, scope, index) or self.has_other_dtype(binding, name, index):
                 continue  # in a branch that did not run
@@ -554,7 +569,8 @@ class _Search:
             result = self.follow(binding.value, new_index, binding.lineno)
             if result.is_proven:
                 return result
-        return self.producer("unknown", node, index)
+        is_stored = isinstance(read_value(node, self.frames[index]), torch.Tensor)
+        return self.producer("attribute", node, index, is_proven=is_stored)
 
     def is_skipped(self, binding: ast.AST, scope: ast.AST, index: int) -> bool:
         """True if a statement is in a branch whose condition is false. The condition is evaluated
@@ -586,7 +602,7 @@ class _Search:
             for binding in _attribute_bindings(frame.scope, name):
                 new_index = len(self.frames)
                 self.frames.append(frame)
-                self.callers[new_index] = (index, None)
+                self.callers[new_index] = (index, None, self.frames[index].line)
                 yield binding, new_index
 
     def find_constructors(self, module: nn.Module, index: int) -> Iterator[tuple[ast.Call, int]]:
@@ -642,6 +658,39 @@ class _Search:
                 return self.follow(value, index, binding.lineno)
         return self.follow_assignment(binding, name, index)
 
+    def follow_collators(self) -> Producer | None:
+        """Searches the collators of trainers and DataLoaders in the frames. A trainer reads the
+        batch in a function that has returned, so no assignment leads to the collator.
+        """
+        for index in range(self.running_count):
+            frame = self.frames[index]
+            stored = getattr(frame.variables.get("self"), "__dict__", {})
+            functions = [stored.get("data_collator")]
+            for value in (*frame.variables.values(), *stored.values()):
+                if isinstance(value, torch.utils.data.DataLoader):
+                    functions.append(value.collate_fn)
+            for function in functions:
+                result = self.follow_returned(function, None, index)
+                if result is not None:
+                    return replace(result, passed="", passed_at="")
+        return None
+
+    def follow_previous_layer(self, index: int) -> Producer | None:
+        """If a loop calls the layers of a model one after another, searches the hooks in the layer
+        before the running one, whose result the running layer gets.
+        """
+        frame = self.frames[index]
+        call = frame.expression
+        if index >= self.running_count or not isinstance(call, ast.Call):
+            return None
+        layer = read_function(call.func, frame)
+        previous = self.names.previous_layer(layer) if isinstance(layer, nn.Module) else None
+        for module in () if previous is None else previous.modules():
+            result = self.follow_hooks(module, "forward hook", index)
+            if result is not None:
+                return result
+        return None
+
     def follow_loop(self, binding: Any, name: str, index: int) -> Producer:
         """Continues the search in the functions that make the items of a `for` loop: a generator, a
         collator, or the `__getitem__` of a dataset.
@@ -664,7 +713,7 @@ class _Search:
         for function in functions:
             self.element = element
             call = iterable if isinstance(iterable, ast.Call) else None
-            result = self.follow_returned(function, call, index)
+            result = self.follow_returned(function, call, index, binding.lineno)
             if result is not None:
                 return result
         self.element = None
@@ -690,7 +739,7 @@ class _Search:
         """If the search has reached a parameter of a function, continues it at the argument that
         the caller passed for this parameter.
         """
-        outer, call = self.find_caller(index)
+        outer, call, call_line = self.find_caller(index)
         if outer < 0 or call is None:
             return self.producer("unknown", node, index)
         frame = self.frames[index]
@@ -698,7 +747,7 @@ class _Search:
         argument = _argument_expression(scope, call, name, is_bound)
         value = frame.variables.get(name)
         module = frame.variables.get("self")
-        passed_value = read_value(argument, self.frames[outer])
+        passed_value = read_value(argument, self.frame_at(outer, call_line))
         if isinstance(module, nn.Module) and passed_value is not value:
             result = self.follow_hooks(module, "forward pre-hook", index)
             if result is not None:
@@ -707,18 +756,20 @@ class _Search:
             passed = _read_starred(scope, call, name, is_bound, self.frames[outer])
             value = value if passed is UNKNOWN else passed
             return self.follow_starred(argument, name, value, node, index, outer)
-        return self.follow(argument, outer)
+        return self.follow(argument, outer, call_line)
 
-    def find_caller(self, index: int) -> tuple[int, ast.AST | None]:
-        """Returns the index of the caller's frame, and its call. The index is -1 if there is no
-        caller in the traceback.
+    def find_caller(self, index: int) -> tuple[int, ast.AST | None, int]:
+        """Returns the index of the caller's frame, its call, and the line of the call. The index is
+        -1 if there is no caller in the traceback.
         """
         if index in self.callers:
             return self.callers[index]
         outer = index - 1
         while outer >= 0 and self.frames[outer].is_forwarding:
             outer -= 1
-        return outer, self.frames[outer].expression if outer >= 0 else None
+        if outer < 0:
+            return -1, None, 0
+        return outer, self.frames[outer].expression, self.frames[outer].line
 
     def follow_starred(
         self,
@@ -918,6 +969,17 @@ def _returned_values(scope: Any) -> Iterator[ast.expr]:
     for node in sorted(nodes, key=lambda node: node.lineno, reverse=True):
         assert node.value is not None
         yield node.value
+
+
+def _code_of_result(scope: Any, values: Sequence[ast.expr]) -> Iterator[ast.AST]:
+    """Yields the expressions that a function returns, and the assignments to variables in them. A
+    cast elsewhere in the function, for example for a log, does not change the result.
+    """
+    yield from values
+    names = {node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)}
+    for binding in _walk_bindings(scope):
+        if isinstance(binding, ast.Assign) and names & _bound_names(binding):
+            yield binding
 
 
 def _attribute_bindings(scope: Any, name: str) -> Iterator[ast.Assign]:
