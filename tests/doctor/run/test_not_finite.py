@@ -48,6 +48,14 @@ TRUTH = {
         "rows in which every position is -inf",
         "torch.finfo(x.dtype).min",
     ),
+    "teacher_log": Truth(
+        1,
+        "RN033",
+        "loss = (p * (p.log() - q.log())).sum(-1).mean()",
+        "log gives -inf",
+        "gets 0, whose logarithm is -inf",
+        "clamp its input",
+    ),
     "fixed_loss_scale": Truth(
         1,
         "RN030",

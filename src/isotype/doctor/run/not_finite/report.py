@@ -42,7 +42,7 @@ def explain_step(step: Step) -> Finding:
         replay.run_forward()
         has_bad_loss = not all(bool(loss.isfinite().all()) for loss in step.losses)
         event = _culprit(replay.watch.events) if has_bad_loss else None
-        if event is None:
+        if event is None or not event.root().is_origin:
             finding = _find_bad_data(step)
             if finding is not None:
                 return finding
@@ -249,12 +249,14 @@ def _argument_text(entry: Entry, name: str) -> str:
 
 def _culprit(events: Sequence[Event]) -> Event | None:
     """Returns the operator that produced the first NaN or inf. Operators that only write a
-    constant, such as the -inf of a mask, are left out.
+    constant, such as the -inf of a mask, are left out. If the operator gets inf from a call that was
+    not run again, the result is the operator that makes NaN from it.
     """
     origins = [event for event in events if event.is_origin]
     made_nan = [event for event in origins if event.makes_nan or event.parts]
     if made_nan:
-        return made_nan[0].root()
+        root = made_nan[0].root()
+        return root if root.is_origin else made_nan[0]
     return origins[0] if origins else None
 
 
