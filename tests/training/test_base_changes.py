@@ -61,7 +61,7 @@ def scaled(file: Path, factor: float) -> bytes:
     return content
 
 
-@pytest.mark.parametrize("change", ["weights", pytest.param("longer", marks=pytest.mark.full)])
+@pytest.mark.parametrize("change", ["weights", "longer"])
 def test_a_base_that_is_written_while_the_run_trains_ends_it(
     change, base, configured, default_run, tmp_path
 ):
