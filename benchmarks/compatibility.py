@@ -283,6 +283,11 @@ dense = model.base_model.model.model.layers[0].mlp  # the first layer has no exp
 print(type(dense.up_proj).__name__, type(dense.gate_proj).__name__, type(dense.down_proj).__name__)
 ```
 
+**Older versions.** PEFT 0.20 cannot adapt packed experts, and Isotype says so. PEFT's int8 models are wrong after they are merged, saved
+and loaded: 61.1 to 361.1 times the error of the bf16 model. We have not looked for the cause. Three cells of Isotype (`granite` and
+`gemma2` with random published weights) are above the limit there and not here: these weights have such large activations that even the
+bf16 model has errors of 4 to 16%, and the ratio varies.
+
 **Gradient of Apertus.** The activation xIELU of transformers computes a wrong derivative if its input is exactly 0: -0.3 and not 0.5.
 Under autocast, PEFT adds the outputs of the base layer and of the adapter in bf16, and a few of these sums are exactly 0. The bf16 model
 that it is compared with adds them in fp32, where this hardly occurs. This program prints the derivatives:
@@ -388,13 +393,18 @@ def changed_cells(
 ) -> list[str]:
     """Returns a table of the cells that have another result with older versions."""
     groups: dict[tuple[str, str, str, str], list[str]] = {}
+    absent: set[str] = set()
     for (family, base, trainer), row in older.items():
         texts = cell_text(row), cell_text(newest.get((family, base, trainer)))
-        if texts[0] != texts[1]:
+        if texts[0] == "-" != texts[1]:
+            absent.add(f"`{family}`")
+        elif texts[0] != texts[1]:
             groups.setdefault((trainer, base, *texts), []).append(f"`{family}`")
     lines = ["| trainer | base | these versions | newest versions | families |", "|---" * 5 + "|"]
     for key, families in groups.items():
         lines.append(f"| {' | '.join(key)} | {', '.join(families)} |")
+    if absent:
+        lines += ["", f"Not in these versions: {', '.join(sorted(absent))}."]
     return lines
 
 
