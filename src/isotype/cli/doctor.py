@@ -467,8 +467,8 @@ def run(
     """Run a program unchanged. If a dtype error ends the program, print the cause, place and fix of
     the error under the traceback. The explanation uses the values in memory at the failure.
 
-    Output, traceback and exit status are the program's own. Without `--nan` the program is
-    not observed before it fails.
+    Output, traceback and exit status are the program's own. Without `--nan` the program runs at its
+    normal speed, and the doctor reads its state only after an error.
 
         isotype doctor run train.py --lr 1e-4
 

@@ -589,8 +589,8 @@ def find_learnt_picture_tokens(subject: PreflightSubject) -> Iterator[Finding]:
 
 def find_unloadable_names(subject: PreflightSubject) -> Iterator[Finding]:
     """Some model families have a text-only class and a released class with other layer names.
-    Reports an adapter that is trained on the text-only class and whose layer names do not exist in
-    the released class (PF024).
+    Reports an adapter (PF024) whose model was loaded with its text-only class, if the layers have
+    other names in the class that is named in the published config.json.
     """
     from transformers import AutoConfig
 

@@ -676,8 +676,8 @@ class _Search:
         return None
 
     def follow_previous_layer(self, index: int) -> Producer | None:
-        """If a loop calls the layers of a model one after another, searches the hooks in the layer
-        before the running one, whose result the running layer gets.
+        """If a loop calls the layers of a model one after another, also searches the hooks of the
+        previous layer, because its result is the input of the running layer.
         """
         frame = self.frames[index]
         call = frame.expression

@@ -108,8 +108,8 @@ class Input:
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """An operator whose result contains NaN or inf, or whose result contains zeros that are not
-    zero in fp32.
+    """Describes an operator whose result contains NaN or inf, or contains zeros in place of values
+    that are not zero in fp32.
 
     parts      whether some values are finite in fp32 but not in the run
     makes_nan  whether the result contains NaN although no input does
