@@ -94,7 +94,7 @@ INNER = {
     "isotype.inference.verify.gguf_model": "_file_type",
     "isotype.inference.verify.measure": "load_evaluation",
     "isotype.inference.verify.reference": "ReferenceModel _token_losses",
-    "isotype.inference.verify.result": "kept_share",
+    "isotype.inference.verify.result": "Verification kept_share",
     "isotype.inference.run_weights": "RunWeights",
     "isotype.inference.verify.tensors": "verify_tensors=",
     "isotype.inference.verify.written_model": "WrittenModel WrittenTensor",

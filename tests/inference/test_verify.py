@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.api import (
     ReferenceModel,
     RunWeights,
+    Verification,
     WrittenModel,
     WrittenTensor,
     _file_type,
@@ -392,6 +393,17 @@ class LargestResult(TorchDispatchMode):
         if isinstance(result, torch.Tensor) and not func.is_view:
             self.size = max(self.size, result.numel())
         return result
+
+
+@pytest.mark.parametrize(
+    ("description", "advice"),
+    [("folder, int4", "--type fp8 or int8 rounds"), ("GGUF, Q4_0", "--type Q8_0 or BF16 rounds")],
+)
+def test_the_advice_names_types_of_the_same_format(description: str, advice: str) -> None:
+    losses = {"base_loss": 3.0, "trained_loss": 1.0, "file_loss": 2.0, "noise": 0.01}
+    rows = {"rows": 32, "tokens": 600, "row_source": "held-out"}
+    result = Verification("x", description, **losses, kept=0.5, min_kept=0.9, agreement=0.6, **rows)
+    assert advice in result.lines()[-1]
 
 
 def test_losses_of_tokens_are_computed_in_parts() -> None:

@@ -165,8 +165,9 @@ class Verification:
                 "isotype merge --dtype fp32 keeps all of it; a higher learning rate of the adapter"
                 " makes a change that survives the rounding"
             )
+        wider = "fp8 or int8" if self.description.startswith("folder") else "Q8_0 or BF16"
         return (
-            "--type Q8_0 or BF16 rounds less; a higher learning rate of the adapter makes a change"
+            f"--type {wider} rounds less; a higher learning rate of the adapter makes a change"
             " that survives the rounding"
         )
 
