@@ -229,8 +229,8 @@ def refuse_two_dtypes(unit: str, parameters: dict[str, nn.Parameter]) -> None:
 
 
 def refuse_weights_of_another_unit(unit: str, module: nn.Module, other_unit_ids: set[int]) -> None:
-    """Raises UsageError if this unit contains a weight that an earlier unit also contains. Examples
-    are the weights of the shared layers of Zamba 2. The message names the weight.
+    """Raises UsageError if a weight of this unit is also a weight of an earlier unit. Examples are
+    the weights of the shared layers of Zamba 2. The message names the weight.
     """
     if shared := next(
         (f"{unit}.{n}" for n, p in module.named_parameters() if id(p) in other_unit_ids), None

@@ -168,7 +168,7 @@ class ServedFormat:
             )
 
     def _find_weights(self, inner: nn.Module) -> dict[int, Tensor]:
-        """Returns the weights that are rounded, by their ids."""
+        """Returns a dict from the id of each weight that is rounded to the weight."""
         adapters = {
             id(part)
             for _, layer in lora_layers(inner)

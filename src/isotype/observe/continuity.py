@@ -267,9 +267,9 @@ class Continuity:
 
     def _choose_keys(self, keys: list[Key]) -> list[Key]:
         """Chooses at most SAMPLED_TENSORS tensors of each kind (weights, averages and buffers).
-        Tensors that were written outside an update are chosen first. The other tensors are chosen
-        in turn, so that later samples contain other tensors. If a parameter is chosen, its
-        optimizer states are sampled as well.
+        Tensors that were written outside an update are chosen first. Each sample contains the next
+        tensors of the list, so that after some samples every tensor was in one of them. If a
+        parameter is chosen, its optimizer states are sampled as well.
         """
         chosen: list[Key] = []
         for kind in (WEIGHT, AVERAGE, BUFFER):

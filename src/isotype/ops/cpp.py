@@ -395,9 +395,9 @@ class CppKernels:
 
 def missing_kernels_reason(*ops: str) -> str:
     """Returns the reason why one of these ops has no C++ kernels on this machine, or "" if all have
-    them. Libraries that do not exist yet are built in parallel, which takes 2 to 5 s. Kernels that
-    exist but give wrong results are not such a reason, because then only the op of these kernels
-    runs in plain PyTorch.
+    them. Libraries that do not exist yet are built in parallel, which takes 2 to 5 s. Kernels with
+    wrong results are not among these reasons: only the ops of these kernels then run in plain
+    PyTorch.
     """
     waiting = [
         _kernels[op].source
