@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import autocast_off, direct_apply, disable_autocast, refuse_second_derivative
-from ..ops.recomputable import find_recipe, recompute
+from ..ops.recomputable import recompute, saved_or_recomputed
 from .linear import (
     LoraDtypes,
     Projection,
@@ -355,14 +355,10 @@ class LoraGroup(torch.autograd.Function):
             )
         if output_dtype != compute:
             outputs = [y.to(output_dtype) for y in outputs]
-        ctx.recipe = None
-        saved_x: tuple[Tensor | None, ...] = (None,)
+        read_x = None
         if needs_input(ctx.needs_input_grad[4:]):
-            ctx.recipe = find_recipe(x)
-            if ctx.recipe is None:
-                saved_x = (x_compute.reshape(-1, x.shape[-1]),)
-            else:
-                saved_x = ctx.recipe.tensors
+            read_x = x_compute.reshape(-1, x.shape[-1])
+        ctx.recompute_x, saved_x = saved_or_recomputed(x, read_x)
         ctx.recasts_adapters = should_recast_adapters(x)
         if ctx.recasts_adapters:
             adapters = (
@@ -436,10 +432,10 @@ class LoraGroup(torch.autograd.Function):
                 xa_TR,
                 calls_kernels_directly=calls_kernels_directly,
             )
-            if ctx.recipe is None:
+            if ctx.recompute_x is None:
                 (x_TK,) = saved_x
             else:
-                x_TK = recompute(ctx.recipe.compute, saved_x).reshape(-1, a_RK.shape[1])
+                x_TK = recompute(ctx.recompute_x, saved_x).reshape(-1, a_RK.shape[1])
                 x_TK = x_TK.to(compute)
             grads = tensor_gradients(
                 x_TK,

@@ -31,7 +31,7 @@ from ..ops.backend import (
     unsafe_view,
 )
 from ..ops.contract import OpContract
-from ..ops.recomputable import Recipe, find_recipe, recompute
+from ..ops.recomputable import recompute, saved_or_recomputed
 from ..ops.recomputed_layer import is_output_unused, layers_running, placeholder_tensor
 from .products import (
     MAX_FEW_ROWS,
@@ -407,7 +407,6 @@ class LinearChoices(NamedTuple):
     quant_state     state of a packed weight; None for a dense weight
     skip_output     whether the call is a recompute whose output is not read; backward then needs
                     only x Aᵀ
-    recipe          how backward recomputes x, or None if x itself is saved
     calls_kernels_directly  whether the C++ kernels are called without PyTorch's dispatcher
     adapter_first   whether the adapter branch is computed before the matrix product with the base
                     weight
@@ -417,7 +416,6 @@ class LinearChoices(NamedTuple):
     scale: float
     quant_state: Any
     skip_output: bool
-    recipe: Recipe | None
     calls_kernels_directly: bool
     adapter_first: bool
 
@@ -429,15 +427,13 @@ def choose_linear(
     Call this function exactly once per forward of the layer, because `is_output_unused` numbers the
     matrix products of a decoder layer by counting its calls.
     """
-    _, needs_weight, _, needs_a, _ = ctx.needs_input_grad[:5]
     is_unused = bool(layers_running) and is_output_unused(ctx)
-    recipe = find_recipe(x) if needs_weight or needs_a else None
     if dtypes.fp32_branch:
-        return LinearChoices(dtypes, scale, quant_state, False, recipe, False, False)
+        return LinearChoices(dtypes, scale, quant_state, False, False, False)
     calls_kernels_directly = can_call_kernels_directly(dtypes.compute, x)
     adapter_first = not calls_kernels_directly and should_run_adapter_first(x)
     return LinearChoices(
-        dtypes, scale, quant_state, is_unused, recipe, calls_kernels_directly, adapter_first
+        dtypes, scale, quant_state, is_unused, calls_kernels_directly, adapter_first
     )
 
 
@@ -503,11 +499,8 @@ class LoraLinear(torch.autograd.Function):
                         calls_kernels_directly=calls_kernels_directly,
                     )
         needs_x, needs_weight, _, needs_a, needs_b = ctx.needs_input_grad[:5]
-        saved_x: tuple[Tensor | None, ...] = (None,)
-        if choices.recipe is not None:
-            saved_x = choices.recipe.tensors
-        elif needs_a or needs_weight:
-            saved_x = (branch_TK,)
+        read_x = branch_TK if needs_a or needs_weight else None
+        ctx.recompute_x, saved_x = saved_or_recomputed(x, read_x)
         ctx.save_for_backward(
             weight if needs_x else None,
             *((a_RK, b_OR) if should_recast_adapters(x) else (a, b)),
@@ -541,10 +534,10 @@ class LoraLinear(torch.autograd.Function):
             dy_compute_TO = dy_TO.to(compute)
             a = a.to(branch_dtype)
             b = b.to(branch_dtype)
-            if choices.recipe is None:
+            if ctx.recompute_x is None:
                 (x_TK,) = saved_x
             else:
-                x_TK = recompute(choices.recipe.compute, saved_x).reshape(-1, a.shape[1])
+                x_TK = recompute(ctx.recompute_x, saved_x).reshape(-1, a.shape[1])
                 if not fp32_branch:
                     x_TK = x_TK.to(compute)
             if needs_weight:
