@@ -115,7 +115,7 @@ INNER = {
         " kernels_unavailable_reason product_fp32 scaled_product"
     ),
     "isotype.lora.served": "served_merged_weight=merged_weight",
-    "isotype.lora.quantised": "dequantise_weight forward_4bit packed_product",
+    "isotype.lora.quantised": "PackedLinear dequantise_weight forward_4bit packed_product",
     "isotype.model.adapter_settings": "check_patterns",
     "isotype.model.architecture": "attention_setting describe_attention",
     "isotype.model.export": "trained_tensors",
@@ -162,7 +162,7 @@ INNER = {
         "GATED_RESIDUAL MODULATED_LAYER_NORM gated_residual_reference "
         "modulated_layer_norm_reference"
     ),
-    "isotype.ops.packed": "PackedState StackState pack_along_rows widen widen_4bit",
+    "isotype.ops.packed": "PackedState StackState pack_along_rows pack_weight widen widen_4bit",
     "isotype.ops.packed.formats": "KINDS Layout",
     "isotype.ops.packed.ggml": "BLOCKS decode_blocks find_non_finite",
     "isotype.ops.packed.quantise": "pack_blocks pack_compressed",
@@ -262,7 +262,7 @@ INNER = {
         "PLAN_TOLERANCE choose_checkpointing_by_plan overhead_memory return_freed_blocks"
     ),
     "isotype.training.memory.offload": "CALLS_ON_DEVICE HostMemory",
-    "isotype.training.memory.checkpointed_call": "run_again_in_backward",
+    "isotype.training.memory.checkpointed_call": "call_and_recompute run_again_in_backward",
     "isotype.training.parallel": "REPLICATE SHARD choose_by_plan configured_parallel",
     "isotype.training.plan": "plan= plan_run",
     "isotype.training.preflight.check": "check_CHECKS=CHECKS Outcome PHASES preflight read_skipped",

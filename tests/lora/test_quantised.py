@@ -10,7 +10,14 @@ from isotype import optimize, restore
 from isotype.lora import fuse_lora
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
-from tests.api import dequantise_weight, forward_4bit, packed_product
+from tests.api import (
+    PackedLinear,
+    call_and_recompute,
+    dequantise_weight,
+    forward_4bit,
+    pack_weight,
+    packed_product,
+)
 
 from ..models import lora, quantised, tiny
 from .layers import FEATURES, OUT, adapted, assert_same, inputs, layer_of, nf4_linear, results
@@ -202,3 +209,38 @@ def test_a_layer_without_adapter_is_not_repacked_by_an_evaluation():
     assert torch.equal(layer.weight.data, before)
     restore(model)
     assert "forward" not in vars(layer)
+
+
+class Modulated(torch.nn.Module):
+    """A layer with two packed weights. The input of the modulation needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.main = PackedLinear(16, 16, *pack_weight(torch.randn(16, 16), "fp8"))
+        self.modulation = PackedLinear(16, 16, *pack_weight(torch.randn(16, 16), "fp8"))
+
+    def forward(self, x, condition):
+        return torch.tanh(self.main(x)) * self.modulation(condition)
+
+
+def test_copies_that_no_backward_reads_are_freed_with_their_layer():
+    torch.manual_seed(0)
+    layers = [Modulated() for _ in range(4)]
+    states = [
+        part.weight.quant_state for layer in layers for part in (layer.main, layer.modulation)
+    ]
+    copies = []
+
+    def count_copies(*_):
+        if torch._C._current_graph_task_id() != -1:
+            copies.append(sum(hasattr(state, "_isotype_wide") for state in states))
+
+    x = torch.randn(3, 16, requires_grad=True)
+    condition = torch.randn(3, 16)
+    y = x
+    for layer in layers:
+        layer.modulation.register_forward_hook(count_copies)
+        y = call_and_recompute(layer, y, condition, keep_attention=False)
+    y.sum().backward()
+    assert copies == [2, 2, 2, 2]
+    assert not any(hasattr(state, "_isotype_wide") for state in states)

@@ -17,8 +17,7 @@ T is the number of tokens, K the number of input features, and O the number of o
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from ..ops.backend import autocast_off, refuse_second_derivative, uses_fused_kernel
 from ..ops.packed import PackedState, widen
+from ..ops.recomputed_layer import RecomputedLayer, current_layer
 
 _SHARED_COPY = "_isotype_wide"
 
@@ -112,25 +112,41 @@ def is_recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+class _LayerCopies:
+    """The states with a dequantised copy that the current recomputed layer made.
+
+    A copy is left if no backward reads it, as for a layer whose input needs no gradient (the
+    modulation of a denoiser) or whose output is not used. Such copies are freed when the next layer
+    is recomputed.
+    """
+
+    layer: RecomputedLayer | None = None
+    states: ClassVar[list[Any]] = []
+
+    @classmethod
+    def add(cls, state: Any) -> None:
+        layer = current_layer()
+        if layer is not cls.layer:
+            cls.free()
+            cls.layer = layer
+        cls.states.append(state)
+
+    @classmethod
+    def free(cls) -> None:
+        for state in cls.states:
+            if hasattr(state, _SHARED_COPY):
+                delattr(state, _SHARED_COPY)
+        cls.states.clear()
+        cls.layer = None
+
+
 def _use_shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     copy: SharedCopy | None = getattr(state, _SHARED_COPY, None)
     if copy is None or not copy.matches(packed, dtype):
         copy = SharedCopy(widen(packed, state, dtype), packed)
         setattr(state, _SHARED_COPY, copy)
-
-        # a weak reference, since the engine holds the callback until the whole backward ends, and
-        # would hold every layer's copy until then
-        copy_reference = weakref.ref(copy)
-
-        def drop_copy() -> None:
-            # a copy is left if its backward did not run, as for an unused output
-            if (
-                copy_reference() is not None
-                and getattr(state, _SHARED_COPY, None) is copy_reference()
-            ):
-                delattr(state, _SHARED_COPY)
-
-        torch.autograd.Variable._execution_engine.queue_callback(drop_copy)
+        _LayerCopies.add(state)
+        torch.autograd.Variable._execution_engine.queue_callback(_LayerCopies.free)
     copy.remaining_uses += 1
     return copy.weight
 
