@@ -204,8 +204,9 @@ def _read_mappings() -> list[_Mapping]:
             mappings.append(_Mapping(path, int(start, 16), int(end, 16)))
         elif fields[0] == "Rss:":
             mappings[-1].resident_bytes = int(fields[1]) << 10
-        elif fields[0] == "Anonymous:":
-            mappings[-1].written_bytes = int(fields[1]) << 10
+        elif fields[0] in ("Anonymous:", "Swap:"):
+            # a page that the process has written may have been swapped out since
+            mappings[-1].written_bytes += int(fields[1]) << 10
     return mappings
 
 

@@ -3,6 +3,7 @@ the plan of each preset beside the peak of its run.
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,19 @@ def test_mapped_pages_are_released_and_read_again(tmp_path):
 def test_a_written_mapping_is_not_released(tmp_path):
     mapped = mapped_and_read(tmp_path / "weights.safetensors")
     mapped[5] = 77
+    release_mapped_pages()
+    assert int(mapped[5]) == 77
+
+
+def test_a_mapping_whose_written_pages_are_swapped_out_is_not_released(tmp_path, monkeypatch):
+    mapped = mapped_and_read(tmp_path / "weights.safetensors")
+    mapped[5] = 77
+    text = Path("/proc/self/smaps").read_text()
+    start = text.index(str(tmp_path / "weights.safetensors"))
+    swapped = re.sub(r"Anonymous: +\d+ kB", "Anonymous: 0 kB", text[start:], count=1)
+    swapped = re.sub(r"Swap: +\d+ kB", "Swap: 4 kB", swapped, count=1)
+    (tmp_path / "smaps").write_text(text[:start] + swapped)
+    monkeypatch.setattr("isotype.runs.mapped_files.SMAPS", tmp_path / "smaps")
     release_mapped_pages()
     assert int(mapped[5]) == 77
 
