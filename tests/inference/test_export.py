@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -456,8 +457,13 @@ def test_ctrl_c_stops_llama_quantize_and_leaves_the_earlier_file(
     place.mkdir()
     (place / "k.gguf").write_text("the file of an earlier export")
     install_quantiser(f"echo $$ > {tmp_path}/process\n{PROGRAMS['is interrupted']}")
-    with pytest.raises(KeyboardInterrupt):
-        export_language(folder, place / "k.gguf", to="gguf", kind="Q6_K", name="x")
+    # a shell ignores the signal in processes that it starts in the background
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            export_language(folder, place / "k.gguf", to="gguf", kind="Q6_K", name="x")
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert [file.name for file in place.iterdir()] == ["k.gguf"]
     assert (place / "k.gguf").read_text() == "the file of an earlier export"
     with pytest.raises(ProcessLookupError):
