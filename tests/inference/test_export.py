@@ -392,7 +392,7 @@ PROGRAMS = {
     "copies": 'echo "[   1/   9] token_embd.weight"\ncp "$1" "$2"\n',
     "fails": 'echo "starting"\nprintf half > "$2"\necho "failed to quantize: no space" >&2\nexit 3\n',
     "writes nothing": "exit 0\n",
-    "is interrupted": 'printf half > "$2"\necho "[   1/   9] x"\nkill -INT $PPID\nexec sleep 60\n',
+    "is interrupted": 'printf half > "$2"\necho "[   1/   9] x"\nsleep 0.5\nkill -INT $PPID\nexec sleep 60\n',
 }
 
 
