@@ -29,10 +29,10 @@ from ..runs.checkpoint.snapshot import average_weights, restore_model
 from ..runs.folder import (
     RESOLVED,
     RunFolder,
-    locate_base,
     refuse_non_empty,
     require_run,
     split_run_and_adapter,
+    with_located_base,
 )
 from ..tasks.diffusion.batches import Batch
 from ..tasks.diffusion.data import make_encoder
@@ -201,7 +201,7 @@ def export_comfyui(run: Path, intermediate: Path | None, out: Path) -> int:
     Raises        UsageError for a run without an adapter, and for a family that ComfyUI does not
                   support
     """
-    config = _locate_base(load(run / RESOLVED, resolved=True).config, run)
+    config = with_located_base(load(run / RESOLVED, resolved=True).config, run)
     adapter = _find_adapter(run, intermediate, config, "there is no adapter to export")
     return write_comfyui(
         adapter,
@@ -297,17 +297,11 @@ def _open_task(
     device.
     """
     loaded = load(require_run(folder) / RESOLVED, resolved=True)
-    config = change(_locate_base(loaded.config, folder))
+    config = change(with_located_base(loaded.config, folder))
     hardware = detect(config.model.device)
     task = DiffusionTask(config)
     task.check(resolve_precision(config, loaded.sources, hardware, task.roles).precision)
     return task, torch.device("cpu" if hardware.kind == "cpu" else "cuda")
-
-
-def _locate_base(config: RunConfig, run: Path) -> RunConfig:
-    if config.model.name is None:
-        return config
-    return _change_section(config, "model", name=locate_base(config.model.name, run))
 
 
 def _drop_samples(config: RunConfig) -> RunConfig:

@@ -46,6 +46,7 @@ from ..runs.folder import (
     refuse_remote_code,
     require_run,
     split_run_and_adapter,
+    with_located_base,
 )
 from ..tasks.language.result import load_result
 from ..tasks.language.sample import generation_config, prompt_inputs
@@ -91,12 +92,10 @@ def load_run(folder: Path, *, as_served: bool = True) -> LoadedRun:
         )
     loaded = load(folder / RESOLVED, resolved=True)
     refuse_remote_code(loaded, folder)
-    config = loaded.config
+    config = with_located_base(loaded.config, folder)
     if config.train.objective == "reward":
         refuse_scores(folder)
     result = find_result(folder, intermediate)
-    if config.model.name is not None:
-        config = with_model_name(config, locate_base(config.model.name, folder))
     if config.model.name is not None and (
         result is None or (result / ADAPTER_CONFIG_FILE).is_file()
     ):
@@ -240,11 +239,6 @@ def _load_folder(folder: Path, kind: str, *, as_served: bool) -> LoadedRun:
 
 def _run_device(config: RunConfig) -> torch.device:
     return torch.device("cpu" if detect(config.model.device).kind == "cpu" else "cuda")
-
-
-def with_model_name(config: RunConfig, name: str) -> RunConfig:
-    """Returns a copy of a configuration with another `model.name`."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"name": name})})
 
 
 def check_base_path(name: str, setting: str, file: Path) -> str:

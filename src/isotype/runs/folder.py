@@ -223,16 +223,33 @@ def locate_base(name: str, saved: Path) -> str:
     was trained. A command may be started in another folder. Names of the hub and names of other
     folders are returned unchanged.
 
-    The folder of training is the part of the run's path that precedes `run.folder`. So the result
-    is correct after the folder with both run and base was moved, too.
-
     saved  the folder of the run, or of an adapter in it
     """
     saved = Path(os.path.abspath(saved))
     run = next((path for path in (saved, *saved.parents[:2]) if RunFolder(path).is_run), None)
     if run is None or Path(name).expanduser().is_absolute():
         return name
-    setting = Path(load(run / RESOLVED, resolved=True).config.run.folder.replace("{name}", "*"))
+    return _locate_relative(name, run, load(run / RESOLVED, resolved=True).config)
+
+
+def with_located_base(config: RunConfig, run: Path) -> RunConfig:
+    """Returns the configuration of the run in the folder `run`, in which `model.name` is the result
+    of `locate_base`.
+    """
+    name = config.model.name
+    if name is None or Path(name).expanduser().is_absolute():
+        return config
+    name = _locate_relative(name, Path(os.path.abspath(run)), config)
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": name})})
+
+
+def _locate_relative(name: str, run: Path, config: RunConfig) -> str:
+    """Returns the path of a base with a relative name, or the name if no such path exists.
+
+    The folder of training is the part of the run's path that precedes `run.folder`. So the result
+    is correct after the folder with both run and base was moved, too.
+    """
+    setting = Path(config.run.folder.replace("{name}", "*"))
     start = Path(*run.parts[: -len(setting.parts)])
     if setting.is_absolute() or not run.match(str(setting)) or start == Path.cwd():
         return name
