@@ -355,10 +355,10 @@ class LoraGroup(torch.autograd.Function):
             )
         if output_dtype != compute:
             outputs = [y.to(output_dtype) for y in outputs]
-        read_x = None
+        backward_x = None
         if needs_input(ctx.needs_input_grad[4:]):
-            read_x = x_compute.reshape(-1, x.shape[-1])
-        ctx.recompute_x, saved_x = saved_or_recomputed(x, read_x)
+            backward_x = x_compute.reshape(-1, x.shape[-1])
+        ctx.recompute_x, saved_x = saved_or_recomputed(x, backward_x)
         ctx.recasts_adapters = should_recast_adapters(x)
         if ctx.recasts_adapters:
             adapters = (

@@ -499,8 +499,8 @@ class LoraLinear(torch.autograd.Function):
                         calls_kernels_directly=calls_kernels_directly,
                     )
         needs_x, needs_weight, _, needs_a, needs_b = ctx.needs_input_grad[:5]
-        read_x = branch_TK if needs_a or needs_weight else None
-        ctx.recompute_x, saved_x = saved_or_recomputed(x, read_x)
+        backward_x = branch_TK if needs_a or needs_weight else None
+        ctx.recompute_x, saved_x = saved_or_recomputed(x, backward_x)
         ctx.save_for_backward(
             weight if needs_x else None,
             *((a_RK, b_OR) if should_recast_adapters(x) else (a, b)),

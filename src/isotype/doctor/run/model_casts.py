@@ -49,6 +49,18 @@ def find_model_cast(
     return casts[0] if len(casts) == 1 else None
 
 
+def _iterate_user_files(
+    frames: Sequence[CallFrame],
+) -> Iterator[tuple[str, ast.Module, CallFrame]]:
+    """Yields each file of the user that has a frame, its syntax tree, and a frame of its module."""
+    frames_by_file = {frame.file: frame for frame in frames if frame.is_user_code}
+    for file, frame in frames_by_file.items():
+        tree = parse_user_file(file)
+        module_frame = make_module_frame(frame)
+        if tree is not None and module_frame is not None:
+            yield file, tree, module_frame
+
+
 def find_weight_cast(
     frames: Sequence[CallFrame], dtype: torch.dtype, module: nn.Module, path: str
 ) -> ModelCast | None:
@@ -57,12 +69,7 @@ def find_weight_cast(
     `prepare_model_for_kbit_training`. Returns None if there is no such line, or more than one.
     """
     casts = []
-    frames_by_file = {frame.file: frame for frame in frames if frame.is_user_code}
-    for file, frame in frames_by_file.items():
-        tree = parse_user_file(file)
-        module_frame = make_module_frame(frame)
-        if tree is None or module_frame is None:
-            continue
+    for file, tree, module_frame in _iterate_user_files(frames):
         for node in _iterate_weight_casts(tree, module_frame, dtype):
             if not _may_concern(tree, node, module, path):
                 continue
@@ -169,12 +176,7 @@ def _find_callbacks(frames: Sequence[CallFrame]) -> list[Any]:
 def _iterate_file_casts(
     frames: Sequence[CallFrame], names: set[str], optimizer: str, dtype: torch.dtype
 ) -> Iterator[ModelCast]:
-    frames_by_file = {frame.file: frame for frame in frames if frame.is_user_code}
-    for file, frame in frames_by_file.items():
-        tree = parse_user_file(file)
-        module_frame = make_module_frame(frame)
-        if tree is None or module_frame is None:
-            continue
+    for file, tree, module_frame in _iterate_user_files(frames):
         optimizer_line = _line_of_call(tree, optimizer)
         for node in _iterate_casts(tree, module_frame, names, dtype):
             function = _enclosing_function(tree, node)
