@@ -124,25 +124,36 @@ class BadRows:
             raise UsageError(f"{bad[0].location}: {bad[0].reason}", fix=bad[0].fix or fix)
         if not self.count:
             return
-        by_kind: dict[str, list[BadRow]] = {}
-        for row in bad:
-            by_kind.setdefault(normalise_reason(row.reason), []).append(row)
-        listed_kinds = sorted(by_kind, key=lambda kind: -self.kinds[kind])[:MAX_LOCATIONS]
-        free_locations = MAX_LOCATIONS - len(listed_kinds)
-        lines = [f"{self.count:,} rows cannot be used"]
-        for kind in listed_kinds:
-            # the full reason of one row, so that the user can copy a command in it
-            reason = by_kind[kind][0].reason
-            rows = by_kind[kind][: 1 + free_locations]
-            free_locations -= len(rows) - 1
-            more = self.kinds[kind] - len(rows)
-            locations = ", ".join(row.location for row in rows) + (
-                f", and {more:,} more" if more else ""
-            )
-            lines.append(f"  {self.kinds[kind]:,} x {reason}\n      {locations}")
-        if len(self.kinds) > len(listed_kinds):
-            lines.append(f"  and {pluralise(len(self.kinds) - len(listed_kinds), 'more kind')}")
+        lines = [f"{self.count:,} rows cannot be used", *list_by_reason(bad, self.kinds)]
         raise UsageError("\n".join(lines), fix=fix)
+
+
+def list_by_reason(rows: list[BadRow], kinds: Counter[str]) -> list[str]:
+    """Returns lines that list the reasons of bad rows, the most frequent first. Under each reason
+    are the locations of some of its rows. At most MAX_LOCATIONS locations are listed in all.
+
+    rows   some or all of the bad rows
+    kinds  the number of bad rows for each reason in the form of `normalise_reason`
+    """
+    by_kind: dict[str, list[BadRow]] = {}
+    for row in rows:
+        by_kind.setdefault(normalise_reason(row.reason), []).append(row)
+    listed_kinds = sorted(by_kind, key=lambda kind: -kinds[kind])[:MAX_LOCATIONS]
+    free_locations = MAX_LOCATIONS - len(listed_kinds)
+    lines = []
+    for kind in listed_kinds:
+        # the full reason of one row, so that the user can copy a command in it
+        reason = by_kind[kind][0].reason
+        listed = by_kind[kind][: 1 + free_locations]
+        free_locations -= len(listed) - 1
+        locations = ", ".join(row.location for row in listed)
+        more = kinds[kind] - len(listed)
+        if more:
+            locations += f", and {more:,} more"
+        lines.append(f"  {kinds[kind]:,} x {reason}\n      {locations}")
+    if len(kinds) > len(listed_kinds):
+        lines.append(f"  and {pluralise(len(kinds) - len(listed_kinds), 'more kind')}")
+    return lines
 
 
 def normalise_reason(reason: str) -> str:

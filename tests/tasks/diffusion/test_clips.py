@@ -81,7 +81,7 @@ def test_clips_that_cannot_be_used_are_named(clips):
         collect(clips)
     lines = str(refused.value).splitlines()
     assert f"{clips}/short: 4 frames, and images.frames is 5" in lines
-    assert any(line.startswith(f"{clips}/silent: no caption: silent.txt") for line in lines)
+    assert any(line.startswith(f"{clips}/silent: no caption: there is no .txt") for line in lines)
     assert any(line.startswith(f"{clips}: 1 picture outside of a clip") for line in lines)
     assert f"{clips}/a.v1/frame_8.txt: a caption without a picture" in lines
 

@@ -52,7 +52,7 @@ def test_pictures_without_captions_and_captions_without_pictures_are_all_named(t
     (tmp_path / "two.caption").write_text("a green square")
     (tmp_path / "words.txt").write_text("a caption")
     said = refusal(train=str(tmp_path))
-    assert "alone.png: no caption: alone.txt is missing" in said
+    assert "alone.png: no caption: there is no .txt file with the same name" in said
     assert "words.txt: a caption without a picture" in said
     assert "has the same caption file" in said
     assert "two.png: two.txt and two.caption disagree" in said

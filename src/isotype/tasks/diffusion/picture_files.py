@@ -223,6 +223,7 @@ class Picture:
 
 CAPTION_SUFFIXES = (".txt", ".caption")
 MAX_CAPTION_BYTES = 1 << 20  # limit of one caption and of a caption file; encoders read 2 KB
+NO_CAPTION = "no caption: there is no .txt file with the same name"
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 ReportBad = Callable[[str, str], None]
 """A function that records a bad row: it receives the row's file or location, and the reason."""
@@ -285,9 +286,7 @@ def read_captions(base: Path) -> tuple[str, ...]:
             raise BadPicture(f"{text.name} is not text (UTF-8)") from None
         captions_by_file[text.name] = tuple(dict.fromkeys(line for line in lines if line)) or ("",)
     if not captions_by_file:
-        raise BadPicture(
-            f"no caption: {base.name}.txt is missing (images.uncaptioned: empty or skip)"
-        )
+        raise BadPicture(NO_CAPTION)
     if len(set(captions_by_file.values())) > 1:
         raise BadPicture(f"{' and '.join(captions_by_file)} disagree: remove one")
     return next(iter(captions_by_file.values()))

@@ -22,13 +22,14 @@ from typing import Any
 from ...config.kind import PICTURE_SUFFIXES
 from ...config.schema import ImagesSection
 from ...config.sources import PictureSource, picture_sources
-from ...data.bad_rows import BAD_ROWS_FILE, MAX_LOCATIONS, BadRow
+from ...data.bad_rows import BAD_ROWS_FILE, MAX_LOCATIONS, BadRow, list_by_reason, normalise_reason
 from ...data.progress import track_progress
 from ...data.read import file_suffix
 from ...errors import UsageError
 from .picture_files import (
     CAPTION_SUFFIXES,
     MAX_CAPTION_BYTES,
+    NO_CAPTION,
     TABLE_ENDINGS,
     Clip,
     ClipSettings,
@@ -509,6 +510,11 @@ def _relative_name(picture: Picture, roots: Sequence[Path]) -> str:
     return base.name
 
 
+UNCAPTIONED_FIX = (
+    "write a .txt file for each picture; or set one caption for all pictures,"
+    " images.train: [{name: FOLDER, caption: a photo of sks dog}]; or set images.uncaptioned to"
+    " empty or skip"
+)
 MAX_SKIPPED_SHARE = 0.05  # share of all pictures; above it the data as a whole is wrong
 
 
@@ -540,9 +546,11 @@ class UnusablePictures:
         if self.skip and share <= MAX_SKIPPED_SHARE:
             return
         rows = list(self.rows.values())
-        lines = [f"{row.location}: {row.reason}" for row in rows[:MAX_LOCATIONS]]
-        if len(rows) > MAX_LOCATIONS:
-            lines.append(f"and {len(rows) - MAX_LOCATIONS:,} more")
+        kinds = Counter(normalise_reason(row.reason) for row in rows)
+        if len(rows) <= MAX_LOCATIONS and len(kinds) == len(rows):
+            lines = [f"{row.location}: {row.reason}" for row in rows]
+        else:
+            lines = [f"{len(rows):,} files cannot be used", *list_by_reason(rows, kinds)]
         if self.skip:
             lines.insert(
                 0,
@@ -551,6 +559,8 @@ class UnusablePictures:
                 f" and these are {share:.0%}",
             )
         fixes = [fix] if fix else []
+        if any(row.reason == NO_CAPTION for row in rows):
+            fixes.append(UNCAPTIONED_FIX)
         if not self.skip and share <= MAX_SKIPPED_SHARE:
             fixes.append(
                 f"images.on_bad_row: skip leaves them out and lists them in the run's {BAD_ROWS_FILE}"
