@@ -448,7 +448,7 @@ def _evaluate_pictures(run: Path, data: str, *, batch_size: int | None, json_out
         return
     parts = ", ".join(f"{name} {loss:.4f}" for name, loss in evaluation.losses_by_part.items())
     print(
-        f"{run} ({weights_name}) on {data}: loss {evaluation.loss:.4f} of {pluralise(evaluation.weight, 'picture')}"
+        f"{run} ({weights_name}) on {data}: loss {evaluation.loss:.4f} of {pluralise(evaluation.weight, 'row')}"
         f" ({parts})"
     )
 

@@ -229,7 +229,7 @@ def _whole_number(value: Any) -> int:
 def tiles(record: RunRecord) -> list[Tile]:
     """Returns the most important numbers of a run. Unknown numbers are left out."""
     result: list[Tile] = []
-    units = "pictures" if record.plan.get("task") == "diffusion" else "tokens"
+    units = _speed_unit(record)
     loss = record.curve("loss")
     if loss:
         name = "training loss"
@@ -272,6 +272,13 @@ def tiles(record: RunRecord) -> list[Tile]:
     if memory:
         result.append(Tile("peak memory", format_bytes(max(memory))))
     return result
+
+
+def _speed_unit(record: RunRecord) -> str:
+    """Returns the word for the items that the run's speed is counted in."""
+    if record.plan.get("task") != "diffusion":
+        return "tokens"
+    return _picture_noun(record.data)
 
 
 def finite_values(record: RunRecord, key: str) -> list[float]:
@@ -391,7 +398,13 @@ def data(record: RunRecord) -> dict[str, Any]:
     """Returns the counts, the files and the messages about the training and evaluation data."""
     splits: list[dict[str, Any]] = []
     if record.plan.get("task") == "diffusion":
-        splits.append({"title": "Pictures", "facts": _picture_facts(record.data), "files": []})
+        splits.append(
+            {
+                "title": _picture_noun(record.data).capitalize(),
+                "facts": _picture_facts(record.data),
+                "files": [],
+            }
+        )
     for key, title in (("train", "Training"), ("eval", "Evaluation")):
         split = record.data.get(key)
         if not isinstance(split, dict) or (key == "eval" and split.get("rows") == 0):
@@ -424,7 +437,7 @@ _ROW_FACTS = {
     "dropped": "dropped", "duplicates": "exact repeats", "median": "tokens of the median row", "longest": "tokens of the longest row",
 }  # fmt: skip
 _PICTURE_FACTS = {
-    "train_pictures": "training pictures", "eval_pictures": "for evaluation", "regularisation_pictures": "for regularisation",
+    "train_pictures": "training {noun}", "eval_pictures": "for evaluation", "regularisation_pictures": "for regularisation",
     "masked_pictures": "with a mask", "unmasked_pictures": "without a mask, learnt whole", "bad_pictures": "left out",
     "captions": "captions", "cut_captions": "captions cut by the text encoder", "first_cut_caption": "the first of them",
     "buckets": "aspect buckets", "frames": "frames of a clip",
@@ -433,13 +446,21 @@ _PICTURE_FACTS = {
 }  # fmt: skip
 
 
+def _picture_noun(facts: dict[str, Any]) -> str:
+    """Returns `clips` if the run trains on clips, else `pictures`."""
+    return "clips" if facts.get("frames") else "pictures"
+
+
 def _picture_facts(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    noun = _picture_noun(facts)
     labelled = {
-        name: facts[key] for key, name in _PICTURE_FACTS.items() if facts.get(key) not in (None, 0)
+        name.format(noun=noun): facts[key]
+        for key, name in _PICTURE_FACTS.items()
+        if facts.get(key) not in (None, 0)
     }
     sizes = dict_or_empty(facts.get("train_pictures_by_size")).items()
     return [(name, _format_value(value)) for name, value in labelled.items()] + [
-        (f"training pictures of {size}", _format_value(n)) for size, n in sizes
+        (f"training {noun} of {size}", _format_value(n)) for size, n in sizes
     ]
 
 

@@ -138,7 +138,9 @@ def evaluation_set(config: RunConfig) -> str:
         return config.train.stop_on
     section = config.data if config.images.train is None else config.images
     if section.eval is None:
-        return "held-out rows" if section is config.data else "held-out pictures"
+        if section is config.data:
+            return "held-out rows"
+        return "held-out clips" if config.images.frames > 1 else "held-out pictures"
     if isinstance(section.eval, dict):
         return f"all sets: {', '.join(section.eval)}"
     sources = section.eval if isinstance(section.eval, list) else [section.eval]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from isotype.config.load import load
 from isotype.config.schema import ImagesSection
 from isotype.errors import UsageError
+from isotype.report import write_report
 from isotype.tasks.choose import plan_run, train
 from tests.api import ClipSettings, PipelineFolder, collect_pictures, read_picture
 from tests.tasks.diffusion.every_family import read_back
@@ -154,16 +155,17 @@ def test_a_plan_counts_the_tokens_of_all_frames(studio, drawn, clips):
     assert plan.memory.not_simulated is None
 
 
-def test_a_lora_of_clips_is_read_by_diffusers_and_resumes(studio, drawn, clips, tmp_path):
+def test_a_lora_of_clips_is_read_by_diffusers_and_resumes(studio, drawn, clips, tmp_path, capsys):
     loaded = drawn(
         model=studio.wan,
-        images={"train": str(clips), "frames": FRAMES, "eval_split": 0.0, "flip": True},
+        images={"train": str(clips), "frames": FRAMES, "eval_split": None, "flip": True},
         train={"steps": 4, "batch_size": 1},
         run={"save_every": 2, "samples": ["a red circle"], "sample_every": 4},
     )
     run = tmp_path / "run"
     assert train(loaded) == 0
     adapter = run / "adapter/adapter_model.safetensors"
+    assert_named_clips(run, capsys.readouterr().out)
     read_back(run / "adapter", PipelineFolder.open(str(studio.wan)), load_file(adapter))
 
     (sample,) = json.loads((run / "samples/step_4.json").read_text())["samples"]
@@ -176,6 +178,24 @@ def test_a_lora_of_clips_is_read_by_diffusers_and_resumes(studio, drawn, clips, 
     cut_back(run, 4)
     assert train(load(run / "resolved.yaml", [], {}, resolved=True), resume=run) == 0
     assert adapter.read_bytes() == first
+
+
+def assert_named_clips(run: Path, output: str) -> None:
+    """Checks that output, metrics, report and model card count clips and not pictures."""
+    assert " clips/s" in output
+    assert "2 training clips of 5 frames" in output
+    assert "fewer than 20 clips: none is held out" in output
+    assert "pic/s" not in output
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["clips"] == 1
+    assert row["clips_per_second"] > 0
+    page = write_report(run).read_text()
+    assert "clips per second" in page
+    assert "training clips" in page
+    assert "pictures per second" not in page
+    card = (run / "adapter/README.md").read_text()
+    assert "text-to-video" in card
+    assert "| clips a step | 1 |" in card
 
 
 def test_the_loss_of_a_clip_falls(studio, drawn, clips, tmp_path):

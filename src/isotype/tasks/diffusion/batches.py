@@ -105,10 +105,9 @@ class Batch:
         return self.rows
 
     def __str__(self) -> str:
-        return (
-            f"{pluralise(self.rows, 'picture')} of {' x '.join(map(str, self.latents.shape[1:]))}"
-            " latents"
-        )
+        noun = "clip" if self.latents.ndim == 5 else "picture"
+        shape = " x ".join(map(str, self.latents.shape[1:]))
+        return f"{pluralise(self.rows, noun)} of {shape} latents"
 
     def to(self, device: torch.device) -> Batch:
         def move(value: Any) -> Any:

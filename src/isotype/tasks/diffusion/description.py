@@ -16,7 +16,7 @@ from ...config.sources import is_folder_name, picture_sources
 from ...model.card import card_header
 from ...precision.precision import ROLES, Precision
 from .data import PictureData
-from .facts import plan_lines
+from .facts import plan_facts, plan_lines, plural_noun
 from .families import Family
 from .resolved_run import ResolvedRun
 from .result import LORA_FILE, rank_metadata
@@ -117,7 +117,9 @@ def picture_card(
     config = run.config
     is_adapter = config.adapter.kind != "none"
     triggers = trigger_words(run)
-    extra: dict[str, Any] = {"pipeline_tag": "text-to-image"}
+    noun = "pictures" if run.clips is None else "videos"
+    task = "text-to-image" if run.clips is None else "text-to-video"
+    extra: dict[str, Any] = {"pipeline_tag": task}
     if run.family.edits_pictures:
         extra["pipeline_tag"] = "image-to-image"
     if is_adapter:
@@ -129,7 +131,7 @@ def picture_card(
     base = base_label(name)
     lines = card_header(
         name,
-        "A LoRA for pictures" if is_adapter else "A model for pictures",
+        f"A LoRA for {noun}" if is_adapter else f"A model for {noun}",
         plan_lines(data)[0],
         f"{step}, in {saved_dtype}",
         {role: getattr(precision, role) for role in ROLES},
@@ -152,12 +154,13 @@ def _settings_table(
 ) -> list[str]:
     run = data.run
     config = run.config
+    noun = plural_noun(plan_facts(data))
     rows = {
-        "trigger words": ", ".join(triggers) or "none; the captions describe the pictures",
+        "trigger words": ", ".join(triggers) or f"none; the captions describe the {noun}",
         "resolution": " and ".join(f"{side} x {side}" for _, side in run.sizes.resolutions),
         "objective": str(run.objective),
         "steps": str(step),
-        "pictures a step": str(config.train.batch_size * config.train.accumulate),
+        f"{noun} a step": str(config.train.batch_size * config.train.accumulate),
         "learning rate": f"{config.train.learning_rate:g}, {config.train.schedule}",
         "optimizer": config.train.optimizer,
     }

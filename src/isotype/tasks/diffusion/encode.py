@@ -178,6 +178,12 @@ def library_versions() -> dict[str, str]:
     }
 
 
+def _plural_noun(pictures: Sequence[Picture]) -> str:
+    """Returns `clips` if there is a clip among the pictures, else `pictures`."""
+    has_clips = any(isinstance(picture.content, Clip) for picture in pictures)
+    return "clips" if has_clips else "pictures"
+
+
 Key = TypeVar("Key", str, TextInput)
 CAPTIONS_PER_PASS = 8  # number of captions in one pass of the text encoders
 
@@ -355,7 +361,7 @@ class Encoder:
             key_parts["frames"] = sizes.images.frames
         rows: list[list[Row]] = []
         pending = dict[str, _StoredWindow]()
-        for picture in track_progress(pictures, "reading pictures"):
+        for picture in track_progress(pictures, f"reading {_plural_noun(pictures)}"):
             try:
                 windows = self._list_windows(picture, key_parts, sizes, seed)
             except (BadPicture, OSError) as error:
@@ -454,8 +460,9 @@ class Encoder:
         )
         self._record_dtype("vae", "weights", next(vae.parameters()).dtype)
         refused_keys = set()
+        noun = _plural_noun([stored_window.picture for stored_window in pending.values()])
         with torch.no_grad():
-            for key, stored_window in track_progress(pending.items(), "encoding pictures"):
+            for key, stored_window in track_progress(pending.items(), f"encoding {noun}"):
                 picture, window, is_mirrored, _ = stored_window
                 try:
                     content = picture.content.read()

@@ -42,6 +42,11 @@ def plan_facts(data: PictureData) -> dict[str, Any]:
     }
 
 
+def plural_noun(facts: Mapping[str, Any]) -> str:
+    """Returns `clips` if the run trains on clips, else `pictures`."""
+    return "clips" if "frames" in facts else "pictures"
+
+
 def plan_lines(data: PictureData) -> list[str]:
     """Returns the lines about the data in the output of `isotype plan`. The first lines describe
     the pictures and the noise levels; further lines are notes, for example about captions that are
@@ -50,6 +55,7 @@ def plan_lines(data: PictureData) -> list[str]:
     run = data.run
     pictures = data.pictures
     facts = plan_facts(data)
+    noun = plural_noun(facts)
     lines = [
         _describe_pictures(facts),
         f"{run.objective}; evaluated at {run.config.diffusion.eval_draws} fixed ones",
@@ -60,7 +66,7 @@ def plan_lines(data: PictureData) -> list[str]:
         lines.append(str(data.cut_captions))
     if pictures.trains_on_all:
         lines.append(
-            f"fewer than {FEWEST_TO_HOLD_OUT} pictures: none is held out for evaluation"
+            f"fewer than {FEWEST_TO_HOLD_OUT} {noun}: none is held out for evaluation"
             " (images.eval_split: 0.1 would hold out some)"
         )
     lines += pictures.unmasked_lines()
@@ -73,7 +79,7 @@ def plan_lines(data: PictureData) -> list[str]:
             f"{len(pictures.missing_class_pictures)} class pictures are drawn by the base model, once"
         )
     if facts["bad_pictures"]:
-        lines.append(f"{facts['bad_pictures']} bad pictures are left out (images.on_bad_row)")
+        lines.append(f"{facts['bad_pictures']} bad {noun} are left out (images.on_bad_row)")
     return lines
 
 
@@ -85,12 +91,11 @@ def _describe_pictures(facts: Mapping[str, Any]) -> str:
     ]
     kinds_text = f" ({', '.join(kinds)})" if kinds else ""
     sides = " and ".join(f"{side} x {side}" for side in facts["resolutions"])
+    noun = plural_noun(facts)
     if "frames" in facts:
-        unit = f"clips of {facts['frames']} frames"
-    else:
-        unit = "pictures"
+        noun += f" of {facts['frames']} frames"
     return (
-        f"{facts['train_pictures']:,} training {unit}{kinds_text},"
+        f"{facts['train_pictures']:,} training {noun}{kinds_text},"
         f" {facts['eval_pictures']:,} for evaluation, {sides} pixels,"
         f" {facts['latent_tokens']:,} latent tokens each"
     )

@@ -55,7 +55,6 @@ class DiffusionTask:
     """
 
     kind = "diffusion"
-    metric_names = MetricNames(units="pictures", unit="pic", weight="compared")
 
     run: ResolvedRun
     data: PictureData
@@ -78,6 +77,12 @@ class DiffusionTask:
 
     def observed_dtypes(self) -> Iterable[tuple[str, str, str]]:
         return [(role, tensor, dtype) for (role, tensor), dtype in self._observed.items()]
+
+    @property
+    def metric_names(self) -> MetricNames:
+        if self.run.clips is None:
+            return MetricNames(units="pictures", unit="pic", weight="compared")
+        return MetricNames(units="clips", unit="clips", weight="compared")
 
     @property
     def base_name(self) -> str:
