@@ -209,8 +209,8 @@ class ImagesSection(Section):
     """Training pictures of a diffusion run: a folder, a file of rows that name pictures (JSONL,
     CSV, Parquet), or a list of these. In a folder, the captions of each picture are in a .txt file
     of the same name, one caption per line. An entry of the list can be a mapping with `name`,
-    `caption` (for all its pictures), `columns`, `repeats`, `resolution`. With several resolutions
-    (`[512, 768]`), each picture is used once at each of them.
+    `caption` (for all its pictures), `columns`, `repeats`, `resolution`, `frames`. With several
+    resolutions (`[512, 768]`), each picture is used once at each of them.
     """
     eval: str | list[str | dict[str, Any]] | None = None
     """Evaluation pictures, in the same form as `train`. Without this key, a part of the training
@@ -254,7 +254,8 @@ class ImagesSection(Section):
     value above 1, each video file is a clip, and so is each subfolder that contains pictures. These
     pictures are its frames, in the order of the numbers in their names. The captions are in a .txt
     file beside the video file or the subfolder, which has the same name. Only the first frames of a
-    longer clip are used.
+    longer clip are used. A source can have its own `frames`: with `{name: FOLDER, frames: 1}` the
+    run also trains on the pictures of this folder.
     """
     frame_rate: PositiveFloat | None = None
     """For models that generate videos: the number of frames per second of the clips and of the
@@ -771,8 +772,8 @@ class RunSection(Section):
     sample_size: PositiveInt | None = None
     """Diffusion: side length of a sample in pixels. By default `images.resolution`."""
     sample_frames: PositiveInt | None = None
-    """For models that generate videos: the number of frames of a sample. By default
-    `images.frames`. A sample with more than one frame is an animated WebP file.
+    """For models that generate videos: the number of frames of a sample. By default that of the
+    longest training clips. A sample with more than one frame is an animated WebP file.
     """
     sample_guidance: Annotated[float, Field(ge=0.0)] = 3.5
     """Diffusion: guidance scale for a sample."""

@@ -455,6 +455,7 @@ class PictureSource:
     resolution  replaces `images.resolution`; with several values each picture is used once at each
                 resolution
     controls    folders with the pictures before the edit, one for each of these pictures
+    frames      the number of frames of each clip; 1 if the source contains pictures
     """
 
     name: str
@@ -466,11 +467,12 @@ class PictureSource:
     resolution: tuple[int, ...] = ()
     columns: Mapping[str, str] | None = None
     controls: tuple[str, ...] = ()
+    frames: int = 1
 
 
 _PICTURE_KEYS = {
-    "train": ("name", "caption", "columns", "repeats", "controls", "resolution"),
-    "eval": ("name", "caption", "columns", "controls", "resolution"),
+    "train": ("name", "caption", "columns", "repeats", "controls", "resolution", "frames"),
+    "eval": ("name", "caption", "columns", "controls", "resolution", "frames"),
     "regularisation": (
         "name",
         "caption",
@@ -480,6 +482,7 @@ _PICTURE_KEYS = {
         "draw",
         "controls",
         "resolution",
+        "frames",
     ),
 }
 
@@ -501,10 +504,10 @@ def picture_sources(images: ImagesSection, split: str) -> list[PictureSource]:
     ]
     names = set()
     for source in sources:
-        if source.name in names:
+        if (source.name, source.frames) in names:
             hint = "" if split == "eval" else "; repeats makes its pictures come more often"
             raise UsageError(f"{key}: {source.name} is named twice{hint}")
-        names.add(source.name)
+        names.add((source.name, source.frames))
     return sources
 
 
@@ -518,9 +521,8 @@ def _build_picture_source(
     }.items():
         if settings.get(key) is not None and key not in _PICTURE_KEYS[split]:
             raise UsageError(f"{location}.{key}: {reason}")
-    merged = {"columns": images.columns, "controls": images.controls} | {
-        key: value for key, value in settings.items() if value is not None
-    }
+    defaults = {"columns": images.columns, "controls": images.controls, "frames": images.frames}
+    merged = defaults | {key: value for key, value in settings.items() if value is not None}
     settings = _check_entry(merged, location, _PICTURE_KEYS[split], "a folder or a file")
     caption = settings.get("caption")
     value = settings.pop("resolution", None)
@@ -533,6 +535,7 @@ def _build_picture_source(
     numbers = [
         ("repeats", settings.get("repeats", 1)),
         ("draw", settings.get("draw", 1)),
+        ("frames", settings["frames"]),
         *(("resolution", r) for r in resolution),
     ]
     for key, number in numbers:

@@ -3,7 +3,9 @@ learns one clip, is read by diffusers and resumes, and videos as samples.
 """
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from isotype.config.schema import ImagesSection
 from isotype.errors import UsageError
 from isotype.report import write_report
 from isotype.tasks.choose import plan_run, train
-from tests.api import ClipSettings, PipelineFolder, collect_pictures, read_picture
+from tests.api import PipelineFolder, collect_pictures, read_picture
 from tests.tasks.diffusion.every_family import read_back
 from tests.tasks.diffusion.models import draw, encoded
 from tests.training.interrupted import cut_back
@@ -42,7 +44,7 @@ def clips(tmp_path) -> Path:
 
 def collect(folder: Path, frames: int = FRAMES, **images):
     settings = ImagesSection(train=str(folder), eval_split=0.0, frames=frames, **images)
-    return collect_pictures(settings, seed=0, clips=ClipSettings(frames, 16.0))
+    return collect_pictures(settings, seed=0, frame_rate=16.0)
 
 
 def test_a_subfolder_is_a_clip_and_its_frames_are_sorted_by_number(clips):
@@ -81,7 +83,7 @@ def test_clips_that_cannot_be_used_are_named(clips):
     with pytest.raises(UsageError) as refused:
         collect(clips)
     lines = str(refused.value).splitlines()
-    assert f"{clips}/short: 4 frames, and images.frames is 5" in lines
+    assert f"{clips}/short: 4 frames, and 5 are needed (images.frames)" in lines
     assert any(line.startswith(f"{clips}/silent: no caption: there is no .txt") for line in lines)
     assert any(line.startswith(f"{clips}: 1 picture outside of a clip") for line in lines)
     assert f"{clips}/a.v1/frame_8.txt: a caption without a picture" in lines
@@ -105,6 +107,26 @@ def test_rows_of_a_table_name_clips(clips):
         ("wan", {"images": {"frame_rate": 8}}, "images.frame_rate: has no effect on pictures"),
         ("wan", {"images": {"frames": 5, "masks": "m"}}, "images.masks: the loss of a clip"),
         ("flux", {"images": {"frames": 5}}, "images.frames: has no effect: FluxPipeline"),
+        (
+            "flux",
+            {"images": {"train": [{"name": "a", "frames": 5}]}},
+            r"images.train\[0\].frames: has no effect: FluxPipeline",
+        ),
+        (
+            "wan",
+            {"images": {"train": [{"name": "a", "frames": 4}]}},
+            r"images.train\[0\].frames: 4: the VAE combines 2 frames",
+        ),
+        (
+            "wan",
+            {
+                "images": {
+                    "frames": 5,
+                    "regularisation": [{"name": "a", "caption": "a dog", "draw": 2}],
+                }
+            },
+            r"images.regularisation\[0\].draw: the model draws pictures, and frames is 5",
+        ),
         ("flux", {"images": {"frame_rate": 8}}, "images.frame_rate: has no effect: FluxPipeline"),
     ],
 )
@@ -196,6 +218,69 @@ def assert_named_clips(run: Path, output: str) -> None:
     card = (run / "adapter/README.md").read_text()
     assert "text-to-video" in card
     assert "| clips a step | 1 |" in card
+
+
+def mixed_images(clips: Path, pictures: Path) -> dict[str, Any]:
+    sources = [{"name": str(clips), "frames": FRAMES, "repeats": 2}, {"name": str(pictures)}]
+    return {"train": sources, "eval_split": 0.0}
+
+
+def test_a_step_of_a_mixed_run_has_clips_or_pictures(studio, drawn, clips):
+    pictures = studio.pictures
+    loaded = drawn(
+        model=studio.wan,
+        images=mixed_images(clips, pictures),
+        train={"batch_size": 2},
+    )
+    task = encoded(loaded)
+    feed = task.feed()
+    shapes = Counter[int]()
+    for _ in range(task.rows // 2):
+        batch = task.collate(feed.take(2))
+        shapes[batch.latents.ndim] += 1
+    assert shapes == {5: 2, 4: (task.rows - 4) // 2}
+    (longest,) = {placed.row.latent_frames for placed in task.largest_rows(1)}
+    assert longest == 3
+    facts = plan_run(loaded).to_dict()["data"]
+    picture_count = len(list(pictures.glob("*.png")))
+    assert facts["train_clips_by_frames"] == {"5": 4, "1": picture_count}
+    assert (facts["frames"], facts["latent_tokens"]) == (5, 3 * 16)
+    (line, *_) = task.plan_lines()
+    assert f"4 training clips of 5 frames and {picture_count} training pictures, 0 for" in line
+
+
+def test_large_pictures_beside_small_clips_are_the_largest_rows(studio, drawn, clips):
+    images = mixed_images(clips, studio.pictures)
+    images["train"][1]["resolution"] = 128
+    plan = plan_run(drawn(model=studio.wan, images=images)).to_dict()
+    assert plan["data"]["latent_tokens"] == 16 * 16, "more than the 3 * 4 * 4 of a clip"
+
+
+def test_a_run_on_pictures_and_clips_resumes(studio, drawn, clips, tmp_path):
+    loaded = drawn(
+        model=studio.wan,
+        images={**mixed_images(clips, studio.pictures), "limit": 6},
+        train={"steps": 4, "batch_size": 1},
+        run={"save_every": 2},
+    )
+    run = tmp_path / "run"
+    assert train(loaded) == 0
+    sizes = json.loads((run / "data.json").read_text())["train_pictures_by_size"]
+    assert sizes == {"32 x 32, 1 frame": 4, "32 x 32, 5 frames": 4}
+    adapter = run / "adapter/adapter_model.safetensors"
+    first = adapter.read_bytes()
+    cut_back(run, 4)
+    assert train(load(run / "resolved.yaml", [], {}, resolved=True), resume=run) == 0
+    assert adapter.read_bytes() == first
+
+
+def test_the_same_clips_in_two_lengths(clips):
+    source = {"name": str(clips / "more"), "repeats": 1}
+    images = ImagesSection(train=[{**source, "frames": 5}, {**source, "frames": 9}], eval_split=0.0)
+    contents = [picture.content for picture in collect_pictures(images, seed=0).train]
+    assert [content.frame_count for content in contents] == [5, 9]
+    with pytest.raises(UsageError, match="is named twice"):
+        collect_pictures(ImagesSection(train=[{**source, "frames": 5}] * 2), seed=0)
 
 
 def test_the_loss_of_a_clip_falls(studio, drawn, clips, tmp_path):

@@ -11,7 +11,7 @@ from PIL import Image
 from isotype.config.schema import ImagesSection
 from isotype.errors import UsageError
 from isotype.tasks.choose import train
-from tests.api import BadPicture, ClipSettings, collect_pictures, video_files
+from tests.api import BadPicture, collect_pictures, video_files
 from tests.tasks.diffusion.models import encoded
 
 SIDE = 32
@@ -50,7 +50,7 @@ def write_video(path: Path, frames: int, rate: int) -> Path:
 
 def collect(folder: Path, frames: int, rate: float = 16.0):
     settings = ImagesSection(train=str(folder), eval_split=0.0, frames=frames)
-    return collect_pictures(settings, seed=0, clips=ClipSettings(frames, rate))
+    return collect_pictures(settings, seed=0, frame_rate=rate)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_gif_is_a_clip_without_pyav(tmp_path):
     assert pictures.cut_clip_lines() == [
         "clips that are longer than images.frames: 1 of 1; their first 3 frames are used"
     ]
-    with pytest.raises(UsageError, match="4 frames at 10 per second, and images"):
+    with pytest.raises(UsageError, match="4 frames at 10 per second, and 5 are needed"):
         collect(tmp_path, 5, 10.0)
 
 

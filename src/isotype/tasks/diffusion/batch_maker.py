@@ -40,7 +40,9 @@ class BatchMaker:
         config = self.run.config
         row = placed_row.row
         generator = row_generator("train", config.train.seed, placed_row.position)
-        sigma = self.run.objective.draw(generator, self.run.sizes.count_tokens(row.size))
+        sigma = self.run.objective.draw(
+            generator, self.run.sizes.count_tokens(row.size, row.latent_frames)
+        )
         dropout_draw, mirror_draw, window_draw, caption_draw = torch.rand(
             4, generator=generator
         ).tolist()

@@ -21,6 +21,8 @@ from ...data.rows import RowStream, epoch_order
 from ...wording import pluralise
 from .pixels import Size
 
+Shape = tuple[int | Size, ...]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -34,6 +36,7 @@ class Row:
     weight    the factor by which the row's loss is multiplied
     empty     the key of the empty caption
     control_sizes  the sizes of the pictures before the edit in pixels
+    latent_frames  the number of latent frames of a clip; 1 for a picture
     """
 
     latents: tuple[str, ...]
@@ -43,17 +46,20 @@ class Row:
     weight: float = 1.0
     empty: str = ""
     control_sizes: tuple[Size, ...] = ()
+    latent_frames: int = 1
 
     @property
-    def shape(self) -> tuple[Size, ...]:
-        """Returns the sizes of all pictures of the row. Rows of the same shape can be stacked to a
-        batch.
+    def shape(self) -> Shape:
+        """Returns the number of latent frames and the sizes of all pictures of the row. Rows of the
+        same shape can be stacked to a batch.
         """
-        return (self.size, *self.control_sizes)
+        return (self.latent_frames, self.size, *self.control_sizes)
 
     @property
     def area(self) -> int:
-        return sum(size.area for size in self.shape)
+        """Returns the number of pixels of all latent frames and pictures of the row."""
+        control_area = sum(size.area for size in self.control_sizes)
+        return self.latent_frames * self.size.area + control_area
 
 
 @dataclass(frozen=True)
@@ -126,13 +132,11 @@ class Batch:
 Item = TypeVar("Item")
 
 
-def group_by_shape(
-    items: Iterable[Item], row_of: Callable[[Item], Row]
-) -> dict[tuple[Size, ...], list[Item]]:
+def group_by_shape(items: Iterable[Item], row_of: Callable[[Item], Row]) -> dict[Shape, list[Item]]:
     """Groups items by the shape of their rows. The groups are ordered by the positions of their
     first items.
     """
-    groups: dict[tuple[Size, ...], list[Item]] = {}
+    groups: dict[Shape, list[Item]] = {}
     for item in items:
         groups.setdefault(row_of(item).shape, []).append(item)
     return groups

@@ -60,7 +60,7 @@ class PictureData:
             images,
             seed=self.run.config.train.seed,
             has_controls=self.run.family.edits_pictures,
-            clips=self.run.clips,
+            frame_rate=self.run.frame_rate,
             takes_several_controls=self.run.family.takes_several_controls,
         )
         if self.pictures.missing_class_pictures and self.run.config.model.init == "random":

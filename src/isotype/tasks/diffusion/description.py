@@ -117,8 +117,8 @@ def picture_card(
     config = run.config
     is_adapter = config.adapter.kind != "none"
     triggers = trigger_words(run)
-    noun = "pictures" if run.clips is None else "videos"
-    task = "text-to-image" if run.clips is None else "text-to-video"
+    noun = "pictures" if run.frames == 1 else "videos"
+    task = "text-to-image" if run.frames == 1 else "text-to-video"
     extra: dict[str, Any] = {"pipeline_tag": task}
     if run.family.edits_pictures:
         extra["pipeline_tag"] = "image-to-image"

@@ -31,7 +31,7 @@ from ...dtypes import format_dtype, to_torch
 from ...errors import RunError, UsageError
 from ...precision.precision import Precision
 from .batches import Row
-from .picture_files import Clip, Content, Picture, fingerprint
+from .picture_files import Clip, Content, Picture, count_content_frames, fingerprint
 from .pictures import UnusablePictures
 from .pipeline import PipelineFolder
 from .pixels import (
@@ -357,8 +357,6 @@ class Encoder:
             "vae": fingerprint(self.folder.files("vae")),
             **library_versions(),
         }
-        if sizes.images.frames > 1:
-            key_parts["frames"] = sizes.images.frames
         rows: list[list[Row]] = []
         pending = dict[str, _StoredWindow]()
         for picture in track_progress(pictures, f"reading {_plural_noun(pictures)}"):
@@ -384,6 +382,7 @@ class Encoder:
                 picture.weight,
                 text.get(self.text_input("", picture.controls), ""),
                 tuple(window.size for window in first.control_windows),
+                sizes.count_latent_frames(count_content_frames(picture.content)),
             )
             rows.append([row] * picture.repeats)
         missing = self._find_missing({key: key for key in pending})
@@ -405,6 +404,9 @@ class Encoder:
         set, the mirror images of the windows are included. Raises BadPicture, OSError.
         """
         content = picture.content.fingerprint()
+        frames = count_content_frames(picture.content)
+        if frames > 1:
+            key_parts = {**key_parts, "frames": frames}
         mask = picture.mask.fingerprint() if picture.mask is not None else None
         images = run_sizes.images
         side = next(iter(picture.resolutions), images.resolution)

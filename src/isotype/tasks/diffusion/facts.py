@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...training.task import Header
-from ...wording import shorten_middle
+from ...wording import pluralise, shorten_middle
+from .batches import Row
 from .data import PictureData
+from .picture_files import count_content_frames
 from .pictures import FEWEST_TO_HOLD_OUT
 from .sample import control_thumbnails
 
@@ -23,7 +25,6 @@ def plan_facts(data: PictureData) -> dict[str, Any]:
     pictures = data.pictures
     sizes = data.run.sizes
     objective = data.run.objective
-    clip_facts = {} if data.run.clips is None else {"frames": data.run.clips.frames}
     captions = {caption for picture in pictures.all_pictures for caption in picture.captions}
     return {
         "train_pictures": data.row_count,
@@ -38,8 +39,21 @@ def plan_facts(data: PictureData) -> dict[str, Any]:
         "objective": objective.kind,
         "timesteps": objective.levels.distribution,
         "shift": objective.levels.shift,
-        **clip_facts,
+        **_clip_facts(data),
     }
+
+
+def _clip_facts(data: PictureData) -> dict[str, Any]:
+    """Returns the number of frames of the longest clips, and the number of training clips for each
+    number of frames. Returns an empty mapping if the run trains on pictures.
+    """
+    if data.run.frames == 1:
+        return {}
+    counts = Counter[int]()
+    for picture in data.pictures.train:
+        counts[count_content_frames(picture.content)] += picture.repeats
+    by_frames = {str(frames): count for frames, count in sorted(counts.items(), reverse=True)}
+    return {"frames": data.run.frames, "train_clips_by_frames": by_frames}
 
 
 def plural_noun(facts: Mapping[str, Any]) -> str:
@@ -91,14 +105,26 @@ def _describe_pictures(facts: Mapping[str, Any]) -> str:
     ]
     kinds_text = f" ({', '.join(kinds)})" if kinds else ""
     sides = " and ".join(f"{side} x {side}" for side in facts["resolutions"])
-    noun = plural_noun(facts)
     if "frames" in facts:
-        noun += f" of {facts['frames']} frames"
+        training = _describe_clips(facts["train_clips_by_frames"])
+    else:
+        training = f"{facts['train_pictures']:,} training pictures"
     return (
-        f"{facts['train_pictures']:,} training {noun}{kinds_text},"
+        f"{training}{kinds_text},"
         f" {facts['eval_pictures']:,} for evaluation, {sides} pixels,"
         f" {facts['latent_tokens']:,} latent tokens each"
     )
+
+
+def _describe_clips(counts_by_frames: Mapping[str, int]) -> str:
+    """Returns for example `20 training clips of 17 frames and 40 training pictures`."""
+    parts = [
+        f"{count:,} training pictures"
+        if frames == "1"
+        else f"{count:,} training clips of {frames} frames"
+        for frames, count in counts_by_frames.items()
+    ]
+    return " and ".join(parts)
 
 
 def header_rows(data: PictureData) -> Header:
@@ -125,14 +151,22 @@ def header_details(data: PictureData) -> Header:
     return [("data", cache_text), ("", plan_lines(data)[1])]
 
 
+def _describe_size(data: PictureData, row: Row) -> str:
+    """Returns the size of a row in pixels, with the number of frames if the run trains on clips."""
+    if data.run.frames == 1:
+        return str(row.size)
+    frames = 1 + (row.latent_frames - 1) * data.run.frame_step
+    return f"{row.size}, {pluralise(frames, 'frame')}"
+
+
 def run_records(data: PictureData) -> dict[str, Any]:
     """Returns the JSON files that the run writes at its start, as a mapping from name to content."""
     pictures = data.pictures
-    counts = Counter(row.size for row in data.encoded_rows)
+    counts = Counter(_describe_size(data, row) for row in data.encoded_rows)
     return {
         "data.json": {
             **plan_facts(data),
-            "train_pictures_by_size": {str(size): n for size, n in sorted(counts.items())},
+            "train_pictures_by_size": dict(sorted(counts.items())),
             "files_not_read": pictures.other_files,
             "cut_captions": data.cut_captions.number,
             "first_cut_caption": data.cut_captions.first or None,

@@ -92,10 +92,10 @@ def empty_batch(
     dtype = to_torch(run.precision.latents)
     text_dtype = to_torch(run.precision.text_encoder)
     channels = family.latents.channels(folder.config("vae"))
-    side = run.sizes.largest_side // run.downscale
+    side = run.sizes.largest.side // run.downscale
     shape = [rows, channels, side, side]
-    if run.clips is not None:
-        shape.insert(2, run.sizes.latent_frames)
+    if run.sizes.largest.frames > 1:
+        shape.insert(2, run.sizes.largest.frames)
     length = family.count_text_tokens(folder.clip_length(), run.max_text_length)
     length += controls * family.control_text_tokens
     latents, noise = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))

@@ -119,6 +119,10 @@ class FrameFolder:
         return self.path
 
     @property
+    def frame_count(self) -> int:
+        return len(self.frames)
+
+    @property
     def is_cut(self) -> bool:
         return self.total > len(self.frames)
 
@@ -184,6 +188,11 @@ Content = PathContent | ParquetContent
 """Where the bytes of one picture or clip are. `read` returns the bytes of the picture or of the
 first frame, and `fingerprint` returns a hash; both raise OSError.
 """
+
+
+def count_content_frames(content: Content) -> int:
+    """Returns the number of frames that the run uses; 1 for a picture."""
+    return content.frame_count if isinstance(content, Clip) else 1
 
 
 @dataclass(frozen=True)
@@ -340,7 +349,8 @@ def list_contents(
         report_bad(
             str(folder),
             f"{pluralise(len(loose_pictures), 'picture')} outside of a clip: with images.frames,"
-            " each clip is a video file, or a subfolder that contains its frames",
+            " each clip is a video file, or a subfolder that contains its frames. Pictures need a"
+            " folder of their own, with {name: FOLDER, frames: 1}",
         )
     contents: list[PathContent] = [_video_file(path, clips) for path in videos]
     contents += [frame_folder(path, frames[path], clips) for path in frames]
@@ -370,7 +380,7 @@ def short_clip_reason(clip: Clip, clips: ClipSettings) -> str | None:
     if total >= clips.frames:
         return None
     rate = f" at {clips.frame_rate:g} per second" if isinstance(clip, VideoFile) else ""
-    return f"{pluralise(total, 'frame')}{rate}, and images.frames is {clips.frames}"
+    return f"{pluralise(total, 'frame')}{rate}, and {clips.frames} are needed (images.frames)"
 
 
 def report_unreadable(files: list[Path], report_bad: ReportBad) -> list[Path]:

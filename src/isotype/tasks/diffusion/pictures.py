@@ -66,7 +66,7 @@ class RunPictures:
     other_files             folder -> file ending -> number of files that are not pictures and were
                             not read
     trains_on_all           whether no picture is held out because there are few of them
-    clips                   None if the run trains on pictures
+    frame_rate              the number of frames of a clip per second
     """
 
     train: list[Picture]
@@ -78,7 +78,7 @@ class RunPictures:
     missing_class_pictures: list[MissingPicture] = field(default_factory=list)
     other_files: dict[str, Counter[str]] = field(default_factory=dict)
     trains_on_all: bool = False
-    clips: ClipSettings | None = None
+    frame_rate: float = 1.0
     _first_captions: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     @property
@@ -104,15 +104,15 @@ class RunPictures:
 
     def cut_clip_lines(self) -> list[str]:
         """Returns a line about the clips that have more frames than the run uses."""
-        if self.clips is None:
-            return []
         contents = {picture.content for picture in self.all_pictures}
-        cut_count = sum(isinstance(content, Clip) and content.is_cut for content in contents)
-        if not cut_count:
+        clips = [content for content in contents if isinstance(content, Clip)]
+        cut_clips = [clip for clip in clips if clip.is_cut]
+        if not cut_clips:
             return []
+        frame_counts = sorted({clip.frame_count for clip in cut_clips})
         return [
-            f"clips that are longer than images.frames: {cut_count} of {len(contents)}; their first"
-            f" {self.clips.frames} frames are used"
+            f"clips that are longer than images.frames: {len(cut_clips)} of {len(clips)}; their"
+            f" first {' or '.join(map(str, frame_counts))} frames are used"
         ]
 
     def other_file_lines(self) -> list[str]:
@@ -156,7 +156,7 @@ def collect_pictures(
     *,
     seed: int,
     has_controls: bool = False,
-    clips: ClipSettings | None = None,
+    frame_rate: float = 1.0,
     takes_several_controls: bool = False,
 ) -> RunPictures:
     """Collects the training and evaluation pictures. Raises a UsageError that lists every picture
@@ -164,7 +164,7 @@ def collect_pictures(
 
     has_controls            whether each picture needs a picture before the edit
     takes_several_controls  whether a picture may have several pictures before the edit
-    clips                   set if the run trains on clips
+    frame_rate              the number of frames of a clip per second
     """
     from ...data.rows import epoch_order
 
@@ -173,7 +173,7 @@ def collect_pictures(
         [],
         UnusablePictures(skip=images.on_bad_row == "skip"),
         has_controls=has_controls,
-        clips=clips,
+        frame_rate=frame_rate,
         takes_several_controls=takes_several_controls,
     )
     train = apply_caption_settings(
@@ -247,9 +247,9 @@ def _read_sources(images: ImagesSection, side: str, result: RunPictures) -> list
             and len(result.bad_pictures.rows) == bad_count
             and images.uncaptioned != "skip"
         ):
-            raise UsageError(_empty_source_message(source, result.clips))
-        if result.clips is not None:
-            source_pictures = _leave_out_short_clips(source_pictures, result)
+            raise UsageError(_empty_source_message(source))
+        if source.frames > 1:
+            source_pictures = _leave_out_short_clips(source_pictures, source, result)
         _report_disagreeing(source_pictures, result)
         settings = {
             "repeats": source.repeats,
@@ -260,20 +260,30 @@ def _read_sources(images: ImagesSection, side: str, result: RunPictures) -> list
     return pictures
 
 
-def _empty_source_message(source: PictureSource, clips: ClipSettings | None) -> str:
-    if clips is None:
+def _clip_settings(source: PictureSource, result: RunPictures) -> ClipSettings | None:
+    """Returns the settings of the source's clips. Returns None if it contains pictures."""
+    if source.frames == 1:
+        return None
+    return ClipSettings(source.frames, result.frame_rate)
+
+
+def _empty_source_message(source: PictureSource) -> str:
+    if source.frames == 1:
         return f"{source.key}: {source.name}: no pictures there ({' '.join(PICTURE_SUFFIXES)})"
     return f"{source.key}: {source.name}: no clips there (video files, or subfolders that contain pictures)"
 
 
-def _leave_out_short_clips(pictures: Sequence[Picture], result: RunPictures) -> list[Picture]:
-    """Reports the clips that have fewer frames than `images.frames`. Returns the other clips."""
-    assert result.clips is not None
+def _leave_out_short_clips(
+    pictures: Sequence[Picture], source: PictureSource, result: RunPictures
+) -> list[Picture]:
+    """Reports the clips of a source that have too few frames. Returns the other clips."""
+    clips = _clip_settings(source, result)
+    assert clips is not None
     long_clips = []
     for picture in pictures:
         assert isinstance(picture.content, Clip)
         try:
-            reason = short_clip_reason(picture.content, result.clips)
+            reason = short_clip_reason(picture.content, clips)
         except (BadPicture, OSError) as error:
             reason = str(error)
         if reason is None:
@@ -306,17 +316,18 @@ def _read_source(
             source.key,
             result.bad_pictures.add,
             has_controls=result.has_controls,
-            clips=result.clips,
+            clips=_clip_settings(source, result),
         )
     files = _files_of_source(path, images)
-    contents = list_contents(files, path, result.clips, result.bad_pictures.add)
+    clips = _clip_settings(source, result)
+    contents = list_contents(files, path, clips, result.bad_pictures.add)
     ignores_caption_files = source.caption is not None or images.captions == "names"
     metadata = None if ignores_caption_files else find_metadata(path)
     caption_files = [file for file in files if file.suffix in CAPTION_SUFFIXES]
     read_files = (
         [] if ignores_caption_files else [*caption_files, *([metadata] if metadata else [])]
     )
-    if result.clips is not None:
+    if clips is not None:
         read_files += [file for file in files if is_video(file)]
     if other_files := count_other_files(files, read_files):
         result.other_files[source.name] = other_files
@@ -370,7 +381,7 @@ def _read_with_metadata(
             source.key,
             result.bad_pictures.add,
             has_controls=result.has_controls,
-            clips=result.clips,
+            clips=_clip_settings(source, result),
         )
     )
     row_by_path = {

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -100,18 +100,25 @@ def bucket_sizes(resolution: int, *, max_aspect: float, multiple: int) -> list[S
     return [square, *sorted(sizes - {square})]
 
 
+class LatentSize(NamedTuple):
+    """The size of a square picture or clip: its side in pixels, and its number of latent frames."""
+
+    side: int
+    frames: int
+
+
 @dataclass(frozen=True)
 class RunSizes:
     """The sizes of the pictures of a run.
 
-    multiple       the side of a latent token, in pixels
-    latent_frames  the number of latent frames of a clip; 1 for pictures
+    multiple    the side of a latent token, in pixels
+    frame_step  the number of frames of a clip that the VAE combines into one latent frame
     """
 
     images: ImagesSection
     sources: Sequence[PictureSource]
     multiple: int
-    latent_frames: int = 1
+    frame_step: int = 1
 
     @cached_property
     def resolutions(self) -> list[tuple[str, int]]:
@@ -126,19 +133,30 @@ class RunSizes:
                 )
         return [(key, size) for size, key in sorted(key_by_side.items())]
 
-    @property
-    def largest_side(self) -> int:
-        """Returns the side of a square picture of the largest resolution, in pixels."""
-        return self.resolutions[-1][1]
+    @cached_property
+    def largest(self) -> LatentSize:
+        """The size of the square picture or clip with the most latent tokens."""
+        sizes = [
+            LatentSize(side, self.count_latent_frames(source.frames))
+            for source in self.sources
+            for side in source.resolution or (self.images.resolution,)
+        ]
+        default = LatentSize(self.images.resolution, self.count_latent_frames(self.images.frames))
+        return max(sizes, key=lambda size: size.frames * size.side**2, default=default)
 
     @property
     def tokens(self) -> int:
         """The number of latent tokens of the largest training picture or clip."""
-        return self.count_tokens(Size(self.largest_side, self.largest_side))
+        side = self.largest.side
+        return self.count_tokens(Size(side, side), self.largest.frames)
 
-    def count_tokens(self, size: Size) -> int:
+    def count_tokens(self, size: Size, latent_frames: int) -> int:
         frame_tokens = (size.height // self.multiple) * (size.width // self.multiple)
-        return self.latent_frames * frame_tokens
+        return latent_frames * frame_tokens
+
+    def count_latent_frames(self, frames: int) -> int:
+        """Returns the number of latent frames of a clip. The VAE encodes the first frame alone."""
+        return (frames - 1) // self.frame_step + 1
 
     @cached_property
     def buckets(self) -> dict[int, list[Size]]:

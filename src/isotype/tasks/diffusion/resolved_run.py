@@ -21,7 +21,6 @@ from .batches import Batch
 from .families import Conditioning, Family, SampleSettings
 from .lora_file import LoraFile, read_lora_file
 from .loss import Objective, build_objective, picture_losses
-from .picture_files import ClipSettings
 from .pipeline import PipelineFolder
 from .pixels import RunSizes, Size
 from .sample import Prompt
@@ -128,8 +127,7 @@ class ResolvedRun:
     @cached_property
     def sizes(self) -> RunSizes:
         side_multiple = self.downscale * self.family.side_multiple
-        latent_frames = (self.config.images.frames - 1) // self.frame_step + 1
-        return RunSizes(self.config.images, self.sources, side_multiple, latent_frames)
+        return RunSizes(self.config.images, self.sources, side_multiple, self.frame_step)
 
     @cached_property
     def frame_step(self) -> int:
@@ -142,10 +140,10 @@ class ResolvedRun:
         return self.config.images.frame_rate or self.family.frame_rate or 1.0
 
     @property
-    def clips(self) -> ClipSettings | None:
-        """Returns the settings of the clips. Returns None if the run trains on pictures."""
-        frames = self.config.images.frames
-        return ClipSettings(frames, self.frame_rate) if frames > 1 else None
+    def frames(self) -> int:
+        """Returns the number of frames of the longest clips; 1 if the run trains on pictures."""
+        frame_counts = [source.frames for source in self.sources]
+        return max(frame_counts, default=self.config.images.frames)
 
     @property
     def noise_range(self) -> tuple[float, float]:
@@ -179,7 +177,7 @@ class ResolvedRun:
             run.sample_steps,
             run.sample_guidance,
             self.config.train.seed,
-            run.sample_frames or self.config.images.frames,
+            run.sample_frames or self.frames,
             self.frame_rate,
         )
 

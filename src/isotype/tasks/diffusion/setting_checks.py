@@ -97,8 +97,10 @@ def _refuse_frames(
     """Checks the settings for clips and for the frames of samples. Raises UsageError."""
     images = config.images
     family = folder.family
+    has_clips = any(source.frames > 1 for source in sources)
     frame_counts = {
         "images.frames": images.frames,
+        **{f"{source.key}.frames": source.frames for source in sources},
         "run.sample_frames": config.run.sample_frames or 1,
         "run.samples: frames": max(
             (prompt.overrides.get("frames", 1) for prompt in prompts), default=1
@@ -127,18 +129,19 @@ def _refuse_frames(
             "images.frame_rate: has no effect on pictures",
             fix="images.frames: the length of a clip",
         )
-    if images.frames == 1:
+    if not has_clips:
         return
     if images.masks is not None:
         raise UsageError(
             "images.masks: the loss of a clip cannot be limited by a mask",
             fix="remove images.masks",
         )
-    if any(source.draw is not None for source in sources):
-        raise UsageError(
-            "images.regularisation: draw: the model draws pictures, and images.frames asks for clips",
-            fix="a folder of clips",
-        )
+    for source in sources:
+        if source.draw is not None and source.frames > 1:
+            raise UsageError(
+                f"{source.key}.draw: the model draws pictures, and frames is {source.frames}",
+                fix="frames: 1 in this entry, or a folder of clips",
+            )
 
 
 def _refuse_text_length(length: int | None, folder: PipelineFolder) -> None:

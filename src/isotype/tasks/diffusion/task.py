@@ -80,7 +80,7 @@ class DiffusionTask:
 
     @property
     def metric_names(self) -> MetricNames:
-        if self.run.clips is None:
+        if self.run.frames == 1:
             return MetricNames(units="pictures", unit="pic", weight="compared")
         return MetricNames(units="clips", unit="clips", weight="compared")
 
