@@ -17,19 +17,33 @@ from typing import Any
 from isotype.tasks.diffusion.families import REFUSED
 
 PAGE = Path(__file__).with_name("diffusion.md")
+LOADED_BY_COMFYUI = PAGE.parents[1] / "benchmarks/results/comfyui_loader.md"
 BEGIN, END = "<!-- pipelines -->\n", "<!-- end of pipelines -->\n"
 HEAD = (
-    "| `_class_name` in model_index.json | objective | loader of the LoRA | read by ComfyUI | resumed run |",
+    "| `_class_name` in model_index.json | objective | loader of the LoRA | read by ComfyUI 0.33.0 | resumed run |",
     "|---|---|---|---|---|",
 )
 LEARNS = {"flow_matching": "flow matching", "epsilon": "noise, or v", "v": "noise, or v"}
 
 
+def count_tensors_in_comfyui() -> dict[str, int]:
+    """For each pipeline, the number of tensors that ComfyUI loaded in the benchmark
+    `comfyui_loader.py`.
+    """
+    lines = LOADED_BY_COMFYUI.read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|") for line in lines if line.startswith("| `")]
+    return {row[1].strip(" `"): int(row[3]) for row in rows}
+
+
 def row(name: str, outcome: Any) -> str:
     """outcome  `tests.tasks.diffusion.every_family.Outcome`"""
+    pipeline = name.partition(",")[0]
     learns = LEARNS[outcome.objective] + outcome.source
     resumed = "bit-identical" if outcome.resumed else "no"
-    return f"| `{name.partition(',')[0]}` | {learns} | `{outcome.loader}` | {outcome.comfyui} | {resumed} |"
+    comfyui = outcome.comfyui
+    if comfyui == "yes":
+        comfyui = f"all {count_tensors_in_comfyui()[pipeline]} tensors"
+    return f"| `{pipeline}` | {learns} | `{outcome.loader}` | {comfyui} | {resumed} |"
 
 
 def train_all() -> list[str]:

@@ -35,3 +35,10 @@ def test_the_table_has_a_row_for_every_family():
     assert [row.split("`")[1] for row in pipelines.rows_of_page()] == names
     page = pipelines.PAGE.read_text(encoding="utf-8")
     assert page == pipelines.page(pipelines.rows_of_page()), "python docs/pipelines.py --write"
+
+
+def test_comfyui_loaded_the_file_of_every_family_that_has_one():
+    """`python benchmarks/comfyui_loader.py FOLDER_OF_COMFYUI` makes the file of results."""
+    pipelines = script(Path(__file__).parents[3] / "docs/pipelines.py")
+    families = {name for name, family in FAMILIES.items() if not family.comfyui_blocker}
+    assert set(pipelines.count_tensors_in_comfyui()) == families
