@@ -237,7 +237,7 @@ INNER = {
         " write_comfyui"
     ),
     "isotype.tasks.diffusion.single_file": "widest_dtype",
-    "isotype.tasks.diffusion.video_files": "video_files=",
+    "isotype.tasks.diffusion.video_files": "TimedFrame video_files=",
     "isotype.tasks.language.checks": (
         "checks_CHECKS=CHECKS check_prompt_labels check_chat_template check_packing "
         "check_positions check_learnt_tokens check_end_token check_new_tokens"

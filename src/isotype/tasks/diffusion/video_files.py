@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ...data.pictures import MAX_PIXELS, BadPicture, bad_picture_reason
 from ...environment.install import install_command
@@ -85,30 +85,40 @@ Frame = TypeVar("Frame")
 _TIME_ROUNDING = 0.002  # seconds
 
 
-def select_frames(
-    timed_frames: Iterable[tuple[float, Frame]], frame_rate: float
-) -> Iterator[Frame]:
-    """Yields the frames of a clip with this frame rate.
+class TimedFrame(NamedTuple, Generic[Frame]):
+    """A frame of a file.
 
-    timed_frames  the frames of the file, each with its time in seconds. The last frame is shown as
-                  long as the frame before it
+    time      the time at which the frame begins, in seconds
+    duration  how long the frame is shown, in seconds; None if the file does not say it. It is used
+              for the last frame only, because every other frame is shown until the next one
+    """
+
+    time: float
+    duration: float | None
+    image: Frame
+
+
+def select_frames(timed_frames: Iterable[TimedFrame[Frame]], frame_rate: float) -> Iterator[Frame]:
+    """Yields the frames of a clip with this frame rate. The frames of the file may have different
+    durations.
     """
     selected_count = 0
     start = None
     interval = 0.0
-    previous: tuple[float, Frame] | None = None
-    for time, frame in timed_frames:
-        start = time if start is None else start
+    previous: TimedFrame[Frame] | None = None
+    for frame in timed_frames:
+        start = frame.time if start is None else start
         if previous is not None:
-            interval = time - previous[0]
-            while selected_count < _frames_until(time - start, frame_rate):
-                yield previous[1]
+            interval = frame.time - previous.time
+            while selected_count < _frames_until(frame.time - start, frame_rate):
+                yield previous.image
                 selected_count += 1
-        previous = time, frame
+        previous = frame
     if previous is None or start is None:
         return
-    while selected_count < _frames_until(previous[0] + interval - start, frame_rate):
-        yield previous[1]
+    duration = interval if previous.duration is None else previous.duration
+    while selected_count < _frames_until(previous.time + duration - start, frame_rate):
+        yield previous.image
         selected_count += 1
 
 
@@ -117,7 +127,7 @@ def _frames_until(seconds: float, frame_rate: float) -> int:
     return max(0, math.ceil((seconds - _TIME_ROUNDING) * frame_rate - 0.5))
 
 
-def _decode_video(path: Path) -> Iterator[tuple[float, Any]]:
+def _decode_video(path: Path) -> Iterator[TimedFrame[Any]]:
     import av
 
     try:
@@ -131,7 +141,8 @@ def _decode_video(path: Path) -> Iterator[tuple[float, Any]]:
                 # a phone stores an upright video lying on its side
                 if frame.rotation:
                     image = image.rotate(frame.rotation, expand=True)
-                yield frame.time, image
+                duration = float(frame.duration * frame.time_base) if frame.duration else None
+                yield TimedFrame(frame.time, duration, image)
     except av.FFmpegError as error:
         raise BadPicture(_video_reason(error)) from None
 
@@ -146,20 +157,17 @@ def _video_reason(error: Any) -> str:
     return f"not a whole video: {error.strerror or error}"
 
 
-def _decode_gif(path: Path) -> Iterator[tuple[float, Any]]:
-    for time, image in _gif_frames(path):
-        yield time, image.convert("RGB")
+def _decode_gif(path: Path) -> Iterator[TimedFrame[Any]]:
+    for time, duration, image in _gif_frames(path):
+        yield TimedFrame(time, duration, image.convert("RGB"))
 
 
 def _gif_duration(path: Path) -> float:
-    end = 0.0
-    for time, image in _gif_frames(path):
-        end = time + _shown_seconds(image)
-    return end
+    return sum(duration for _, duration, _ in _gif_frames(path))
 
 
-def _gif_frames(path: Path) -> Iterator[tuple[float, Any]]:
-    """Yields the frames of a GIF file with their times in seconds."""
+def _gif_frames(path: Path) -> Iterator[tuple[float, float, Any]]:
+    """Yields the frames of a GIF file, each with its time and its duration in seconds."""
     from PIL import Image, ImageSequence
 
     content = path.read_bytes()
@@ -167,8 +175,9 @@ def _gif_frames(path: Path) -> Iterator[tuple[float, Any]]:
         with Image.open(io.BytesIO(content)) as image:
             time = 0.0
             for frame in ImageSequence.Iterator(image):
-                yield time, frame
-                time += _shown_seconds(frame)
+                duration = _shown_seconds(frame)
+                yield time, duration, frame
+                time += duration
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise BadPicture(bad_picture_reason(error, content)) from None
 
