@@ -205,3 +205,174 @@ def test_what_the_text_does_not_decide_is_open():
     assert sure.startswith("open")
     assert "isotype doctor run SCRIPT.py decides" in sure
     assert "likely" not in finding.render()
+
+
+QKV = (
+    "RuntimeError: Expected query, key, and value to have the same dtype, but got query.dtype: float"
+    " key.dtype: float and value.dtype: c10::Half instead."
+)
+
+
+def is_decided(finding) -> bool:
+    return dict(finding.details)["sure"].startswith("decided")
+
+
+def test_queries_and_keys_in_fp32_do_not_decide_between_rotary_and_norm():
+    (finding,) = explain([QKV])
+    assert not is_decided(finding)
+    assert "norms of queries and keys" in finding.render()
+    attention = ("/home/me/net.py", 30, "attend", "return F.scaled_dot_product_attention(q, k, v)")
+    for code, cause in (
+        ("q, k = self.q_norm(q), self.k_norm(k)", "norms of queries and keys"),
+        ("q, k = apply_rotary_emb(q, k, cos, sin)", "rotary table promotes q and k"),
+    ):
+        caller = ("/home/me/net.py", 20, "forward", code)
+        finding = explain_traceback(caller, attention, error=QKV)
+        assert finding.cause.startswith(cause)
+        assert is_decided(finding)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ("scatter(): Expected self.dtype to be equal to src.dtype", "router and hidden states"),
+        (
+            "index_add_(): self (Float) and source (BFloat16) must have the same scalar type",
+            "router and hidden states",
+        ),
+        (
+            "index_add_(): self (BFloat16) and source (Float) must have the same scalar type",
+            "routing weights promote the source",
+        ),
+    ],
+)
+def test_a_write_among_experts_is_explained_by_the_wider_side(error, cause):
+    frame = ("/home/me/moe.py", 8, "forward", "out.scatter_(1, index, weights)")
+    finding = explain_traceback(frame, error=f"RuntimeError: {error}")
+    assert finding.cause.startswith(cause)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: mat1 and mat2 must have the same dtype, but got BFloat16 and Char",
+        "RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != unsigned char",
+        "RuntimeError: Input type (c10::Half) and weight type (unsigned char) should be the same",
+    ],
+)
+def test_integer_weight_is_a_quantised_one(error):
+    (finding,) = explain([error])
+    assert "quantised" in finding.cause
+    assert "autocast" not in finding.fix
+
+
+def test_text_that_does_not_order_its_operands_lists_both_causes():
+    (finding,) = explain(["RuntimeError: expected scalar type BFloat16 but found Float"])
+    sure = dict(finding.details)["sure"]
+    assert "activation promoted to fp32" in sure
+    assert "weight left in a wider dtype" in sure
+
+
+def test_a_narrow_activation_before_wide_weights_may_be_a_cast_in_the_code():
+    (finding,) = explain(["mat1 and mat2 must have the same dtype, but got Half and Float"])
+    assert "an activation cast by hand" in finding.render()
+
+
+@pytest.mark.parametrize(
+    ("code", "decided"),
+    [
+        ("emb = self.time_embedding(sinusoidal_embedding_1d(256, t))", True),
+        ("temb = self.timestep_embedder(timesteps_proj)", True),
+        ("x = self.block(x, t_emb)", False),
+    ],
+)
+def test_a_time_embedding_at_the_failing_line_decides(code, decided):
+    finding = explain_traceback(("/home/me/net.py", 20, "forward", code), LINEAR)
+    assert finding.cause.startswith("a timestep embedding in fp32") is decided
+    assert is_decided(finding) is decided
+
+
+def test_the_first_layer_of_a_processors_output_decides():
+    conv = (f"{LIB}/torch/nn/modules/conv.py", 5, "_conv_forward", "return F.conv2d(")
+    error = "RuntimeError: Input type (float) and bias type (c10::Half) should be the same"
+    embed = ("/home/me/vit.py", 3, "forward", "x = self.patch_embed(pixel_values)")
+    finding = explain_traceback(embed, conv, error=error)
+    assert finding.cause.startswith("inputs of a processor are fp32")
+    assert is_decided(finding)
+    later = ("/home/me/vit.py", 3, "forward", "x = self.neck(x)")
+    assert not is_decided(explain_traceback(later, conv, error=error))
+
+
+def recomputed(shape: str, *before: str):
+    return explain(
+        [
+            *before,
+            "torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: Recomputed values for the"
+            " following tensors have different metadata than during the forward pass.\n",
+            "tensor at position 9:\n",
+            f"saved metadata: {{'shape': torch.Size([{shape}]), 'dtype': torch.bfloat16, 'device': 'cuda'}}\n",
+            f"recomputed metadata: {{'shape': torch.Size([{shape}]), 'dtype': torch.float32, 'device': 'cuda'}}\n",
+        ]
+    )[0]
+
+
+def test_a_recomputation_in_another_dtype_is_decided_by_autocast_or_sharding_only():
+    finding = recomputed("8, 2048")
+    assert not is_decided(finding)
+    assert finding.cause.startswith("autocast differs")
+    assert "FSDP casts" in finding.render()
+    table = recomputed("2, 4096, 128")
+    assert table.cause.startswith("FSDP casts")
+    assert "rotary tables" in table.cause
+    assert not is_decided(table)
+    assert is_decided(recomputed("8, 2048", "with torch.autocast('cuda'): model(x)\n"))
+    assert is_decided(recomputed("2, 4096, 128", "FSDP2\n"))
+
+
+def test_scales_that_a_model_does_not_use_are_an_error():
+    lines = [
+        "LlamaForCausalLM LOAD REPORT from: saved\n",
+        "Key                                       | Status     |\n",
+        "model.layers.0.mlp.up_proj.weight_scale_inv | UNEXPECTED |\n",
+    ]
+    (finding,) = explain(lines)
+    assert (finding.code, finding.severity.name) == ("EX025", "ERROR")
+    assert "quantization_config" in finding.fix
+    lines[2] = lines[2].replace("weight_scale_inv", "inv_freq")
+    assert explain(lines)[0].code == "EX000"
+
+
+def test_packed_experts_in_nvfp4_are_a_cause_of_nan():
+    loss = "{'loss': nan, 'grad_norm': nan, 'epoch': 0.1}\n"
+    assert (
+        "packed experts" in explain(["nvfp4-pack-quantized, dequantize=True\n", loss])[0].render()
+    )
+    assert "packed experts" not in explain([loss])[0].render()
+
+
+def test_advice_about_fp8_on_an_older_card_is_kept():
+    error = "ValueError(\"type fp8e4nv not supported in this architecture. The supported fp8 dtypes are ('fp8e5')\")"
+    (finding,) = explain(["Tesla V100", error])
+    assert "e5m2" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        ("\"bitwise_or_cpu\" not implemented for 'BFloat16'", "EX026", "mask"),
+        ("\"log_softmax_lastdim_kernel_impl\" not implemented for 'Long'", "EX026", "x.float()"),
+        ("LLVM ERROR: Cannot select: t12: v2bf16 = bf16 fma", "EX018", "bf16"),
+        ("ValueError: Undefined Operation encountered!", "EX025", "unquantised"),
+        ("AssertionError: All tensors must have the same dtype.", "EX034", "dtype"),
+    ],
+)
+def test_known_message(error, code, words):
+    (finding,) = explain([error])
+    assert finding.code == code
+    assert words in f"{finding.cause} {finding.fix}"
+
+
+def test_tensors_of_sage_attention_are_query_key_and_value():
+    sage = (f"{LIB}/sageattention/core.py", 80, "sageattn", "assert q.dtype == k.dtype, message")
+    error = "AssertionError: All tensors must have the same dtype."
+    assert explain_traceback(sage, error=error).code == "EX005"

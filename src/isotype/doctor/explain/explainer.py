@@ -414,7 +414,9 @@ _AUTOCAST_ADVICE = re.compile(
 DECISIVE_SCORE = 4.0  # evidence with a lower score is compatible with other causes
 SOLE_SCORE = 3.0  # the same if the family of errors has one cause only
 _KERNEL_CODES = ("EX020", "EX021", "EX022", "EX023", "EX024")
-_OTHER_FRAMEWORK = re.compile(r"\b(?:jax|jnp|lax|tensorflow|tf)\b|zero-based\) was expected to be")
+_OTHER_FRAMEWORK = re.compile(
+    r"\b(?:jax|jnp|lax|tensorflow|tf)\b|zero-based\) was expected to be|\bcarry component\b"
+)
 
 
 def decides_cause(causes: Sequence[Cause]) -> bool:
@@ -469,6 +471,7 @@ _BF16_REPLACEMENTS = (
     (re.compile(r"bf16=True \(fp16=True before Ampere\)"), "fp16=True"),
     (re.compile(r"torch\.bfloat16"), "torch.float16"),
 )
+_NAMES_BF16 = re.compile(r"bf16(?!=False)|bfloat16")
 _FP16_ADVICE = "use fp16 (fp16=True, with fp32 weights: dtype=torch.float32): this card has no bf16"
 
 
@@ -476,5 +479,7 @@ def _replace_bf16(fix: str) -> str:
     """Changes a fix so that it works on a GPU that does not support bf16."""
     for pattern, replacement in _BF16_REPLACEMENTS:
         fix = pattern.sub(replacement, fix)
-    has_bf16 = re.search(r"bf16(?!=False)|bfloat16", fix) is not None
-    return _FP16_ADVICE if has_bf16 else fix
+    if _NAMES_BF16.search(fix) is None:
+        return fix
+    parts = [part for part in re.split(r"; |, or ", fix) if not _NAMES_BF16.search(part)]
+    return "; ".join(parts) or _FP16_ADVICE

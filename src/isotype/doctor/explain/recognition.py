@@ -142,6 +142,8 @@ _SUBJECT_HINTS = (
     "'lower'",
     "load_in",
     "requires it",
+    "undefined operation",
+    "not implemented for",
     "config",
     "cutlass",
 )
@@ -320,6 +322,8 @@ def _refine_operator(
         if re.search(r"\bmat\d?\b|addmm", names):
             return "matrix product"
         return "paired arguments"
+    if operator == "paired arguments" and not dtypes and situation.find_frame(r"(?i)sage_?att"):
+        return "attention"
     if operator == "two dtypes":
         if dtypes.get("expected", "").startswith("int"):
             return "integer input"
@@ -351,7 +355,11 @@ def infer_operator(situation: Situation) -> str:
         return "paired arguments"
     inner_frames = situation.frames[-3:] or [frame for frame in (situation.quoted_frame,) if frame]
     for pattern, operator in (
-        (r"layer_norm|rms_norm|group_norm|batch_norm|LayerNorm|RMSNorm|normalization\.py", "norm"),
+        (
+            r"layer_norm|rms_norm|group_norm|batch_norm|LayerNorm|RMSNorm|normalization\.py"
+            r"|self\.\w*norm\w*\(",
+            "norm",
+        ),
         (r"scaled_dot_product|sdpa|flash_attn|xformers", "attention"),
         (r"conv\w*\(|conv\.py|_conv_forward", "convolution"),
         (r"index_put|scatter|index_add|index_copy|\]\s*\+?=(?!=)", "indexed write"),

@@ -51,7 +51,7 @@ class Situation:
     evidence      flag -> the frame that shows it
     report_flags  flags that the lines around the traceback state: autocast, resumed, sharded,
                   features (of images or audio), adapters, muon, grouped product, cpu, mps, compiled
-                  only, kv cache, unfrozen, structured input, hard-coded, card without bf16, zero quantized weights,
+                  only, nvfp4, kv cache, unfrozen, structured input, hard-coded, card without bf16, zero quantized weights,
                   transformers 5
     quoted_frame  if there is no traceback, the line of code that the text quotes, as a frame
                   without a file
@@ -227,6 +227,7 @@ _TEXT_PATTERNS = {
         r"\bonly (?:under|with|when|in)\b[^\n]{0,24}\bcompile"
         r"|\beager(?: mode)? (?:runs|works|is fine)|\b(?:runs|works|fine) (?:in|under) eager"
     ),
+    "nvfp4": r"\bnvfp4\b",
     "kv cache": r"\bKV[- ]?cache|past_key_values?\b",
     "unfrozen": r"\bunfr(?:o|ee)z|\bfrozen first\b|requires_grad(?: ?= ?|_\()False",
     "structured input": r"\bdataclass|\bNamedTuple",
@@ -238,7 +239,8 @@ _LOG_HINTS = re.compile(
 )
 _QUOTED_CODE = re.compile(
     r"(?m)^\s*-+>\s*\d+\s+(?P<arrow>\S.*)$"
-    r"|(?P<call>\b(?:torch|F|nn\.functional)\.(?:[\w.]*(?:norm|attention|conv|linear)\w*|matmul|b?mm|einsum|addmm|baddbmm)\([^()\n]*\))"
+    r"|(?P<call>\b(?:torch|F|nn\.functional)\.(?:[\w.]*(?:norm|attention|conv|linear)\w*|matmul|b?mm|einsum|addmm|baddbmm)\([^()\n]*\)"
+    r"|\bself\.\w*(?:norm|conv)\w*\([^()\n]*\))"
 )
 
 
