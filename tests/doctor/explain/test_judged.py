@@ -12,11 +12,11 @@ from .judge import CASES, WRONG, count_verdicts, judge_case
 def test_no_case_is_wrong_and_confident():
     verdicts = count_verdicts()
     assert verdicts[WRONG] == 0
-    assert verdicts["right cause and fix"] >= 30
+    assert verdicts["right cause and fix"] >= 58
 
 
 def test_the_first_look_is_the_published_figure():
-    first_look: dict[int, Counter[str]] = {1: Counter(), 2: Counter()}
+    first_look: dict[int, Counter[str]] = {1: Counter(), 2: Counter(), 3: Counter()}
     for case in CASES:
         if "first_look" in case:
             first_look[case.get("round", 1)][case["first_look"]] += 1
@@ -33,6 +33,15 @@ def test_the_first_look_is_the_published_figure():
         "right cause": 1,
         "open, right cause first": 4,
         WRONG: 1,
+    }
+    assert first_look[3] == {
+        "right cause and fix": 16,
+        "right cause": 2,
+        "open, right cause first": 11,
+        "open, another cause first": 2,
+        "open, true cause not listed": 7,
+        "silent": 7,
+        WRONG: 3,
     }
 
 
