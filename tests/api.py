@@ -226,6 +226,7 @@ INNER = {
     ),
     "isotype.tasks.diffusion.families.ideogram4": "Ideogram4",
     "isotype.tasks.diffusion.families.noise": "size_conditioning",
+    "isotype.tasks.diffusion.lora_file": "read_lora_file",
     "isotype.tasks.diffusion.picture_files": "FileContent Picture",
     "isotype.tasks.diffusion.pictures": "apply_caption_settings collect_pictures",
     "isotype.tasks.diffusion.pipeline": "pipeline= PipelineFolder",

@@ -439,7 +439,8 @@ class AdapterSection(Section):
     """
     start_from: str | None = None
     """Folder of a PEFT adapter. Training starts from the weights of this adapter. Diffusion: also a
-    LoRA file of kohya's scripts, diffusers, SimpleTuner, ai-toolkit or ComfyUI (.safetensors).
+    LoRA file of kohya's scripts, musubi-tuner, diffusers, SimpleTuner, ai-toolkit or ComfyUI
+    (.safetensors).
     """
     serve_as: Literal["q8_0", "q5_0", "q4_0", "fp8", "int8", "int4", "nvfp4", "mxfp4"] | None = None
     """The format of the file that you will serve. Training then multiplies by the weights of this

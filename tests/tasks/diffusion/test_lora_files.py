@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from isotype.tasks.choose import train
-from tests.api import lora_layers
+from tests.api import PipelineFolder, lora_layers, read_lora_file
 from tests.tasks.diffusion.models import built, refused
 
 Q = "transformer_blocks.0.attn.to_q"
@@ -207,6 +207,69 @@ def test_a_kohya_file_is_trained_saved_and_loaded_by_diffusers(drawn, studio, tm
         if "lora_A" in name
     }
     assert ranks == {f"{name}.lora_A.weight": len(a) for name, (a, _, _) in modules.items()}
+
+
+# musubi-tuner's names are those of the original models: name in the file -> modules in diffusers
+MUSUBI_FILES = {
+    "krea2": {
+        "blocks.1.attn.wq": ["transformer_blocks.1.attn.to_q"],
+        "blocks.0.mlp.gate": ["transformer_blocks.0.ff.gate"],
+        "txtfusion.refiner_blocks.0.attn.wo": ["text_fusion.refiner_blocks.0.attn.to_out.0"],
+        "tmlp.2": ["time_embed.linear_2"],
+        "last.linear": ["final_layer.linear"],
+    },
+    "ideogram4": {
+        "layers.1.attention.qkv": [f"layers.1.attention.to_{part}" for part in "qkv"],
+        "layers.0.attention.o": ["layers.0.attention.to_out.0"],
+        "layers.0.feed_forward.w2": ["layers.0.feed_forward.w2"],
+    },
+    "wan": {
+        "blocks.1.self_attn.q": ["blocks.1.attn1.to_q"],
+        "blocks.0.cross_attn.o": ["blocks.0.attn2.to_out.0"],
+        "blocks.0.ffn.0": ["blocks.0.ffn.net.0.proj"],
+    },
+    "z_image": {
+        "layers.0.attention.to_out.0": ["layers.0.attention.to_out.0"],
+        "layers.1.feed_forward.w1": ["layers.1.feed_forward.w1"],
+    },
+}
+
+
+@pytest.mark.parametrize("ends", [KOHYA_ENDS, PEFT_ENDS])
+@pytest.mark.parametrize(
+    "model",
+    ["krea2", *(pytest.param(n, marks=pytest.mark.full) for n in ("ideogram4", "wan", "z_image"))],
+)
+def test_the_names_of_the_original_models_are_read(drawn, studio, tmp_path, model, ends):
+    """As musubi-tuner writes them (`lora_unet_blocks_0_attn_wq.lora_down.weight`), and as ComfyUI's
+    users have them (`diffusion_model.blocks.0.attn.wq.lora_A.weight`), with alphas.
+    """
+
+    def name_of(name):
+        if ends == KOHYA_ENDS:
+            return f"lora_unet_{name.replace('.', '_')}"
+        return f"diffusion_model.{name}"
+
+    folder = PipelineFolder.open(str(getattr(studio, model)))
+    layers = dict(folder.denoiser_outline().named_modules())
+    modules_by_name = MUSUBI_FILES[model]
+    sizes = {}
+    for name, modules in modules_by_name.items():
+        rows = sum(layers[module].out_features for module in modules)
+        sizes[name] = (rows, layers[modules[0]].in_features)
+    in_file = matrices(sizes, [4] * len(sizes), [2.0] * len(sizes))
+    file = write(tmp_path / "a.safetensors", in_file, name_of, ends)
+    lora = read_lora_file(file, folder, drawn(model=getattr(studio, model)).config)
+    expected = {}
+    for name, modules in modules_by_name.items():
+        a, b, alpha = in_file[name]
+        for module, rows in zip(modules, b.chunk(len(modules)), strict=True):
+            expected[module] = (a, rows, alpha)
+    deltas = {
+        name: module.alpha / module.rank * module.b @ module.a
+        for name, module in lora.modules.items()
+    }
+    require_deltas(deltas, expected)
 
 
 def test_files_that_do_not_fit_are_refused_in_one_line(drawn, studio, tmp_path):

@@ -2,7 +2,8 @@
 which training starts.
 
 A module of the model has different names in the files of diffusers, of PEFT, of kohya's scripts and
-of ComfyUI. `comfyui_name` returns ComfyUI's name, and is also used to write files. Names of the
+of ComfyUI. `comfyui_name` returns ComfyUI's name, and is also used to write files. Some families
+list the names of the original model, which musubi-tuner uses (`original_names`). Other names of
 original models, as kohya's scripts use them for SDXL and Flux, are converted by the pipeline's own
 `lora_state_dict`.
 """
@@ -37,7 +38,7 @@ from ...wording import first_line, pluralise
 from .denoiser import outline_base
 from .families import Family
 from .pipeline import PipelineFolder
-from .result import comfyui_name, module_setting, pipeline_class
+from .result import comfyui_name, module_setting, pipeline_class, replace_parts
 from .text_encoders import PREFIX, split_part
 
 SETTING = "adapter.start_from"
@@ -124,13 +125,14 @@ def read_lora_file(path: Path, pipeline: PipelineFolder, config: RunConfig) -> L
         adapter = config.adapter.model_copy(update={"text_encoders": True})
         config = config.model_copy(update={"adapter": adapter})
     layers = _adaptable_layers(outline_base(pipeline, config))
-    module_by_name = {
-        file_name: module for module in layers for file_name in _file_names(module, family)
+    modules_by_name = {
+        file_name: (module,) for module in layers for file_name in _file_names(module, family)
     }
-    pairs, rest = _match(tensors, module_by_name)
+    modules_by_name |= _fused_modules(layers, family)
+    pairs, rest = _match(tensors, modules_by_name)
     if rest:
         converted = _convert_by_diffusers(path, rest, pipeline)
-        more_pairs, rest = _match(converted, module_by_name)
+        more_pairs, rest = _match(converted, modules_by_name)
         pairs |= more_pairs
     if rest:
         _refuse_unknown(path, list(rest), family.pipeline)
@@ -194,37 +196,65 @@ def _file_names(module: str, family: Family) -> Iterator[str]:
         yield f"{part}.{inner_name.removeprefix('text_model.')}"
         return
     yield module
-    for prefix in (family.denoiser, "diffusion_model"):
-        yield f"{prefix}.{module}"
-    underscored = module.replace(".", "_")
-    for prefix in ("lora_unet", "lora_transformer"):
-        yield f"{prefix}_{underscored}"
+    yield f"{family.denoiser}.{module}"
+    yield f"lora_transformer_{module.replace('.', '_')}"
+    yield from _original_file_names(module)
+    yield from _original_file_names(_original_name(module, family))
+
+
+def _original_name(module: str, family: Family) -> str:
+    """Returns the name of a module in the original model, if the family lists other names."""
+    return replace_parts(module, family.original_names or family.comfyui_names)
+
+
+def _original_file_names(name: str) -> Iterator[str]:
+    """Yields the names of a module in the files of ComfyUI and of kohya's scripts, which use the
+    module's name in the original model.
+    """
+    yield f"diffusion_model.{name}"
+    yield f"lora_unet_{name.replace('.', '_')}"
+
+
+def _fused_modules(layers: Mapping[str, nn.Module], family: Family) -> dict[str, tuple[str, ...]]:
+    """Returns the modules whose weights are one matrix in the original model, by the names that this
+    matrix has in files.
+    """
+    modules_by_name = {}
+    for fused_end, part_ends in family.comfyui_fused.items():
+        for module in layers:
+            if not module.endswith(part_ends[0]):
+                continue
+            block = module.removesuffix(part_ends[0])
+            parts = tuple(f"{block}{end}" for end in part_ends)
+            for name in _original_file_names(_original_name(f"{block}{fused_end}", family)):
+                modules_by_name[name] = parts
+    return modules_by_name
 
 
 _Pair = tuple[Tensor, Tensor, float | None]
 
 
 def _match(
-    tensors: Mapping[str, Tensor], module_by_name: Mapping[str, str]
+    tensors: Mapping[str, Tensor], modules_by_name: Mapping[str, tuple[str, ...]]
 ) -> tuple[dict[str, _Pair], dict[str, Tensor]]:
     """Returns the two matrices and the alpha (None if there is none) of each module, and the
-    tensors that belong to no module.
+    tensors that belong to no module. Modules that are fused in the file have the same matrix A; each
+    of them gets its rows of the matrix B.
     """
     rest = dict(tensors)
     pairs: dict[str, _Pair] = {}
     for name in tensors:
         for a_suffix, b_suffix in PAIR_SUFFIXES:
             file_name = name.removesuffix(a_suffix)
-            module = module_by_name.get(file_name)
+            modules = modules_by_name.get(file_name)
             b_name = f"{file_name}{b_suffix}"
-            if file_name == name or module is None or b_name not in rest:
+            if file_name == name or modules is None or b_name not in rest:
                 continue
             alpha = rest.pop(f"{file_name}{ALPHA_SUFFIX}", None)
-            pairs[module] = (
-                rest.pop(name),
-                rest.pop(b_name),
-                None if alpha is None else float(alpha),
-            )
+            a = rest.pop(name)
+            rows = rest.pop(b_name).tensor_split(len(modules))
+            for module, b in zip(modules, rows, strict=True):
+                pairs[module] = (a, b, None if alpha is None else float(alpha))
     return pairs, rest
 
 

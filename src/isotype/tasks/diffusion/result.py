@@ -567,10 +567,14 @@ def comfyui_name(module: str, family: Family) -> str:
         return f"lora_te{number}_{inner_name.replace('.', '_')}"
     if family.denoiser == "unet":
         return f"lora_unet_{module.replace('.', '_')}"
-    module = f"{family.comfyui_prefix}.{module}"
-    for part, comfyui_part in family.comfyui_names.items():
-        module = module.replace(part, comfyui_part)
-    return module
+    return f"{family.comfyui_prefix}.{replace_parts(module, family.comfyui_names)}"
+
+
+def replace_parts(name: str, other_names: Mapping[str, str]) -> str:
+    """Replaces parts of a module's name, in the order of the mapping."""
+    for part, other_part in other_names.items():
+        name = name.replace(part, other_part)
+    return name
 
 
 def _lokr_tensors(adapter: Path, settings: dict[str, Any], family: Family) -> dict[str, Tensor]:

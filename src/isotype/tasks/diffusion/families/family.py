@@ -295,6 +295,8 @@ class Family:
     comfyui_blocker        why ComfyUI cannot read adapters of this family; empty if it can
     comfyui_prefix         the prefix that ComfyUI uses for the modules of a transformer
     comfyui_names          the parts of module names that have other names in ComfyUI
+    original_names         the parts of module names that have other names in the original model;
+                           trainers write files with these names. Empty if they are `comfyui_names`
     comfyui_fused          maps the end of a module's name in ComfyUI to the ends of the names of the
                            modules whose weights ComfyUI stores in this module, in the order of their
                            rows; these modules have the same number of outputs
@@ -338,6 +340,7 @@ class Family:
     comfyui_blocker: ClassVar[str] = ""
     comfyui_prefix: ClassVar[str] = "transformer"
     comfyui_names: ClassVar[Mapping[str, str]] = {}
+    original_names: ClassVar[Mapping[str, str]] = {}
     comfyui_fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     block_classes: ClassVar[tuple[str, ...]] = ()
     adapted_block_classes: ClassVar[tuple[str, ...]] = ()

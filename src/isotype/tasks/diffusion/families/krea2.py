@@ -30,6 +30,23 @@ class Krea2(PackedTokens):
     text_output_indices = {"text": 0, "mask": 1}
     text_arguments = {"prompt_embeds": "text", "prompt_embeds_mask": "mask"}
     block_classes = ("Krea2TransformerBlock",)
+    original_names = {
+        "transformer_blocks.": "blocks.",
+        ".attn.to_q": ".attn.wq",
+        ".attn.to_k": ".attn.wk",
+        ".attn.to_v": ".attn.wv",
+        ".attn.to_out.0": ".attn.wo",
+        ".attn.to_gate": ".attn.gate",
+        ".ff.": ".mlp.",
+        "img_in": "first",
+        "txt_in.linear_1": "txtmlp.1",
+        "txt_in.linear_2": "txtmlp.3",
+        "time_embed.linear_1": "tmlp.0",
+        "time_embed.linear_2": "tmlp.2",
+        "time_mod_proj": "tproj.1",
+        "text_fusion.": "txtfusion.",
+        "final_layer.": "last.",
+    }
 
     def text_shapes(self, config: Config, length: int) -> dict[str, tuple[int, ...]]:
         layers, width = int(config["num_text_layers"]), int(config["text_hidden_dim"])
