@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from isotype.ops.cross_entropy.rule import LossRule
 from isotype.ops.library import library_op
 from isotype.ops.linear_cross_entropy import op as head
-from isotype.ops.recomputed_layer import layers_running
+from isotype.ops.recomputed_layer import running_checkpointed_layers
 
 
 def _kernel_losses(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,7 +268,7 @@ class Launches(TorchDispatchMode):
     def phase(self) -> str:
         if self.updating:
             return "update"
-        if layers_running and layers_running[-1].is_recomputing:
+        if running_checkpointed_layers and running_checkpointed_layers[-1].is_recomputing:
             return "recompute"
         return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 

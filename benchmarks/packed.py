@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import isotype
 from isotype.lora.quantised import PackedLinear
 from isotype.ops.backend import force_backend
-from isotype.ops.packed import PackedState, pack_along_rows, pack_weight, widen
+from isotype.ops.packed import PackedState, dequantise_packed, pack_along_rows, pack_weight
 from isotype.ops.packed.formats import Layout
 from isotype.ops.packed.ggml import BLOCKS
 
@@ -181,7 +181,7 @@ def main() -> None:
             for i, path in enumerate(("cpp", "eager")):
                 with force_backend(path):
                     cells[i] = (
-                        f"{1e3 * min(seconds(partial(widen, bytes_, state, torch.bfloat16)) for _ in range(5)):.2f}"
+                        f"{1e3 * min(seconds(partial(dequantise_packed, bytes_, state, torch.bfloat16)) for _ in range(5)):.2f}"
                     )
         print(f"| {name} | {ratio:.2f} | {cells[0]} | {cells[1]} |")
 

@@ -21,7 +21,7 @@ INNER = {
     "isotype.data.encode": "Encoder Tally",
     "isotype.data.facts": "source_lines",
     "isotype.data.formats": "Example check_example detect_format ignored_keys",
-    "isotype.data.pictures": "readable_phone_formats",
+    "isotype.data.pictures": "register_phone_formats",
     "isotype.data.progress": "progress=",
     "isotype.data.prompts": "user_prompts",
     "isotype.data.read": "Record",
@@ -56,7 +56,7 @@ INNER = {
     "isotype.doctor.kernels.calls": "check_wrapper",
     "isotype.doctor.kernels.largest": "check_largest",
     "isotype.doctor.kernels.offsets": "choose_programs",
-    "isotype.doctor.kernels.signature": "signature=",
+    "isotype.doctor.kernels.compile_inputs": "signature=",
     "isotype.doctor.kernels.target": "check_target",
     "isotype.doctor.kernels.ttir": "parse_module",
     "isotype.doctor.run.evidence": "collect_evidence",
@@ -89,8 +89,9 @@ INNER = {
     "isotype.inference.served.expectation": "Expectations ExpectedAnswer ScoredRow SingleToken",
     "isotype.inference.served.http": "Connection parse_address",
     "isotype.inference.served.server": "Answer Prompt Remedies ServerFacts",
-    "isotype.inference.inspection.checkpoint": "open_checkpoint",
+    "isotype.inference.inspection.checkpoint": "StoredTensor open_checkpoint",
     "isotype.inference.inspection.dense": "open_two",
+    "isotype.inference.inspection.values": "measured_values=",
     "isotype.inference.verify.gguf_model": "_file_type",
     "isotype.inference.verify.measure": "load_evaluation",
     "isotype.inference.verify.reference": "ReferenceModel _token_losses",
@@ -162,7 +163,7 @@ INNER = {
         "GATED_RESIDUAL MODULATED_LAYER_NORM gated_residual_reference "
         "modulated_layer_norm_reference"
     ),
-    "isotype.ops.packed": "PackedState StackState pack_along_rows pack_weight widen widen_4bit",
+    "isotype.ops.packed": "PackedState StackState pack_along_rows pack_weight dequantise_packed dequantise_4bit",
     "isotype.ops.packed.formats": "KINDS Layout",
     "isotype.ops.packed.ggml": "BLOCKS decode_blocks find_non_finite",
     "isotype.ops.packed.quantise": "pack_blocks pack_compressed",
@@ -230,8 +231,9 @@ INNER = {
     "isotype.tasks.diffusion.picture_files": "FileContent Picture",
     "isotype.tasks.diffusion.pictures": "apply_caption_settings collect_pictures",
     "isotype.tasks.diffusion.pipeline": "pipeline= PipelineFolder",
+    "isotype.tasks.diffusion.picture_sizes": "Size Window bucket_sizes",
     "isotype.tasks.diffusion.pixels": (
-        "BadPicture Size Window bucket_sizes displayed_size encode_png mask_pixels pixels"
+        "BadPicture displayed_size encode_png read_mask_pixels read_pixels"
     ),
     "isotype.tasks.diffusion.result": (
         "add_metadata comfyui_name tasks_diffusion_result_load_result=load_result save_lora"

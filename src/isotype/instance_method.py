@@ -163,7 +163,7 @@ def install_forward(
     module: Any, forward: Callable[..., Any], settings: Any, entries: int = 1
 ) -> None:
     """Replaces the forward of the module by `forward(self, ...)` or by an `InstanceMethod`.
-    `get_settings` later returns `settings`.
+    `get_forward_settings` later returns `settings`.
 
     settings  what the forward needs at each call, for example a dtype or a tuple of modules
     entries   how many entries of the manifest describe this forward
@@ -178,7 +178,7 @@ def install_forward(
     method.install()
 
 
-def get_settings(module: Any) -> Any:
+def get_forward_settings(module: Any) -> Any:
     """Returns the settings of the module's installed forward; None if none is installed."""
     return module.__dict__.get(INSTALLED_KEY, (None,))[0]
 

@@ -45,7 +45,7 @@ def test_eval_of_the_training_file(run, workshop):
     answer = answer_of("eval", run, workshop.chats)
     other = answer_of("eval", run, workshop.chats, "--batch-size", 3)
     assert answer_of("eval", run, workshop.chats) == answer
-    assert answer["taken"] == "adapter"
+    assert answer["weights"] == "adapter"
     assert answer["loss"] == pytest.approx(other["loss"], rel=1e-6)
     own = answer_of("eval", run)  # without a file: the rows that the run held out
     held_out = read(run, "data")["eval"]["rows"]
@@ -199,7 +199,7 @@ def test_a_model_without_a_run_is_asked_like_one(run, workshop, tmp_path):
     def loss(folder):
         return answer_of("eval", folder, workshop.chats)
 
-    assert loss(merged)["taken"] == "model"
+    assert loss(merged)["weights"] == "model"
     assert loss(merged)["loss"] == pytest.approx(loss(run)["loss"], rel=1e-2)
     assert loss(workshop.base)["loss"] > loss(merged)["loss"]
     answers = [
@@ -235,7 +235,7 @@ def test_an_adapter_that_was_written_on_the_way_is_answered_with_and_merged(conf
     early, last = (
         answer_of("eval", tmp_path / folder) for folder in ("run/adapters/step_2", "run")
     )
-    assert (early["taken"], last["taken"]) == ("adapters/step_2", "adapter")
+    assert (early["weights"], last["weights"]) == ("adapters/step_2", "adapter")
     then = {
         row["step"]: row["eval_loss"] for row in metrics(tmp_path / "run") if "eval_loss" in row
     }

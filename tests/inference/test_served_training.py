@@ -99,7 +99,7 @@ def test_the_file_has_the_weights_of_the_trained_forward(served) -> None:
         packed, state = served_weight(layer).round_weight(projection)
         name = path.removeprefix("base_model.model.") + ".weight"
         values = read_values(stored, name, HEADS.get(path.rpartition(".")[2], 0))
-        assert torch.equal(values, state.widen(packed, torch.float32)), name
+        assert torch.equal(values, state.dequantise(packed, torch.float32)), name
         assert torch.equal(weights.unrounded(name), served_merged_weight(projection)), name
         checked += 1
     assert checked == 14
@@ -235,11 +235,11 @@ def test_a_folder_of_compressed_tensors_keeps_the_rounded_weights(served, tmp_pa
     weights = RunWeights(load_run(served.run, as_served=False))
     layer = "model.layers.1.mlp.down_proj"
     packed = loaded.get_submodule(layer).weight
-    values = packed.quant_state.widen(packed.data, torch.float32)
+    values = packed.quant_state.dequantise(packed.data, torch.float32)
     exact = weights.trained(f"{layer}.weight")
     global_scale = load_file(folder / "model.safetensors").get(f"{layer}.weight_global_scale")
     want, state = pack_compressed(exact, name, group=64, global_scale=global_scale)
-    assert torch.equal(values, state.widen(want, torch.float32))
+    assert torch.equal(values, state.dequantise(want, torch.float32))
     assert torch.equal(
         loaded.lm_head.weight.float(), weights.trained("lm_head.weight").bfloat16().float()
     )

@@ -47,7 +47,7 @@ def test_a_layer_multiplies_by_the_rounded_weight(dtype) -> None:
     y = layer(x)
     projection = read_projection(layer, x, for_served=True)
     packed, state = pack(served_merged_weight(projection))
-    rounded = state.widen(packed, torch.float32)
+    rounded = state.dequantise(packed, torch.float32)
     assert not torch.equal(rounded, served_merged_weight(projection))
     torch.testing.assert_close(y, x @ rounded.to(dtype).t(), **tolerance)
 
@@ -76,7 +76,7 @@ def test_groups_and_mlps_compute_every_layer_with_its_rounded_weight() -> None:
     for _, layer in lora_layers(model):
         projection = read_projection(layer, ids.float())
         packed, state = pack(served_merged_weight(projection))
-        layer.base_layer.weight.data = state.widen(packed, torch.float32)
+        layer.base_layer.weight.data = state.dequantise(packed, torch.float32)
         for part in (layer.lora_B, layer.lora_A):
             nn.init.zeros_(part["default"].weight)
     torch.testing.assert_close(model(ids).logits, logits, rtol=1e-4, atol=1e-5)
@@ -124,5 +124,5 @@ def test_weights_that_are_inference_tensors_are_rounded() -> None:
         x = torch.randn(3, layer.in_features)
         projection = read_projection(layer, x, for_served=True)
         packed, state = pack(served_merged_weight(projection))
-        expected = x @ state.widen(packed, torch.float32).t()
+        expected = x @ state.dequantise(packed, torch.float32).t()
         torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)

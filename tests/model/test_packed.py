@@ -26,10 +26,10 @@ from isotype.tasks.choose import train
 from isotype.tasks.language.task import flops_per_token
 from tests.api import (
     Quantisation,
+    dequantise_packed,
     detect_quantisation,
     refuse_unknown_parameters,
     target_notes,
-    widen,
 )
 from tests.commands import ask, invoke
 from tests.models import lora, tiny
@@ -82,7 +82,7 @@ def dense(model, dtype):
     state = {
         n: p.data
         if getattr(p, "quant_state", None) is None
-        else widen(p, p.quant_state, torch.float64)
+        else dequantise_packed(p, p.quant_state, torch.float64)
         for n, p in model.named_parameters()
     }
     plain = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
@@ -300,7 +300,7 @@ def test_a_base_is_quantised_when_it_is_loaded(word, configured, workshop, tmp_p
     plain = AutoModelForCausalLM.from_pretrained(workshop.base, dtype=torch.float32)
     for name, layer in model.named_modules():
         if type(layer) is PackedLinear:
-            wide = widen(layer.weight, layer.weight.quant_state, torch.float32)
+            wide = dequantise_packed(layer.weight, layer.weight.quant_state, torch.float32)
             exact = plain.get_submodule(
                 name.removeprefix("base_model.model.").removesuffix(".base_layer")
             ).weight

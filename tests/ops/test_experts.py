@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.ops import cpp
 from isotype.ops.backend import force_backend
-from tests.api import Clamped, StackState, experts_reference, groups, widen
+from tests.api import Clamped, StackState, dequantise_packed, experts_reference, groups
 from tests.api import ops_experts_Adapter as Adapter
 from tests.api import ops_experts_experts as experts
 from tests.ops.test_packed import read
@@ -142,7 +142,7 @@ def test_packed_stacks_are_as_exact_as_the_dense_weights_that_they_mean(
         weight, states[f"{name}_state"] = packed_stack(form, o, i, transposed=transposed)
         for one in (call, exact):
             one.leaves.pop(name)
-        wide = widen(weight, states[f"{name}_state"], torch.float64)
+        wide = dequantise_packed(weight, states[f"{name}_state"], torch.float64)
         setattr(exact, name, wide)
         setattr(call, name, wide.bfloat16())
         states[name] = weight

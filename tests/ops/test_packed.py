@@ -16,11 +16,11 @@ from tests.api import (
     PackedState,
     UnreadPacking,
     build_state,
+    dequantise_4bit,
+    dequantise_packed,
     pack_along_rows,
     read_packing,
     recognise_layout,
-    widen,
-    widen_4bit,
 )
 from tests.api import TensorHeader as Part
 from tests.gpu import everywhere, kernels
@@ -51,7 +51,7 @@ def test_each_value_is_what_the_definition_gives(subtests):
         with subtests.test(form):
             tensors = packed(form, OUT, IN)
             weight, how = read(form, tensors)
-            wide = widen(weight, how, torch.float64)
+            wide = dequantise_packed(weight, how, torch.float64)
             assert how.dtype_name == word
             assert wide.shape == how.shape == (OUT, IN)
             for o in range(0, OUT, 3):
@@ -60,10 +60,11 @@ def test_each_value_is_what_the_definition_gives(subtests):
                         element(form, tensors, o, i), rel=1e-15, abs=0
                     )
             torch.testing.assert_close(
-                widen(weight, how, torch.float32).double(), wide, rtol=2e-7, atol=0
+                dequantise_packed(weight, how, torch.float32).double(), wide, rtol=2e-7, atol=0
             )
             assert torch.equal(
-                widen(weight, how, torch.bfloat16), widen(weight, how, torch.float32).bfloat16()
+                dequantise_packed(weight, how, torch.bfloat16),
+                dequantise_packed(weight, how, torch.float32).bfloat16(),
             )
 
 
@@ -75,10 +76,10 @@ def test_the_kernel_gives_the_values_of_plain_pytorch(subtests):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             with subtests.test(form, dtype=dtype):
                 with force_backend("eager"):
-                    want = widen(weight, how, dtype)
-                assert torch.equal(widen(weight, how, dtype), want)
+                    want = dequantise_packed(weight, how, dtype)
+                assert torch.equal(dequantise_packed(weight, how, dtype), want)
                 part = torch.empty(OUT - 24, IN + 3, dtype=dtype)
-                assert torch.equal(how.widen_rows(weight, rows, part)[:, :IN], want[rows])
+                assert torch.equal(how.dequantise_rows(weight, rows, part)[:, :IN], want[rows])
 
 
 def test_a_number_of_every_bit_pattern_is_read():
@@ -91,9 +92,9 @@ def test_a_number_of_every_bit_pattern_is_read():
     for name, row in {**rows, torch.int8: bits}.items():
         layout = Layout("scaled", (1, len(row)), ("weight", name, (1, len(row))), (1, len(row)))
         how = PackedState(layout, "fp8", {"weight_scale": torch.ones(1, 1)})
-        assert torch.equal(widen(row, how, torch.float32)[0], row.view(name).float())
+        assert torch.equal(dequantise_packed(row, how, torch.float32)[0], row.view(name).float())
     fours = Layout("mxfp4", (1, 512), ("weight_packed", torch.uint8, (1, 256)), (1, 32))
-    made = widen(
+    made = dequantise_packed(
         bits,
         PackedState(fours, "mxfp4", {"weight_scale": torch.full((1, 16), 127, dtype=torch.uint8)}),
         torch.float32,
@@ -111,10 +112,12 @@ def test_the_kernel_of_a_gpu_gives_the_values_of_plain_pytorch(device, subtests)
     for form in ("fp8-block", "mxfp4-ct") if device == "cpu" else ORDERED:
         weight, how = read(form, packed(form, OUT, IN))
         with force_backend("eager"):
-            want = widen(weight, how, torch.bfloat16)
+            want = dequantise_packed(weight, how, torch.bfloat16)
         with kernels(device), subtests.test(form):
             assert torch.equal(
-                widen(weight.to(device), how.to_device(torch.device(device)), torch.bfloat16).cpu(),
+                dequantise_packed(
+                    weight.to(device), how.to_device(torch.device(device)), torch.bfloat16
+                ).cpu(),
                 want,
             )
 
@@ -176,8 +179,8 @@ def test_4bit_weights_have_the_same_values_in_fp64(subtests):
     for options in ({}, {"double": False}, {"kind": "fp4"}):
         weight, state = four_bit((64, 128), **options)
         with subtests.test(str(options)):
-            wide = widen_4bit(weight, state, torch.float64)
-            torch.testing.assert_close(wide, widen_4bit(weight, state, torch.float32).double())
+            wide = dequantise_4bit(weight, state, torch.float64)
+            torch.testing.assert_close(wide, dequantise_4bit(weight, state, torch.float32).double())
 
 
 FOUR_BITS = (
@@ -194,10 +197,10 @@ def test_the_kernel_gives_bitsandbytes_values(device, subtests):
         # the last program's block is not full, nor the last block of scales. Whole scales a row:
         # where two rows share one (blocksize 256, 640 columns) bitsandbytes 0.50.2 is wrong on a
         # CPU, by as much as the values themselves
-        want = widen_4bit(*four_bit((67, 768), **options), dtype)
+        want = dequantise_4bit(*four_bit((67, 768), **options), dtype)
         weight, state = four_bit((67, 768), **options, device=device)
         with kernels(device):
-            got = widen_4bit(weight, state, dtype)
+            got = dequantise_4bit(weight, state, dtype)
         # the interpreter and bitsandbytes round each fp32 operation alike; a GPU's fused
         # multiply-add may round a scale to the other side
         exact = device == "cpu" and dtype != torch.float32

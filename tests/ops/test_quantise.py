@@ -30,12 +30,12 @@ def test_blocks_have_the_bytes_of_the_package_gguf(kind: str) -> None:
     packed, state = pack_blocks(weight, kind)
     assert np.array_equal(packed.numpy(), want)
     values = gguf.quants.dequantize(want, gguf.GGMLQuantizationType[kind])
-    assert np.array_equal(state.widen(packed, torch.float32).numpy(), values)
+    assert np.array_equal(state.dequantise(packed, torch.float32).numpy(), values)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "Q4_0"])
 def test_values_of_a_format_stay_as_they_are(kind: str) -> None:
     weight = torch.randn(64, 256)
     packed, state = pack_blocks(weight, kind)
-    again, _ = pack_blocks(state.widen(packed, torch.float32), kind)
+    again, _ = pack_blocks(state.dequantise(packed, torch.float32), kind)
     assert torch.equal(again, packed)

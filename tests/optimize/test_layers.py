@@ -9,7 +9,7 @@ import torch
 from benchmarks.size import calls_of_a_layer
 from transformers import logging
 
-from isotype.instance_method import get_settings
+from isotype.instance_method import get_forward_settings
 from isotype.optimize import optimize
 from tests.api import kernels_unavailable_reason, layers
 from tests.models import assert_same_step, step
@@ -43,7 +43,7 @@ def pair(family, dtype=torch.float32):
 
 
 def placed(manifest):
-    return {(e.op, e.reason) for e in manifest.entries if e.part == layers.PLACE_KIND}
+    return {(e.op, e.reason) for e in manifest.entries if e.part == layers.PART_NAME}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_layers_of_another_form_run_their_own_code_for_a_reason(subtests):
             assert found, str(manifest)
             assert all(op is None and reason.startswith(why) for op, reason in found), found
             assert not any(
-                isinstance(get_settings(m), layers.LayerSettings) for m in mine.modules()
+                isinstance(get_forward_settings(m), layers.LayerSettings) for m in mine.modules()
             )
 
 

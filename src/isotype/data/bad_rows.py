@@ -34,6 +34,10 @@ NO_USABLE_ROWS_FIX = (
 )
 
 
+class BadRowsError(UsageError):
+    """Raised for data with bad rows, if `data.on_bad_row: skip` would leave them out."""
+
+
 class RowError(UsageError):
     """Raised for a row that cannot be used. Other rows of the file may be valid."""
 
@@ -121,11 +125,15 @@ class BadRows:
         bad = [row for row in self.listed if not row.is_empty]
         fix = SKIP_FIX if usable_rows else NO_USABLE_ROWS_FIX
         if self.count == 1 and bad:
-            raise UsageError(f"{bad[0].location}: {bad[0].reason}", fix=bad[0].fix or fix)
+            raise _bad_rows_error(f"{bad[0].location}: {bad[0].reason}", fix=bad[0].fix or fix)
         if not self.count:
             return
         lines = [f"{self.count:,} rows cannot be used", *list_by_reason(bad, self.kinds)]
-        raise UsageError("\n".join(lines), fix=fix)
+        raise _bad_rows_error("\n".join(lines), fix=fix)
+
+
+def _bad_rows_error(message: str, *, fix: str) -> UsageError:
+    return BadRowsError(message, fix=fix) if fix == SKIP_FIX else UsageError(message, fix=fix)
 
 
 def list_by_reason(rows: list[BadRow], kinds: Counter[str]) -> list[str]:

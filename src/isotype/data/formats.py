@@ -44,7 +44,7 @@ from .key_hints import (
 )
 from .read import Record
 from .row_keys import (
-    ALPACA_KEYS,
+    ALPACA_OPTIONAL_KEYS,
     ANSWER_KEYS,
     CONVERSATION_KEYS,
     FORMATS,
@@ -452,7 +452,7 @@ def _read_keys(row: Mapping[str, Any], name: FormatName) -> set[str]:
     if name == "labelled" and (inner_format := labelled_format(row)) is not None:
         keys |= {*FORMATS[inner_format].keys, *FORMATS[inner_format].optional_keys}
     if name == "preference" and (key := _pair_prompt_key(row)) is not None:
-        keys |= {key, *(ALPACA_KEYS if key == "instruction" else ())}
+        keys |= {key, *(ALPACA_OPTIONAL_KEYS if key == "instruction" else ())}
     return keys
 
 

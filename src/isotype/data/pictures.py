@@ -57,7 +57,7 @@ _PHONE_SUFFIXES = {".heic": "HEIC", ".heif": "HEIC", ".hif": "HEIC", ".avif": "A
 
 
 @cache
-def readable_phone_formats() -> frozenset[str]:
+def register_phone_formats() -> frozenset[str]:
     """Returns which of the formats HEIC and AVIF can be read. HEIC needs the package pillow-heif,
     which this function registers in Pillow. AVIF can be read if the installed Pillow supports it.
     """
@@ -75,7 +75,7 @@ def readable_phone_formats() -> frozenset[str]:
 def unreadable_reason(suffix: str) -> str | None:
     """Returns the reason why a picture with this ending cannot be read, or None."""
     kind = _PHONE_SUFFIXES.get(suffix.lower())
-    if kind is None or kind in readable_phone_formats():
+    if kind is None or kind in register_phone_formats():
         return None
     return _conversion_fix(kind)
 
@@ -94,7 +94,7 @@ def bad_picture_reason(error: Exception, content: bytes) -> str:
             " are read"
         )
     kind = _PHONE_FORMATS.get(content[8:12]) if content[4:8] == b"ftyp" else None
-    if kind is not None and kind not in readable_phone_formats():
+    if kind is not None and kind not in register_phone_formats():
         return _conversion_fix(kind)
     message = str(error).splitlines()[0] if str(error) else type(error).__name__
     if "BytesIO" in message:
@@ -134,7 +134,7 @@ def open_picture(content: bytes, *, max_pixels: int | None = None, to_srgb: bool
     """
     from PIL import Image, ImageOps
 
-    readable_phone_formats()
+    register_phone_formats()
     try:
         image: Any = Image.open(io.BytesIO(content))
         if max_pixels is not None and (pixels := image.width * image.height) > max_pixels:

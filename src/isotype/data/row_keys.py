@@ -1,4 +1,6 @@
-"""Lists the required and the optional keys of each row format."""
+"""Lists the required and the optional keys of each row format, and the names of roles. It also has
+the functions that compare the spellings of keys.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,11 @@ from typing import Any, Literal
 FormatName = Literal[
     "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled", "text"
 ]
-Columns = Mapping[str, str | None] | None  # Isotype's key -> the data's key
-Roles = Mapping[str, str] | None  # the data's name of a role -> Isotype's
+# the setting `data.columns`: Isotype's key -> the data's key. A value of None means that the data's
+# key with the name of Isotype's key is ignored
+Columns = Mapping[str, str | None] | None
+# the setting `data.roles`: the data's name of a role -> Isotype's
+Roles = Mapping[str, str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +33,19 @@ class Format:
 ANSWER_KEYS = ("completions", "responses", "generations")
 SCORE_KEYS = ("scores", "rewards", "ratings")
 PREFERENCE_KEYS = ("chosen", "rejected")
-# every format with a conversation also reads these keys, for every objective; plain text has none
-# of them
+# keys of the pictures that a conversation is about
 PICTURE_KEYS = ("images", "image")
+# optional keys of every format with a conversation, which is every format except `text`
 CONVERSATION_KEYS = ("system", "tools", "functions", *PICTURE_KEYS)
-ALPACA_KEYS = ("instruction", "input", "history")
+# the optional keys of Alpaca's format, which are parts of the prompt like `instruction`
+ALPACA_OPTIONAL_KEYS = ("input", "history")
 # a list of objects with one of these keys is a list of turns
 TURN_KEYS = {"role", "author", "from", "parts"}
 # keys inside a turn that `data.columns` can rename
 TURN_COLUMNS = ("role", "content", "tool_calls", "reasoning_content", "weight", "train")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# values of ShareGPT's `from` in data sets -> roles
+# values of ShareGPT's `from` in data sets -> roles. `function_call` is no role of a chat template:
+# such a turn becomes a message of the assistant with `tool_calls`
 SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "bing": "assistant", "bard": "assistant", "model": "assistant", "function_call": "function_call", "tool_call": "function_call",
@@ -49,7 +56,7 @@ TURN_LISTS = ("messages", "conversations", "prompt", "completion", *PREFERENCE_K
 FORMATS: dict[FormatName, Format] = {
     "messages": Format(("messages",), CONVERSATION_KEYS),
     "sharegpt": Format(("conversations",), CONVERSATION_KEYS),
-    "alpaca": Format(("instruction", "output"), (*ALPACA_KEYS[1:], *CONVERSATION_KEYS)),
+    "alpaca": Format(("instruction", "output"), (*ALPACA_OPTIONAL_KEYS, *CONVERSATION_KEYS)),
     "prompt_completion": Format(("prompt", "completion"), CONVERSATION_KEYS),
     "preference": Format(
         PREFERENCE_KEYS, ("prompt", *ANSWER_KEYS, *SCORE_KEYS, *CONVERSATION_KEYS)
@@ -64,7 +71,7 @@ LABELLED_FORMATS: tuple[FormatName, ...] = (
     "sharegpt",
     "alpaca",
 )
-# keys that can contain the prompt of a pair; the first one that the row has is used
+# keys that can contain the prompt of a preference pair; the first one that the row has is used
 PAIR_PROMPT_KEYS = ("prompt", "instruction", "messages", "conversations")
 KNOWN_KEYS = frozenset(
     key for row_format in FORMATS.values() for key in row_format.keys + row_format.optional_keys
@@ -73,12 +80,12 @@ KNOWN_KEYS = frozenset(
 
 def normalise_word(word: str) -> str:
     """Returns a word in lower case, in which each sequence of spaces, hyphens and underscores is
-    replaced by one underscore. A plus or minus sign before a number is not replaced.
+    replaced by one underscore. The minus sign of a number is not replaced.
     """
     return re.sub(r"(?!^-\d)[\s_-]+", "_", word.strip().casefold())
 
 
-# for names of keys, which are the same in every row
+# Does the same for names of keys. The results are cached, because all rows have the same few keys
 normalise_name = lru_cache(maxsize=4096)(normalise_word)
 
 

@@ -40,7 +40,7 @@ def is_planned(device: torch.device) -> bool:
     return device.type == "meta" and _PlanState.device_type is not None
 
 
-def planned_device_type(device: torch.device) -> str:
+def target_device_type(device: torch.device) -> str:
     """Returns the device type for which an op chooses its code. For tensors on the meta device, it
     is the type of the planned device. For all other tensors, it is the type of `device`.
     """

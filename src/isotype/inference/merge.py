@@ -35,7 +35,7 @@ from ..model.load import Source
 from ..model.processor import build_picture_reader, copy_files
 from ..model.served import ServedFormat, round_frozen, serve_adapters
 from ..model.tokens import align_special_tokens
-from ..ops.packed import widen
+from ..ops.packed import dequantise_packed
 from ..optimize.fp32_layers import has_fp32_layers
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts
@@ -336,7 +336,7 @@ def dequantise(parameter: Tensor) -> Tensor:
     """Returns a parameter in fp32, dequantised if necessary."""
     state: Any = getattr(parameter, "quant_state", None)
     if state is not None:
-        return widen(parameter.data, state, torch.float32)
+        return dequantise_packed(parameter.data, state, torch.float32)
     return parameter.detach().float()
 
 

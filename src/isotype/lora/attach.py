@@ -32,13 +32,13 @@ from torch.nn.modules import module as module_globals
 from ..errors import UsageError
 from ..instance_method import InstanceMethod, Placement
 from ..ops.backend import autocast_dtype
-from ..ops.recomputed_layer import layers_running, mark_layer_hooked
+from ..ops.recomputed_layer import mark_layer_hooked, running_checkpointed_layers
 from .dora import apply_dora
 from .group import lora_group
 from .linear import LoraDtypes, Projection, apply_linear, resolve_dtypes
 from .products import linear_for_few_rows
 from .quantised import (
-    DroppedOnCopy,
+    NotCopied,
     PackedLinear,
     fix_compute_dtype,
     forward_4bit,
@@ -203,7 +203,7 @@ def has_hooks(module: nn.Module) -> bool:
     # the hooks of isotype.observe change no result, so they do not count: an observed step runs the
     # same code as any other step
     return any(hook_tables) and any(
-        not getattr(hook, "observes", False) for hooks in hook_tables for hook in hooks.values()
+        not getattr(hook, "is_observer", False) for hooks in hook_tables for hook in hooks.values()
     )
 
 
@@ -415,7 +415,7 @@ def _run_served(layer: Any, x: Tensor, served: ServedWeight) -> Tensor:
 # --- the plan of a layer
 
 
-class LayerPlan(DroppedOnCopy):
+class LayerPlan(NotCopied):
     """States whether a LoRA layer can be fused, and refers to the layer's modules.
 
     active_adapters  PEFT's names of the active adapters when the plan was created
@@ -587,7 +587,7 @@ def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             return _run_peft_forward(self, x)
         magnitude = self.lora_magnitude_vector[self.__dict__[_PLAN].adapter].weight
         return apply_dora(x, projection, magnitude, cached_dtypes(projection, x, x.dtype))
-    if layers_running and self._forward_hooks and has_hooks(self):
+    if running_checkpointed_layers and self._forward_hooks and has_hooks(self):
         mark_layer_hooked()
     siblings = self.__dict__.get(_SIBLINGS)
     if siblings is not None:
@@ -626,7 +626,7 @@ def _compute_with_siblings(
     return y
 
 
-class _SharedOutput(DroppedOnCopy, tuple[Any, ...]):
+class _SharedOutput(NotCopied, tuple[Any, ...]):
     """The stored output of a layer, as (x, the layer's output for x, the version of x, whether
     gradients were enabled).
     """
@@ -689,7 +689,7 @@ def shared_dtypes(
         in_features = projection.in_features if a_RK is None else a_RK.shape[1]
         if features != in_features:
             return None
-    if dtypes.fp32_branch:
+    if dtypes.widens_branch:
         return None
     return dtypes
 

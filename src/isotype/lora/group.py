@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.backend import autocast_off, direct_apply, disable_autocast, refuse_second_derivative
+from ..ops.backend import autocast_off, eager_apply, fast_autocast_off, refuse_second_derivative
 from ..ops.recomputable import recompute, saved_or_recomputed
 from .linear import (
     LoraDtypes,
@@ -40,7 +40,7 @@ from .products import (
     cast_adapters,
     gradient_product,
     scaled_product,
-    should_recast_adapters,
+    should_save_uncast_adapters,
 )
 from .quantised import bias_gradient
 
@@ -93,9 +93,9 @@ def adapter_products(
         adapters = cast_adapters(
             flat_tensors[A::FIELDS_PER_PROJECTION],
             flat_tensors[B::FIELDS_PER_PROJECTION],
-            x_TK,
-            x_TK.shape[1],
-            x_TK.dtype,
+            like=x_TK,
+            features=x_TK.shape[1],
+            dtype=x_TK.dtype,
         )
     a_RK, b_matrices = adapters
     if not a_RK.shape[0]:
@@ -344,7 +344,7 @@ class LoraGroup(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         compute, output_dtype, _ = dtypes
         ctx.calls_kernels_directly = calls_kernels_directly = can_call_kernels_directly(compute, x)
-        with disable_autocast() if calls_kernels_directly else autocast_off(x):
+        with fast_autocast_off() if calls_kernels_directly else autocast_off(x):
             x_compute = x if x.dtype == compute else x.to(compute)
             outputs, (xa_TR, a_RK, b_matrices) = compute_projections(
                 x_compute,
@@ -359,7 +359,7 @@ class LoraGroup(torch.autograd.Function):
         if needs_input(ctx.needs_input_grad[4:]):
             backward_x = x_compute.reshape(-1, x.shape[-1])
         ctx.recompute_x, saved_x = saved_or_recomputed(x, backward_x)
-        ctx.recasts_adapters = should_recast_adapters(x)
+        ctx.recasts_adapters = should_save_uncast_adapters(x)
         if ctx.recasts_adapters:
             adapters = (
                 *flat_tensors[A::FIELDS_PER_PROJECTION],
@@ -402,7 +402,7 @@ class LoraGroup(torch.autograd.Function):
             b_matrices = saved[n : 2 * n]
             saved_x = saved[2 * n :]
             a_RK, b_matrices = cast_adapters(
-                a_matrices, b_matrices, xa_TR, ctx.x_shape[-1], compute
+                a_matrices, b_matrices, like=xa_TR, features=ctx.x_shape[-1], dtype=compute
             )
         else:
             a_RK = saved[0]
@@ -414,7 +414,7 @@ class LoraGroup(torch.autograd.Function):
         calls_kernels_directly = (
             ctx.calls_kernels_directly and not torch._C._len_torch_dispatch_stack()
         )
-        with disable_autocast() if calls_kernels_directly else autocast_off(xa_TR):
+        with fast_autocast_off() if calls_kernels_directly else autocast_off(xa_TR):
             incoming_dys: list[Tensor | None] = []
             compute_dys: list[Tensor | None] = []
             for dy in dys:
@@ -466,7 +466,7 @@ class LoraGroup(torch.autograd.Function):
         return dx, None, None, None, *grads
 
 
-_apply = direct_apply(LoraGroup)
+_apply = eager_apply(LoraGroup)
 
 
 def flatten_projections(
@@ -499,7 +499,7 @@ def lora_group(
     none may compute its adapter branch in fp32. It must not be called under torch.func or in a
     compiled graph.
     """
-    assert not dtypes.fp32_branch
+    assert not dtypes.widens_branch
     flat_tensors, scales, states = flatten_projections(x, projections)
     outputs: tuple[Tensor, ...] = _apply(x, scales, states, dtypes, *flat_tensors)
     return outputs

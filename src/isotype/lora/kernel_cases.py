@@ -10,7 +10,7 @@ from ..ops.kernel_cases import OpCase
 from .linear import adapted_product
 from .products import add_product_, can_call_kernels_directly, product_fp32, scaled_product
 
-_SCALE = 0.5
+_SCALE = 0.5  # of the adapters
 
 
 def _shrink(x: Tensor, a: Tensor) -> Tensor:
@@ -56,6 +56,8 @@ def _few_rows_reference(x: Tensor, weight: Tensor, xa: Tensor, b: Tensor) -> Ten
     return torch.addmm(x @ weight.t(), xa, b.t(), alpha=_SCALE)
 
 
+# In the contracts, T is the number of tokens, K and N are numbers of features, M is the rank in the
+# gradient of A, and R the rank elsewhere. F is any float dtype
 CASES = {
     "adapter: x A": OpCase(
         "lora",

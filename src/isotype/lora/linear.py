@@ -7,7 +7,11 @@ dropout. The matrix products for the gradients of A and B are summed in fp32. Th
 multiplied by the scale before they are rounded.
 
 T is the number of tokens, K the number of input features, O the number of output features, and R
-the rank.
+the rank. In the contracts of ops, `*n` are the leading dimensions of x (T is their product), and
+the lower-case letters k, o and r are K, O and R. The upper-case letters before the brackets are
+dtypes: X of x, W of the weight, and A of both adapter matrices.
+
+In names, `branch` is the computation with the adapter, scale (x Aᵀ) Bᵀ.
 """
 
 from __future__ import annotations
@@ -19,20 +23,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dtypes import format_dtype
-from ..environment.planned_device import planned_device_type
+from ..environment.planned_device import target_device_type
 from ..errors import DtypeError, ShapeError
 from ..ops.backend import (
     apply_function,
     autocast_dtype,
     autocast_off,
-    direct_apply,
-    disable_autocast,
+    eager_apply,
+    fast_autocast_off,
     refuse_second_derivative,
     unsafe_view,
 )
 from ..ops.contract import OpContract
 from ..ops.recomputable import recompute, saved_or_recomputed
-from ..ops.recomputed_layer import is_output_unused, layers_running, placeholder_tensor
+from ..ops.recomputed_layer import is_output_unused, placeholder_tensor, running_checkpointed_layers
 from .products import (
     MAX_FEW_ROWS,
     MAX_KERNEL_RANK,
@@ -45,7 +49,7 @@ from .products import (
     gradient_product,
     row_blocks,
     scaled_product,
-    should_recast_adapters,
+    should_save_uncast_adapters,
 )
 from .quantised import bias_gradient, dequantise_weight, packed_product
 
@@ -55,21 +59,24 @@ LORA_LINEAR = OpContract(
     grads={"x": "X", "weight": "W", "a": "A", "b": "A"},
     autocast="follows",
 )
-"""The contract for a dense weight. Without autocast X and W must be the same dtype."""
+"""The contract for a dense weight. Without autocast X and W must be the same dtype. With autocast
+they are autocast's dtype (`autocast="follows"`). `inside` is the dtype of the arithmetic.
+"""
 
 
 class LoraDtypes(NamedTuple):
     """The dtypes of one call.
 
-    compute      the dtype of both operands of the matrix product with the base weight
-    output       the dtype of the result, the same as with PEFT
-    fp32_branch  whether the adapter branch is computed in fp32, one block of rows at a time.
-                 Otherwise it is computed in the dtype `compute`
+    compute        the dtype of both operands of the matrix product with the base weight
+    output         the dtype of the result, the same as with PEFT
+    widens_branch  whether the adapter branch is computed in fp32 although `compute` is narrower.
+                   The input is then widened one block of rows at a time. Otherwise the branch is
+                   computed in the dtype `compute`
     """
 
     compute: torch.dtype
     output: torch.dtype
-    fp32_branch: bool
+    widens_branch: bool
 
 
 def resolve_dtypes(
@@ -85,15 +92,17 @@ def resolve_dtypes(
 
     weight_dtype   the dtype of a dense weight; for a quantised weight the layer's compute dtype
     adapter_dtype  the promoted dtype of A and B; None without an adapter
+    branch_fp32    whether the user wants the adapter branch in fp32. It is computed in fp32 for
+                   another reason too, see below
     x_dtype        the dtype of the input, given if the input is not computed yet; then only the
                    device of `x` is used
-    branch_fp32    computes the adapter branch in fp32 if `compute` is narrower than fp32
 
-    A dense weight is multiplied in autocast's dtype if autocast is on. A quantised weight is
-    multiplied in the layer's compute dtype, and the result is cast to the input's dtype, as in
-    bitsandbytes. PEFT computes the adapter branch in autocast's dtype, or in the adapter's dtype if
-    autocast is off. If PEFT's dtype for the branch differs from `compute`, the branch is computed
-    in fp32, which loses no precision.
+    compute: the dtype of autocast for a dense weight, if autocast is on. For a quantised weight it
+    is the layer's compute dtype. The result is then cast to the input's dtype, as in bitsandbytes.
+
+    widens_branch: PEFT computes the adapter branch in autocast's dtype, or in the adapter's dtype
+    if autocast is off. If this dtype differs from a `compute` in bf16 or fp16, we compute the
+    branch in fp32, so that no precision is lost in comparison with PEFT.
 
     Raises  DtypeError DT001 if autocast is off and the dtypes of a dense weight and its input
             differ, as `nn.Linear` does
@@ -110,7 +119,7 @@ def resolve_dtypes(
     else:
         raise DtypeError(
             f"LoRA linear got an input in {format_dtype(x_dtype)} and a weight in {format_dtype(weight_dtype)} with"
-            " autocast off, declared one dtype",
+            " autocast off, and needs the same dtype for both",
             code="DT001",
             fix=f"x.to({weight_dtype}), or run under torch.autocast({x.device.type!r}, dtype=...)",
         )
@@ -192,7 +201,7 @@ def should_run_adapter_first(x: Tensor) -> bool:
     is the case on a GPU if x has more than one row. For a single row, as in the generation of one
     token, packed weights have a special kernel, which cannot add its result to another tensor.
     """
-    if x.is_cpu or planned_device_type(x.device) == "cpu":
+    if x.is_cpu or target_device_type(x.device) == "cpu":
         return False
     has_several_rows = x.numel() > x.shape[-1]
     return has_several_rows and not torch.compiler.is_compiling()
@@ -214,11 +223,12 @@ def adapted_product(
     x.
 
     On a GPU the adapter branch is computed first, and the matrix multiplication with the base
-    weight adds its result to it. The adapter's matrix multiplication then only writes the output,
-    which takes 2 bytes per element. If the adapter came second, its matrix multiplication would
-    also read the output of the base layer, which takes 4 bytes per element in total.
+    weight adds its result to it. This needs less memory traffic. The adapter's matrix
+    multiplication is short, so its time is that of moving the output. If it comes first, it only
+    writes the output (2 bytes per element in bf16). If it came second, it would read the base
+    product and write the sum (4 bytes per element).
 
-    adapter_first   the result of `should_run_adapter_first(x)`
+    adapter_first           the result of `should_run_adapter_first(x)`
     calls_kernels_directly  the result of `can_call_kernels_directly` for x
     """
     dtype = x.dtype
@@ -257,9 +267,9 @@ def adapted_product(
     return unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
 
 
-# --- the branch in fp32 with a narrow base product. It is needed if autocast is off and the dtype
-# of the adapter differs from that of the product. PEFT then widens the whole input. Here one block
-# of rows is widened at a time, so that no activation is widened as a whole
+# --- the adapter branch in fp32, while the matrix product with the base weight is computed in bf16
+# or fp16 (`LoraDtypes.widens_branch`). PEFT casts the whole input to fp32 in this case. The
+# functions below cast one block of rows at a time, so that there is no fp32 copy of an activation
 
 
 def add_branch_fp32(
@@ -330,10 +340,10 @@ def branch_gradients_fp32(
             da.addmm_(dxa_fp32.t(), _read_block_fp32(x_TK, keep_mask_TK, rows), alpha=scale)
         if dx_TK is not None:
             if keep_mask_TK is None:
-                share = dxa_fp32 @ a_RK
+                branch_dx = dxa_fp32 @ a_RK
             else:
-                share = (dxa_fp32 @ a_RK).mul_(keep_mask_TK[rows])
-            dx_TK[rows] = share.mul_(scale).add_(dx_TK[rows]).to(dx_TK.dtype)
+                branch_dx = (dxa_fp32 @ a_RK).mul_(keep_mask_TK[rows])
+            dx_TK[rows] = branch_dx.mul_(scale).add_(dx_TK[rows]).to(dx_TK.dtype)
     return da, db
 
 
@@ -424,16 +434,30 @@ def choose_linear(
     ctx: Any, x: Tensor, scale: float, quant_state: Any, dtypes: LoraDtypes
 ) -> LinearChoices:
     """Decides how a call of a LoRA layer is computed, and returns the decisions (`LinearChoices`).
-    Call this function exactly once per forward of the layer, because `is_output_unused` numbers the
-    matrix products of a decoder layer by counting its calls.
+
+    Call this function exactly once per forward of the LoRA layer. `is_output_unused` recognises the
+    LoRA layers of a recomputed decoder layer by the order of its calls. A further call would shift
+    this order.
     """
-    is_unused = bool(layers_running) and is_output_unused(ctx)
-    if dtypes.fp32_branch:
-        return LinearChoices(dtypes, scale, quant_state, False, False, False)
+    # the list is checked first, because an empty list is the usual case
+    is_unused = bool(running_checkpointed_layers) and is_output_unused(ctx)
+    if dtypes.widens_branch:
+        return LinearChoices(
+            dtypes,
+            scale,
+            quant_state,
+            skip_output=False,
+            calls_kernels_directly=False,
+            adapter_first=False,
+        )
     calls_kernels_directly = can_call_kernels_directly(dtypes.compute, x)
-    adapter_first = not calls_kernels_directly and should_run_adapter_first(x)
     return LinearChoices(
-        dtypes, scale, quant_state, is_unused, calls_kernels_directly, adapter_first
+        dtypes,
+        scale,
+        quant_state,
+        skip_output=is_unused,
+        calls_kernels_directly=calls_kernels_directly,
+        adapter_first=not calls_kernels_directly and should_run_adapter_first(x),
     )
 
 
@@ -464,22 +488,24 @@ class LoraLinear(torch.autograd.Function):
         if x.dim() != 2:
             x_TK = x.reshape(-1, x.shape[-1])
         keep_mask_TK = None if keep_mask is None else keep_mask.reshape(x_TK.shape)
-        with disable_autocast() if calls_kernels_directly else autocast_off(x):
+        with fast_autocast_off() if calls_kernels_directly else autocast_off(x):
             x_compute_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
-            if dtypes.fp32_branch:
-                branch_TK = x_TK
+            if dtypes.widens_branch:
+                branch_input_TK = x_TK
                 a = a_RK.float()
                 b = b_OR.float()
                 y_TO = base_product(x_compute_TK, weight, bias, quant_state).to(dtypes.output)
-                xa_TR = add_branch_fp32(y_TO, branch_TK, keep_mask_TK, a, b, scale)
+                xa_TR = add_branch_fp32(y_TO, branch_input_TK, keep_mask_TK, a, b, scale)
                 y = unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
             else:
-                branch_TK = x_compute_TK
-                a, (cast_b,) = cast_adapters([a_RK], [b_OR], a_RK, a_RK.shape[1], compute)
+                branch_input_TK = x_compute_TK
+                a, (cast_b,) = cast_adapters(
+                    [a_RK], [b_OR], like=a_RK, features=a_RK.shape[1], dtype=compute
+                )
                 assert cast_b is not None
                 b = cast_b
                 xa_TR = scaled_product(
-                    apply_dropout_mask(branch_TK, keep_mask_TK),
+                    apply_dropout_mask(branch_input_TK, keep_mask_TK),
                     a.t(),
                     calls_kernels_directly=calls_kernels_directly,
                 )
@@ -499,11 +525,14 @@ class LoraLinear(torch.autograd.Function):
                         calls_kernels_directly=calls_kernels_directly,
                     )
         needs_x, needs_weight, _, needs_a, needs_b = ctx.needs_input_grad[:5]
-        backward_x = branch_TK if needs_a or needs_weight else None
+        # x as backward reads it, for the gradients of A and of the weight
+        backward_x = branch_input_TK if needs_a or needs_weight else None
         ctx.recompute_x, saved_x = saved_or_recomputed(x, backward_x)
+        # A and B as they were passed, or cast to the branch's dtype
+        saved_adapters = (a_RK, b_OR) if should_save_uncast_adapters(x) else (a, b)
         ctx.save_for_backward(
             weight if needs_x else None,
-            *((a_RK, b_OR) if should_recast_adapters(x) else (a, b)),
+            *saved_adapters,
             xa_TR if needs_b else None,
             keep_mask_TK if needs_x or needs_a else None,
             *saved_x,
@@ -519,9 +548,10 @@ class LoraLinear(torch.autograd.Function):
         if torch.is_grad_enabled():
             refuse_second_derivative("lora_linear")
         choices: LinearChoices = ctx.choices
-        compute, _, fp32_branch = choices.dtypes
-        branch_dtype = torch.float32 if fp32_branch else compute
+        compute, _, widens_branch = choices.dtypes
+        branch_dtype = torch.float32 if widens_branch else compute
         scale = choices.scale
+        # a dispatch mode that observes backward must see its operators
         calls_kernels_directly = (
             choices.calls_kernels_directly and not torch._C._len_torch_dispatch_stack()
         )
@@ -529,7 +559,7 @@ class LoraLinear(torch.autograd.Function):
         weight_dtype, bias_dtype, a_dtype, b_dtype = ctx.leaf_dtypes
         weight, a, b, xa_TR, keep_mask_TK, *saved_x = ctx.saved_tensors
         dx = dx_TK = dweight = dbias = da = db = None
-        with disable_autocast() if calls_kernels_directly else autocast_off(dy):
+        with fast_autocast_off() if calls_kernels_directly else autocast_off(dy):
             dy_TO = dy.reshape(-1, dy.shape[-1])
             dy_compute_TO = dy_TO.to(compute)
             a = a.to(branch_dtype)
@@ -538,13 +568,13 @@ class LoraLinear(torch.autograd.Function):
                 (x_TK,) = saved_x
             else:
                 x_TK = recompute(ctx.recompute_x, saved_x).reshape(-1, a.shape[1])
-                if not fp32_branch:
+                if not widens_branch:
                     x_TK = x_TK.to(compute)
             if needs_weight:
                 dweight = (dy_compute_TO.t() @ x_TK.to(compute)).to(weight_dtype)
             if needs_bias:
                 dbias = bias_gradient(dy_TO, bias_dtype)
-            if fp32_branch:
+            if widens_branch:
                 if needs_x:
                     dx_TK = dy_compute_TO @ base_weight(weight, choices.quant_state, compute)
                     dx_TK = dx_TK.to(ctx.x_dtype)
@@ -632,14 +662,15 @@ def _input_gradient(
             return add_product_(
                 dy_TO @ w_OK, dxa_TR, a_RK, scale, calls_kernels_directly=calls_kernels_directly
             )
-    # the adapter's product is rounded to the products' dtype; the base product is added to it
+    # dxa A is rounded to the compute dtype before the scale and dy W are applied. `addmm_` computes
+    # beta * branch_dx + dy W, so that the scale is beta
     branch_dx_TK = apply_dropout_mask(dxa_TR @ a_RK, keep_mask_TK)
     if x_dtype == compute:
         return branch_dx_TK.addmm_(dy_TO, w_OK, beta=scale)
     return (dy_TO @ w_OK).to(x_dtype).add_(branch_dx_TK, alpha=scale)
 
 
-_apply = direct_apply(LoraLinear)
+_apply_eagerly = eager_apply(LoraLinear)
 
 
 def apply_linear(
@@ -654,8 +685,8 @@ def apply_linear(
     assert b is not None
     if x.shape[-1] != a.shape[1] or b.shape[-1] != a.shape[0]:
         raise ShapeError(
-            f"x is {list(x.shape)}, a {list(a.shape)}, b {list(b.shape)}, declared [*n k], [r k],"
-            " [o r]",
+            f"x is {list(x.shape)}, a {list(a.shape)}, b {list(b.shape)}; the shapes must be"
+            " [*n k], [r k] and [o r]",
             code="SH001",
         )
     keep_mask = None
@@ -663,7 +694,7 @@ def apply_linear(
         keep_mask = draw_dropout_mask(x, dropout)
         scale = scale_with_dropout(scale, dropout)
     args = (x, weight, bias, a, b, keep_mask, scale, quant_state, dtypes)
-    output: Tensor = _apply(*args) if is_eager else apply_function(LoraLinear, *args)
+    output: Tensor = _apply_eagerly(*args) if is_eager else apply_function(LoraLinear, *args)
     return output
 
 
@@ -688,10 +719,11 @@ def lora_linear(
              4-bit state)
     a, b     A[r k], A[o r]
     bias     any float dtype [o], or None
-    ->       Y[*n o]    autocast's dtype, else X; for a packed weight always X
-    inside   Y; for a packed weight `compute_dtype`, else X. Adapter gradients are summed in fp32.
-             The adapter branch is computed in fp32 if `branch_fp32` is set, and if PEFT would
-             compute it in another dtype than the matrix product with the base weight
+    ->       Y[*n o]    Y is autocast's dtype, or X if autocast is off; for a packed weight always X
+    inside   the matrix product with the base weight is computed in Y, or for a packed weight in
+             `compute_dtype` (X by default). The adapter branch is computed in the same dtype, or in
+             fp32 if `branch_fp32` is True or if PEFT would compute the branch in another dtype.
+             Adapter gradients are summed in fp32
     grads    each in the dtype of its tensor; none for a packed weight
     Raises   DtypeError DT001 when autocast is off and X is not W; ShapeError SH001
     """

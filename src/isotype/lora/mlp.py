@@ -28,8 +28,8 @@ from torch import Tensor
 from ..ops.backend import (
     apply_function,
     autocast_off,
-    direct_apply,
-    disable_autocast,
+    eager_apply,
+    fast_autocast_off,
     refuse_second_derivative,
     unsafe_view,
     uses_fused_kernel,
@@ -38,8 +38,8 @@ from ..ops.gated import Gated, gated_gradients, gated_gradients_, gated_product
 from ..ops.recomputed_layer import (
     is_output_unused,
     is_recomputed,
-    layers_running,
     placeholder_tensor,
+    running_checkpointed_layers,
 )
 from .attach import (
     FUSED,
@@ -204,16 +204,16 @@ def _cast_mlp_adapters(
         cast_adapters(
             inner[A::FIELDS_PER_PROJECTION],
             inner[B::FIELDS_PER_PROJECTION],
-            x_TK,
-            x_TK.shape[1],
-            dtype,
+            like=x_TK,
+            features=x_TK.shape[1],
+            dtype=dtype,
         ),
         cast_adapters(
             down[A::FIELDS_PER_PROJECTION],
             down[B::FIELDS_PER_PROJECTION],
-            x_TK,
-            inner_features,
-            dtype,
+            like=x_TK,
+            features=inner_features,
+            dtype=dtype,
         ),
     )
 
@@ -510,11 +510,11 @@ class LoraMlp(torch.autograd.Function):
         ctx.owns_gate_up = False
         skip_output = False
         compute = dtypes.compute
-        if layers_running:
+        if running_checkpointed_layers:
             ctx.owns_gate_up = is_recomputed()
             skip_output = is_output_unused(ctx)
         calls_kernels_directly = can_call_kernels_directly(compute, x)
-        with disable_autocast() if calls_kernels_directly else autocast_off(x):
+        with fast_autocast_off() if calls_kernels_directly else autocast_off(x):
             x_TK = x_TK if x_TK.dtype == compute else x_TK.to(compute)
             can_tile = (
                 x_TK.shape[0] > TILE_TOKENS
@@ -585,7 +585,7 @@ class LoraMlp(torch.autograd.Function):
         weights = saved[2 * inner_count + 1 : 3 * inner_count + 2]
         keep_masks = saved[3 * inner_count + 2 :]
         inner_keep_masks = None if are_all_none(keep_masks[:-1]) else keep_masks[:-1]
-        with disable_autocast() if calls_kernels_directly else autocast_off(dy):
+        with fast_autocast_off() if calls_kernels_directly else autocast_off(dy):
             dx = None
             dy_TK = dy.reshape(-1, dy.shape[-1])
             if x_TK is not None and x_TK.shape[0] > 0 and gate_up[0].stride(-1) == 0:
@@ -665,7 +665,7 @@ class LoraMlp(torch.autograd.Function):
         return dx, None, None, None, None, *inner_grads, *down_grads
 
 
-_apply = direct_apply(LoraMlp)
+_apply = eager_apply(LoraMlp)
 
 
 def lora_mlp(
@@ -686,7 +686,7 @@ def lora_mlp(
 
     is_eager  the call is neither under torch.func nor in a compiled graph
     """
-    assert not dtypes.fp32_branch
+    assert not dtypes.widens_branch
     assert dtypes.output == dtypes.compute
     flat_tensors, scales, states = flatten_projections(x, inner)
     keep_mask = None

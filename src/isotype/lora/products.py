@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..environment.planned_device import planned_device_type
+from ..environment.planned_device import target_device_type
 from ..ops.backend import PLAIN_TENSOR_TYPES, arithmetic_dtype, forced_backend, has_fp32_output
 from ..ops.cpp import CppKernels, fallback_reasons
 from ..ops.library import library_op
@@ -349,7 +349,7 @@ def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
     """
     if torch.compiler.is_compiling():
         step = rows
-    elif planned_device_type(device) == "cpu":
+    elif target_device_type(device) == "cpu":
         step = max(BLOCK_ELEMENTS_CPU // max(width, 1), 16)
     else:
         step = max(BLOCK_ELEMENTS_GPU // max(width, 1), 16)
@@ -448,23 +448,27 @@ def linear_for_few_rows(layer: nn.Linear, x: Tensor) -> Tensor:
 # the original matrices and return gradients in their dtype
 
 
-def should_recast_adapters(x: Tensor) -> bool:
-    """Whether forward saves the original A and B, so that backward casts them again. On a GPU
-    forward saves the cast matrices instead, since each further cast would be a kernel launch.
+def should_save_uncast_adapters(x: Tensor) -> bool:
+    """Whether forward saves A and B in their own dtype for backward, which then casts them again.
+    This takes no memory, because A and B are parameters. On a GPU, forward saves the cast matrices
+    instead, because each further cast would be a kernel launch.
     """
-    return x.is_cpu or planned_device_type(x.device) == "cpu"
+    return x.is_cpu or target_device_type(x.device) == "cpu"
 
 
 def cast_adapters(
     a_matrices: Sequence[Tensor | None],
     b_matrices: Sequence[Tensor | None],
+    *,
     like: Tensor,
     features: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns (one tensor with all A, the list of all B), in `dtype`. If no projection has an
-    adapter, the first tensor has no rows and is on the device of `like`. Within
-    `keep_cast_adapters`, the result of an earlier call is returned.
+    """Returns (one tensor with all A, the list of all B), in `dtype`. Within `keep_cast_adapters`,
+    the result of an earlier call is returned.
+
+    like, features  the device, and the number of input features, of the first tensor if no
+                    projection has an adapter. The tensor then has no rows
     """
     kept: dict[Any, Any] | None = getattr(_generation, "cast_adapters", None)
     key: tuple[Any, ...] = ()

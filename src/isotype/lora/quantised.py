@@ -24,15 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.backend import autocast_off, refuse_second_derivative, uses_fused_kernel
-from ..ops.packed import PackedState, widen
+from ..ops.packed import PackedState, dequantise_packed
 from ..ops.recomputed_layer import RecomputedLayer, current_layer
 
 _SHARED_COPY = "_isotype_wide"
 
 
-class DroppedOnCopy:
-    """Base class of values that belong to one layer. If the layer is copied or pickled, such a
-    value is replaced by None.
+class NotCopied:
+    """Base class of values that belong to one layer, such as a cache. If the layer is copied or
+    pickled, the copy has None in place of such a value.
     """
 
     __slots__ = ()
@@ -44,7 +44,7 @@ class DroppedOnCopy:
         return type(None), ()
 
 
-class SharedCopy(DroppedOnCopy):
+class SharedCopy(NotCopied):
     """A dequantised weight that is kept until backward has used it `remaining_uses` times."""
 
     def __init__(self, weight: Tensor, packed: Tensor) -> None:
@@ -73,7 +73,7 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
     if isinstance(state, PackedState) or (
         uses_fused_kernel("packed", packed) and x_TK.numel() > x_TK.shape[-1]
     ):
-        return F.linear(x_TK, widen(packed, state, x_TK.dtype), bias)
+        return F.linear(x_TK, dequantise_packed(packed, state, x_TK.dtype), bias)
     import bitsandbytes
 
     # [1, bytes], as bitsandbytes' own layer passes it: before 0.50, bitsandbytes would take
@@ -93,7 +93,7 @@ def dequantise_weight(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """
     copy: SharedCopy | None = getattr(state, _SHARED_COPY, None)
     if copy is None or not copy.matches(packed, dtype):
-        return widen(packed, state, dtype)
+        return dequantise_packed(packed, state, dtype)
     copy.remaining_uses -= 1
     if copy.remaining_uses <= 0:
         delattr(state, _SHARED_COPY)
@@ -143,7 +143,7 @@ class _LayerCopies:
 def _use_shared_copy(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     copy: SharedCopy | None = getattr(state, _SHARED_COPY, None)
     if copy is None or not copy.matches(packed, dtype):
-        copy = SharedCopy(widen(packed, state, dtype), packed)
+        copy = SharedCopy(dequantise_packed(packed, state, dtype), packed)
         setattr(state, _SHARED_COPY, copy)
         _LayerCopies.add(state)
         torch.autograd.Variable._execution_engine.queue_callback(_LayerCopies.free)

@@ -1,6 +1,7 @@
-"""Computes a LoRA layer with the rounded weight that the exported file will contain. The layer
-computes x Q(W + s B A)ᵀ + bias. Q rounds a weight to the format of the file, exactly as `isotype
-export` does.
+"""Quantisation-aware training of LoRA layers: a layer computes with the rounded weight that the
+exported file will contain, which is the weight that is served later. The layer computes
+x Q(W + s B A)ᵀ + bias. Q rounds a weight to the format of the file, exactly as `isotype export`
+does. s is the scale of the adapter.
 
 Q is a step function, whose gradient is zero almost everywhere. Backward treats Q as the identity
 function (the straight-through estimator of Bengio et al. 2013). So A and B have the same gradient
@@ -8,9 +9,10 @@ formulas as in a LoRA layer. Computing them needs no matrix of the size of W:
 
 dx = dy Q(W + s B A)      dA = s (dy B)ᵀ x      dB = s dyᵀ (x Aᵀ)
 
-The rounded weight is computed once after each update, and kept in its packed form until A or B
-change again. It takes 4.5 bits per value in Q4_0. Forward, backward and the recompute of gradient
-checkpointing dequantise it, in the same way as the weights of a quantised base model.
+The rounded weight is computed once after each update and then kept in its packed form. It is
+computed again when the weight, A, B or the scale have changed. It takes 4.5 bits per value in Q4_0.
+Forward, backward and the recompute of gradient checkpointing dequantise it, in the same way as the
+weights of a quantised base model.
 
 T is the number of tokens, K the number of input features, O the number of output features, and R
 the rank.
@@ -29,7 +31,7 @@ from ..ops.backend import autocast_off, refuse_second_derivative
 from ..ops.packed import PackedState
 from .linear import LoraDtypes, Projection, base_product, base_weight
 from .products import gradient_product
-from .quantised import DroppedOnCopy, bias_gradient, dequantise_weight
+from .quantised import NotCopied, bias_gradient, dequantise_weight
 
 Pack = Callable[[Tensor], tuple[Tensor, PackedState]]  # fp32[O K] -> packed weight and its state
 
@@ -53,13 +55,14 @@ class _Updates:
         cls.count += 1
 
 
-class ServedWeight(DroppedOnCopy):
+class ServedWeight(NotCopied):
     """Rounds the weight of one LoRA layer to the format in which the model will be exported and
     served.
 
     pack       the function that rounds a weight to the format
-    is_active  whether the layer multiplies by the rounded weight. It is False for the first part of
-               the steps (the fraction `adapter.serve_from`). The layer then multiplies by W + s B A
+    is_active  whether the layer multiplies by the rounded weight. A run sets it to False until it
+               has done the fraction `adapter.serve_from` of its steps. Until then the layer
+               multiplies by W + s B A
     """
 
     def __init__(self, pack: Pack) -> None:
@@ -76,6 +79,7 @@ class ServedWeight(DroppedOnCopy):
             return ""
         state = self._packed[1]
         if state.dtype_name == "gguf":
+            # a GGUF weight is stored under the name of its kind of blocks, such as `Q4_0`
             return state.layout.packed_tensor[0].lower()
         return state.dtype_name
 
@@ -109,12 +113,12 @@ def merged_weight(projection: Projection) -> Tensor:
     assert projection.b is not None
     with autocast_off(projection.a):
         w_OK = base_weight(projection.weight, projection.quant_state, torch.float32)
-        change_OK = (projection.b.float() @ projection.a.float()) * projection.scale
-        return w_OK + change_OK
+        delta_OK = (projection.b.float() @ projection.a.float()) * projection.scale
+        return w_OK + delta_OK
 
 
 class ServedLinear(torch.autograd.Function):
-    """Computes x Q(W + s B A)ᵀ + bias. `packed` and `state` are the rounded weight."""
+    """Computes x Q(W + s B A)ᵀ + bias. `packed` and `state` are the rounded weight Q(W + s B A)."""
 
     @staticmethod
     def forward(
@@ -129,11 +133,11 @@ class ServedLinear(torch.autograd.Function):
         dtypes: LoraDtypes,
     ) -> Tensor:
         needs_x, needs_a, needs_b = ctx.needs_input_grad[:3]
-        branch = _branch_dtype(dtypes)
+        branch_dtype = _branch_dtype(dtypes)
         with autocast_off(x):
             x_TK = x.reshape(-1, x.shape[-1]).to(dtypes.compute)
             y_TO = base_product(x_TK, packed, bias, state)
-            xa_TR = x_TK.to(branch) @ a_RK.to(branch).t() if needs_b else None
+            xa_TR = x_TK.to(branch_dtype) @ a_RK.to(branch_dtype).t() if needs_b else None
         ctx.save_for_backward(
             packed if needs_x else None, a_RK, b_OR, xa_TR, x_TK if needs_a else None
         )
@@ -150,19 +154,19 @@ class ServedLinear(torch.autograd.Function):
         refuse_second_derivative("served_linear")
         packed, a_RK, b_OR, xa_TR, x_TK = ctx.saved_tensors
         needs_bias = ctx.needs_input_grad[3]
-        branch = _branch_dtype(ctx.dtypes)
+        branch_dtype = _branch_dtype(ctx.dtypes)
         dx = da = db = dbias = None
         with autocast_off(dy):
             dy_TO = dy.reshape(-1, dy.shape[-1])
             dy_compute_TO = dy_TO.to(ctx.dtypes.compute)
-            dy_branch_TO = dy_TO.to(branch)
+            dy_branch_TO = dy_TO.to(branch_dtype)
             if needs_bias:
                 dbias = bias_gradient(dy_TO, ctx.bias_dtype)
             if xa_TR is not None:
                 db = gradient_product(dy_branch_TO, xa_TR, ctx.scale, b_OR.dtype)
             if x_TK is not None:
-                dxa_TR = dy_branch_TO @ b_OR.to(branch)
-                da = gradient_product(dxa_TR, x_TK.to(branch), ctx.scale, a_RK.dtype)
+                dxa_TR = dy_branch_TO @ b_OR.to(branch_dtype)
+                da = gradient_product(dxa_TR, x_TK.to(branch_dtype), ctx.scale, a_RK.dtype)
             if packed is not None:
                 weight_OK = dequantise_weight(packed, ctx.state, ctx.dtypes.compute)
                 dx = (dy_compute_TO @ weight_OK).to(ctx.x_dtype).view(ctx.x_shape)
@@ -170,14 +174,16 @@ class ServedLinear(torch.autograd.Function):
 
 
 def _branch_dtype(dtypes: LoraDtypes) -> torch.dtype:
-    return torch.float32 if dtypes.fp32_branch else dtypes.compute
+    return torch.float32 if dtypes.widens_branch else dtypes.compute
 
 
 def apply_served(
     x: Tensor, projection: Projection, served: ServedWeight, dtypes: LoraDtypes
 ) -> Tensor:
-    """Computes a LoRA layer with the rounded weight that the exported file will contain. x: F[*n K]
-    -> F[*n O].
+    """Computes a LoRA layer with the rounded weight that the exported file will contain.
+
+    x   any float [..., K]
+    ->  dtypes.output [..., O]
     """
     packed, state = served.round_weight(projection)
     y: Tensor = ServedLinear.apply(

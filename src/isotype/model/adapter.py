@@ -30,7 +30,7 @@ from ..environment.hub_kernels import disable_hub_kernels
 from ..errors import UsageError
 from ..lora.attach import lora_layers
 from ..lora.quantised import PackedLinear
-from ..ops.packed import widen
+from ..ops.packed import dequantise_packed
 from ..precision.apply import declared_dtype, is_quantised
 from ..precision.precision import Precision
 from ..precision.vision import vision_parts
@@ -333,7 +333,7 @@ def _compute_dora_magnitudes(adapted: nn.Module) -> None:
         if not isinstance(layer.base_layer, nn.Linear) or weight.is_meta:
             continue
         if is_quantised(weight):
-            dense = widen(weight.data, weight.quant_state, torch.float32)
+            dense = dequantise_packed(weight.data, weight.quant_state, torch.float32)
         else:
             dense = weight.data.float()
         matrices = (

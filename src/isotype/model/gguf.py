@@ -431,7 +431,7 @@ def load_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
                 Packing("gguf", "gguf", ""),
                 (tensor.shape[0], tensor.shape[1]),
             )
-            value = PackedState(layout, "gguf", {}).widen(value, dtype)
+            value = PackedState(layout, "gguf", {}).dequantise(value, dtype)
         result[name] = restore_rows(value, heads) if heads else value
     return result
 

@@ -20,7 +20,7 @@ from ..config.schema import AdapterSection, RunConfig
 from ..errors import UsageError
 from ..lora.attach import is_lora, lora_layers, serve_layer
 from ..lora.quantised import PackedLinear, is_packed
-from ..ops.packed import PackedState, widen
+from ..ops.packed import PackedState, dequantise_packed
 from ..ops.packed.quantise import (
     NVFP4_BLOCK,
     NVFP4_LARGEST,
@@ -239,7 +239,7 @@ class ServedFormat:
         if not self.rounds(parameter):
             return weight
         packed, state = self.pack(weight, parameter)
-        return state.widen(packed, torch.float32)
+        return state.dequantise(packed, torch.float32)
 
 
 def _base_values(weight: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def _base_values(weight: Tensor) -> Tensor:
     state: Any = getattr(weight, "quant_state", None)
     if state is None:
         return weight.detach().float()
-    return widen(weight.data, state, torch.float32)
+    return dequantise_packed(weight.data, state, torch.float32)
 
 
 def _shared_global_scale(
@@ -300,7 +300,7 @@ def round_frozen(model: nn.Module, precision: Precision) -> ServedFormat | None:
                 setattr(parent, name, _round_packed(module, served))
                 continue
             packed, state = served.pack(weight.float(), weight)
-            weight.data = state.widen(packed, weight.dtype)
+            weight.data = state.dequantise(packed, weight.dtype)
     return served
 
 

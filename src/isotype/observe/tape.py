@@ -44,7 +44,7 @@ def mark_observing(hook: Any) -> Any:
     mark, the layer runs PEFT's code instead of the fused code. A step that is observed must run the
     fused code, as other steps do.
     """
-    hook.observes = True
+    hook.is_observer = True
     return hook
 
 

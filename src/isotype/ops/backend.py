@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..environment import planned_device
-from ..environment.planned_device import is_planned, planned_device_type
+from ..environment.planned_device import is_planned, target_device_type
 from ..errors import UsageError
 from . import trust
 from .cpp import DTYPES, CppKernels
@@ -63,10 +63,11 @@ def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     return _AutocastOff(device_type)
 
 
-# A context manager in C++, which PyTorch's compiled graphs use too. `autocast_dtype` does not
-# notice this context manager and returns the same value inside the block as outside. So it is only
-# for code that does not read whether autocast is on, and not for compiled graphs and memory plans
-disable_autocast = torch._C._DisableAutocast
+# Does the same as `autocast_off` in less time. It is a context manager in C++, which PyTorch's
+# compiled graphs use too. `autocast_dtype` does not notice it and returns the same value inside the
+# block as outside. So it is only for code that does not read whether autocast is on, and not for
+# compiled graphs and memory plans
+fast_autocast_off = torch._C._DisableAutocast
 
 
 class _AutocastOff:
@@ -338,7 +339,7 @@ def uses_fused_kernel(op: str, x: Tensor) -> bool:
         return True
     if not is_planned(x.device) or x.dtype == torch.float64:
         return False
-    return planned_device_type(x.device) != "cpu"
+    return target_device_type(x.device) != "cpu"
 
 
 @cache
@@ -360,14 +361,14 @@ def has_fp32_output(operand: torch.dtype, device: torch.device) -> bool:
     if torch.compiler.is_compiling():
         # Dynamo traces the body of a cached function, and warns about the cache
         check = _device_has_fp32_output.__wrapped__
-    return check(operand, planned_device_type(device), device.index)
+    return check(operand, target_device_type(device), device.index)
 
 
 def can_count_rows(x: Tensor) -> bool:
     """Whether the program can count elements of `x`, such as labels that are not ignored, without
     waiting for a GPU. This is only possible if `x` is on a CPU.
     """
-    return planned_device_type(x.device) == "cpu"
+    return target_device_type(x.device) == "cpu"
 
 
 def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
@@ -394,7 +395,7 @@ def uses_cpp(kernels: CppKernels, *tensors: Tensor) -> bool:
     return kernels.library is not None or kernels.load()
 
 
-def direct_apply(function: type[Function]) -> Callable[..., Any]:
+def eager_apply(function: type[Function]) -> Callable[..., Any]:
     """Returns the C++ method `apply` of this autograd function. It is faster than `apply_function`,
     because it runs no Python code before the forward. Do not use it under torch.func or in a
     compiled graph.

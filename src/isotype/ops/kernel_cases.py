@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -56,16 +56,32 @@ from .modulation.op import (
 )
 from .packed import formats
 from .packed.formats import KINDS, Layout
-from .packed.state import PackedState, widen_4bit
+from .packed.state import PackedState, dequantise_4bit
 from .rms_norm.op import ADD_RMS_NORM, RMS_NORM, add_rms_norm, rms_norm, rms_norm_reference
 from .rope.op import ROPE, rope, rope_reference
 from .token_log_probs import LINEAR_LOG_PROBS, linear_log_probs, linear_log_probs_reference
 from .tolerance import allowed_error, relative_error
 
-Row: TypeAlias = dict[str, Any]
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
-SEED = 0
+SEED = 0  # of the random inputs
 IGNORED_LABEL = -100
+
+
+class CheckResult(TypedDict):
+    """The result of a check: the output or gradient with the largest ratio of its error to the
+    allowed error.
+
+    tensor       its name, such as `output 0` or `gradient of x`
+    error        the relative error of the op
+    plain_error  the relative error of the reference in plain PyTorch
+    ratio        `error` divided by the allowed error; the check is passed if this is at most 1
+    """
+
+    passed: bool
+    tensor: str
+    error: float
+    plain_error: float
+    ratio: float
 
 
 @dataclass(frozen=True)
@@ -74,12 +90,14 @@ class OpCase:
 
     kernels        the name of the folder of the kernels that are checked
     op, reference  functions of the inputs
+    contract       names the inputs, and the inputs whose gradients are checked
     shapes         the shape of each floating input
     tiny_shapes    smaller shapes, for a test
     make_integers  (shapes, device) -> the input that holds integers, if the op has one
     integer_place  the position of this integer input among all inputs
-    has_head       whether pairs of inputs are hidden states and the weights of a head. The states
-                   are scaled so that the logits are a few units, as in a trained model
+    has_head       whether the inputs at even positions are hidden states, each followed by the
+                   weight of a head. The hidden states are scaled so that the logits are a few
+                   units, as in a trained model
     dtypes         the only dtypes in which the kernels run, or () for all
     is_for_gpus    whether the kernels run on GPUs only
     """
@@ -102,18 +120,23 @@ class OpCase:
             return False
         return not self.dtypes or dtype in self.dtypes
 
-    def check(self, device: torch.device, dtype: torch.dtype, *, is_tiny: bool = True) -> Row:
-        """Compares outputs and gradients of the op with fp64, and returns the largest ratio of an
-        error to the allowed error.
-
-        ->  passed, `error` and `plain_error` of the tensor with the largest ratio, its name, and
-            the `ratio` of the op's error to the allowed one
+    def check(
+        self, device: torch.device, dtype: torch.dtype, *, is_tiny: bool = True
+    ) -> CheckResult:
+        """Compares outputs and gradients of the op with fp64, and returns the result for the tensor
+        with the largest ratio of its error to the allowed error.
         """
         inputs = _draw_inputs(self, dtype, device, is_tiny=is_tiny)
         truth = _run(self.reference, self, [_widen(tensor) for tensor in inputs])
         plain = _run(self.reference, self, inputs)
         results = _run(self.op, self, inputs)
-        worst: Row = {"passed": True, "tensor": "", "error": 0.0, "plain_error": 0.0, "ratio": 0.0}
+        worst: CheckResult = {
+            "passed": True,
+            "tensor": "",
+            "error": 0.0,
+            "plain_error": 0.0,
+            "ratio": 0.0,
+        }
         for tensor_name, result in results.items():
             error = relative_error(result, truth[tensor_name])
             plain_error = relative_error(plain[tensor_name], truth[tensor_name])
@@ -190,12 +213,12 @@ def _pack(kind: str, weight: Tensor, scale: Tensor) -> tuple[Tensor, PackedState
     if kind == "int4":
         numbers = (weight.float() * 64).to(torch.int8).view(torch.int32)[:, : columns // 8]
         packed_tensor = ("weight_packed", torch.int32, (rows, columns // 8))
-        layout = Layout("packed_rows", (rows, columns), packed_tensor, (1, 32), bits=4)
+        layout = Layout("packed_rows", (rows, columns), packed_tensor, block=(1, 32), bits=4)
         tensors = {"weight_scale": scale}
     elif kind == "fp4":
         numbers = (weight.float() * 64).to(torch.int8)[:, : columns // 2]
         packed_tensor = ("weight_packed", torch.uint8, (rows, columns // 2))
-        layout = Layout("mxfp4", (rows, columns), packed_tensor, (1, 32))
+        layout = Layout("mxfp4", (rows, columns), packed_tensor, block=(1, 32))
         exponents = (scale.float().abs() * 2).to(torch.uint8) + 125
         tensors = {"weight_scale": exponents}
     else:
@@ -203,19 +226,22 @@ def _pack(kind: str, weight: Tensor, scale: Tensor) -> tuple[Tensor, PackedState
         factor = 30.0 if kind == "int8" else 1.0
         numbers = (weight.float() * factor).to(dtype)
         packed_tensor = ("weight", dtype, (rows, columns))
-        layout = Layout("scaled", (rows, columns), packed_tensor, (1, columns))
+        layout = Layout("scaled", (rows, columns), packed_tensor, block=(1, columns))
         tensors = {"weight_scale": scale[:, :1]}
         if kind == "int8":
             tensors["weight_zero_point"] = (scale[:, :1].float() * 8).to(torch.int8)
-    return numbers.contiguous().view(torch.uint8), PackedState(layout, "int8", tensors)
+    # the name of the dtype is only used in messages; the layout decides how a weight is decoded
+    state = PackedState(layout, dtype_name="int8", tensors=tensors)
+    return numbers.contiguous().view(torch.uint8), state
 
 
+# the dtype of the values of each 8-bit kind
 _EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
 def _dequantise(kind: str, weight: Tensor, scale: Tensor) -> Tensor:
     packed, state = _pack(kind, weight, scale)
-    return state.widen(packed, weight.dtype)
+    return state.dequantise(packed, weight.dtype)
 
 
 def _dequantise_reference(kind: str, weight: Tensor, scale: Tensor) -> Tensor:
@@ -256,7 +282,7 @@ def _pack_4bit(weight: Tensor) -> Tensor:
 
 def _dequantise_4bit(nested: bool, weight: Tensor, scale: Tensor) -> Tensor:
     state = _make_4bit_state(weight, scale, nested=nested)
-    return widen_4bit(_pack_4bit(weight), state, weight.dtype)
+    return dequantise_4bit(_pack_4bit(weight), state, weight.dtype)
 
 
 def _dequantise_4bit_reference(nested: bool, weight: Tensor, scale: Tensor) -> Tensor:
@@ -270,12 +296,15 @@ def _dequantise_4bit_reference(nested: bool, weight: Tensor, scale: Tensor) -> T
     return numbers.view(weight.shape).to(weight.dtype)
 
 
-_BLOCK_4BIT = 64
+_BLOCK_4BIT = 64  # values that share a scale
 _ADAMW = AdamwHyperparameters(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3)
 
 
 def _update(seed: int | None, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns weight, mean and square after one step of `adamw_`."""
+    """Returns weight, mean and square after one step of `adamw_`.
+
+    seed  the seed of stochastic rounding; None rounds to the nearest value
+    """
     mean, square = _make_moments(gradient)
     weight = weight.clone()
     adamw_(weight, gradient, mean, square, _ADAMW, seed=seed)
@@ -285,12 +314,13 @@ def _update(seed: int | None, weight: Tensor, gradient: Tensor) -> tuple[Tensor,
 def _update_reference(weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Computes a step of AdamW in fp64, and rounds each result once."""
     mean, square = _make_moments(gradient)
-    h = _ADAMW
+    settings = _ADAMW
     g = gradient.double()
-    new_mean = mean.double() * h.beta1 + g * (1 - h.beta1)
-    new_square = square.double() * h.beta2 + g * g * (1 - h.beta2)
-    denominator = (new_square * h.correction).sqrt() + h.eps
-    change = weight.double() * h.decay_rate + h.step_size * new_mean / denominator
+    new_mean = mean.double() * settings.beta1 + g * (1 - settings.beta1)
+    new_square = square.double() * settings.beta2 + g * g * (1 - settings.beta2)
+    denominator = (new_square * settings.square_correction).sqrt() + settings.eps
+    decay = weight.double() * settings.decay_rate
+    change = decay + settings.step_size * new_mean / denominator
     new_weight = weight.double() - change
     return new_weight.to(weight.dtype), new_mean.to(mean.dtype), new_square.to(square.dtype)
 
@@ -306,6 +336,7 @@ def _labels(shapes: Shapes, device: torch.device) -> Tensor:
     """
     rows = shapes[0][0]
     classes = shapes[-1][0] if len(shapes) > 1 else shapes[0][1]
+    # a prime number, so that the labels of neighbouring rows are far apart
     labels = torch.arange(rows, device=device) * 7919 % classes
     labels[1::5] = IGNORED_LABEL
     return labels
@@ -318,13 +349,21 @@ def _expert_choices(shapes: Shapes, device: torch.device) -> Tensor:
     return torch.stack([first, (first + 1) % (experts - 1)], 1)
 
 
-# x, index, weights, up and down as in EXPERTS, and A and B of two adapters
+# --- contracts of functions that are no ops themselves
+
+# T is the number of tokens, H the hidden size, C the number of experts per token, E the number of
+# experts, G the features of gate and up together, I the inner size, and R the rank. `index` has the
+# chosen experts of a token, and `weights` their weights. The adapters (A, B) belong to `up` and
+# `down`. The letters before the brackets are dtypes: X of x, W of weights, U of up, D of down, and A
+# of the adapters
 ADAPTED_EXPERTS = OpContract(
     "x: X[t h], index: int[t c], weights: W[t c], up: U[e g h], down: D[e h i], a_up: A[e r h],"
     " b_up: A[e g r], a_down: A[e r i], b_down: A[e h r] -> X[t h]",
     grads={"x": "X", "a_up": "A", "b_up": "A", "a_down": "A", "b_down": "A"},
 )
-PACKED = OpContract("weight: F[o k], scale: F[o g] -> F[o k]")
+# O output features, K input features, and B blocks of a row with a scale each; F is any float dtype
+PACKED = OpContract("weight: F[o k], scale: F[o b] -> F[o k]")
+# N weights; the outputs are the new weight and the two moments
 UPDATE = OpContract("weight: F[n], gradient: F[n] -> F[n], fp32[n], fp32[n]")
 
 
@@ -568,12 +607,13 @@ def _run(function: Callable[..., Any], case: OpCase, inputs: list[Tensor]) -> di
     tensors_by_name = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     if not differentiable:
         return tensors_by_name
-    total = sum(
+    products = [
         (output * _ramp(output)).sum()
         for output in outputs
         if isinstance(output, Tensor) and output.is_floating_point()
-    )
-    gradients = torch.autograd.grad(total, list(differentiable.values()))  # type: ignore[arg-type]  # a tensor
+    ]
+    total = sum(products[1:], start=products[0])
+    gradients = torch.autograd.grad(total, list(differentiable.values()))
     tensors_by_name |= {
         f"gradient of {name}": gradient for name, gradient in zip(differentiable, gradients)
     }

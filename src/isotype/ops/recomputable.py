@@ -21,7 +21,7 @@ InputRecipe = tuple[Callable[..., Tensor] | None, int]
 _RECIPE_ATTRIBUTE = "_isotype_recipe"
 
 
-class Recipe(NamedTuple):
+class RecomputeRecipe(NamedTuple):
     """Describes how a tensor is recomputed. `compute(*tensors)` returns exactly the values of the
     tensor, and is differentiable.
 
@@ -65,7 +65,7 @@ def mark_recomputable(output: Tensor, compute: Callable[..., Tensor], *tensors: 
     saved: list[Tensor] = []
     has_recipe = False
     for tensor in tensors:
-        recipe: Recipe | None = getattr(tensor, _RECIPE_ATTRIBUTE, None)
+        recipe: RecomputeRecipe | None = getattr(tensor, _RECIPE_ATTRIBUTE, None)
         if recipe is None or recipe.version != tensor._version:
             recipes.append((None, 1))
             saved.append(tensor)
@@ -75,18 +75,18 @@ def mark_recomputable(output: Tensor, compute: Callable[..., Tensor], *tensors: 
             saved.extend(recipe.tensors)
     if has_recipe:
         compute = _Chain(compute, recipes)
-    setattr(output, _RECIPE_ATTRIBUTE, Recipe(compute, tuple(saved), output._version))
+    setattr(output, _RECIPE_ATTRIBUTE, RecomputeRecipe(compute, tuple(saved), output._version))
     return output
 
 
-def find_recipe(x: Tensor) -> Recipe | None:
-    """Returns the `Recipe` that says how `x` can be recomputed. Returns None if `x` has no recipe,
-    or if `x` was changed in place after the recipe was stored.
+def find_recompute_recipe(x: Tensor) -> RecomputeRecipe | None:
+    """Returns the recipe that says how `x` can be recomputed. Returns None if `x` has no recipe, or
+    if `x` was changed in place after the recipe was stored.
     """
     if torch.compiler.is_compiling():
         # the partitioner of a compiled graph decides what is recomputed
         return None
-    recipe: Recipe | None = getattr(x, _RECIPE_ATTRIBUTE, None)
+    recipe: RecomputeRecipe | None = getattr(x, _RECIPE_ATTRIBUTE, None)
     if recipe is not None and recipe.version == x._version:
         return recipe
     return None
@@ -98,7 +98,7 @@ def propagate_recomputable(
     """Calls `mark_recomputable` if one of `tensors` can be recomputed. Otherwise it returns
     `output` unchanged, because saving `output` itself then takes the least memory.
     """
-    if any(find_recipe(t) is not None for t in tensors):
+    if any(find_recompute_recipe(t) is not None for t in tensors):
         return mark_recomputable(output, compute, *tensors)
     return output
 
@@ -114,7 +114,7 @@ def saved_or_recomputed(
     """
     if saved is None:
         return None, (None,)
-    recipe = find_recipe(x)
+    recipe = find_recompute_recipe(x)
     if recipe is None:
         return None, (saved,)
     return recipe.compute, recipe.tensors
@@ -129,7 +129,7 @@ def saved_or_recomputed_each(*tensors: Tensor) -> tuple[list[InputRecipe], list[
     recipes: list[InputRecipe] = []
     saved: list[Tensor] = []
     for tensor in tensors:
-        recipe: Recipe | None = getattr(tensor, _RECIPE_ATTRIBUTE, None)
+        recipe: RecomputeRecipe | None = getattr(tensor, _RECIPE_ATTRIBUTE, None)
         if recipe is None or recipe.version != tensor._version:
             recipes.append((None, 1))
             saved.append(tensor)

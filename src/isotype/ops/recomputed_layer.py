@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# the layers that are running, the innermost last
-layers_running: list[RecomputedLayer] = []
+# the layers under gradient checkpointing that are running now, the innermost last; empty outside
+# gradient checkpointing
+running_checkpointed_layers: list[RecomputedLayer] = []
 
 
 def _identity(x: Any) -> Any:
@@ -57,11 +58,11 @@ class RecomputedLayer:
         self.has_run = True
         self.next_result = 0
         self.product_count = 0
-        layers_running.append(self)
+        running_checkpointed_layers.append(self)
         try:
             output = function(*args)
         finally:
-            layers_running.pop()
+            running_checkpointed_layers.pop()
         if not self.is_recomputing:
             self.unused_product = self._find_unused_product(output)
             self.product_nodes = []
@@ -81,9 +82,9 @@ class RecomputedLayer:
 
 def current_layer() -> RecomputedLayer | None:
     """Returns the layer that is running, or None outside recomputed layers and in a compiled graph."""
-    if not layers_running or torch.compiler.is_compiling():
+    if not running_checkpointed_layers or torch.compiler.is_compiling():
         return None
-    return layers_running[-1]
+    return running_checkpointed_layers[-1]
 
 
 def is_recomputed() -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..environment.planned_device import planned_device_type
+from ..environment.planned_device import target_device_type
 from ..errors import UsageError
 from .backend import (
     apply_function,
@@ -114,7 +114,7 @@ def loses_fp32_sums(hidden_TH: Tensor) -> bool:
     """Whether a matrix product with these rows rounds its fp32 sums to a narrower dtype. If it
     does, the C++ kernels can compute the logit of the target and the largest logits again in fp32.
     """
-    return hidden_TH.dtype == torch.bfloat16 and planned_device_type(hidden_TH.device) == "cpu"
+    return hidden_TH.dtype == torch.bfloat16 and target_device_type(hidden_TH.device) == "cpu"
 
 
 def empty_outputs(

@@ -80,16 +80,16 @@ def check_kernels(op: str, device: torch.device, dtypes: Sequence[torch.dtype]) 
             if not case.supports(device, dtype):
                 continue
             try:
-                row = case.check(device, dtype)
+                result = case.check(device, dtype)
             except (torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:
                 message = str(error).strip().splitlines() or [""]
                 return f"{name} in {dtype}: {type(error).__name__}: {message[0][:120]}"
-            if not row["passed"]:
+            if not result["passed"]:
                 return (
-                    f"{name} in {dtype}, {row['tensor']}: error {row['error']:.1e}, and"
-                    f" {row['plain_error']:.1e} in PyTorch"
+                    f"{name} in {dtype}, {result['tensor']}: error {result['error']:.1e}, and"
+                    f" {result['plain_error']:.1e} in PyTorch"
                 )
     return ""
 

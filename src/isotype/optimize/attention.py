@@ -32,7 +32,7 @@ from ..precision.apply import inner_model
 from ..precision.vision import get_language_part
 from .instances import Replacement, make_placement, rebuild_blocker, replacement_blocker
 
-PLACE_KIND = "attention"
+PART_NAME = "attention"  # the value of `Placement.part`
 FUNCTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
 # with fewer queries PyTorch's forward is as fast, because the op computes blocks of 64 queries and
 # most of a block would be empty
@@ -79,10 +79,10 @@ def place_attention(
     """
     reason = replacement_blocker(module) or rebuild_blocker(type(module).forward)
     if reason is not None:
-        return make_placement(PLACE_KIND, path, module, None, reason)
+        return make_placement(PART_NAME, path, module, None, reason)
     replacements.append(Replacement(FUNCTION_TABLE, AttentionFunctions))
     note = "" if device_type == "cpu" else describe_backends(module)
-    return make_placement(PLACE_KIND, path, module, "attention", note)
+    return make_placement(PART_NAME, path, module, "attention", note)
 
 
 def describe_backends(module: nn.Module) -> str:

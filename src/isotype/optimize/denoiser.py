@@ -20,27 +20,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..instance_method import Placement, get_settings
+from ..instance_method import Placement, get_forward_settings
 from ..ops import gated_residual, gelu, modulated_layer_norm
-from ..ops.recomputable import find_recipe, mark_recomputable, propagate_recomputable
+from ..ops.recomputable import find_recompute_recipe, mark_recomputable, propagate_recomputable
 from ..precision.apply import denoiser_blocks
 from . import joint_attention
 from .forwards import hooks_change_input
 from .instances import (
-    cache_by_kind,
-    computes_same_in_both_modes,
+    cache_by_module_kind,
+    computes_same_in_train_and_eval,
     make_probe_copy,
     place_replacement,
     replacement_blocker,
 )
 
+# the kinds of parts in the manifest (`Placement.part`)
 BLOCK = "block"
 NORM = "modulated norm"
 ACTIVATION = "activation"
+# names of the child modules by which a block is recognised
 _TWO_STREAM_CHILDREN = ("norm1", "norm1_context", "attn", "norm2", "ff")
-_TEXT_CHILDREN = ("norm2_context", "ff_context")
 _ONE_STREAM_CHILDREN = ("norm", "proj_mlp", "act_mlp", "attn", "proj_out")
-_WIDTH = 6
+_PROBE_WIDTH = 6  # the number of features of the small test inputs
 
 
 BlockForward = Callable[..., Any]  # run_two_streams or run_one_stream
@@ -66,28 +67,40 @@ def is_block(module: nn.Module) -> bool:
 def run_two_streams(
     block: Any, picture: Tensor, text: Tensor, emb: Tensor, attention_kwargs: dict[str, Any]
 ) -> tuple[Tensor | None, Tensor]:
-    rows, gate, *mlp_modulation = block.norm1(picture, emb=emb)
-    second_attention = mlp_modulation[3:]
-    is_last = block.norm2_context is None
-    if is_last:
-        text_rows, *text_modulation = (block.norm1_context(text, emb),)
+    # the outputs of an adaptive norm (AdaLayerNormZero): the modulated norm of the picture [B T H],
+    # and the modulation [B H] of attention's output and of the MLP
+    normed, gate, mlp_shift, mlp_scale, mlp_gate, *attn2_outputs = block.norm1(picture, emb=emb)
+    is_last_block = block.norm2_context is None
+    if is_last_block:
+        # the last block does not return the text, so its text has no gates and no MLP
+        text_normed = block.norm1_context(text, emb)
     else:
-        text_rows, *text_modulation = block.norm1_context(text, emb=emb)
+        text_normed, text_gate, *text_mlp_modulation = block.norm1_context(text, emb=emb)
     attended, text_attended = block.attn(
-        hidden_states=rows, encoder_hidden_states=text_rows, **attention_kwargs
+        hidden_states=normed, encoder_hidden_states=text_normed, **attention_kwargs
     )
     picture = _add_gated_recomputable(picture, attended, gate)
-    if second_attention:
-        picture = _add_gated_recomputable(
-            picture,
-            block.attn2(hidden_states=second_attention[0], **attention_kwargs),
-            second_attention[1],
-        )
-    picture = _add_mlp(block.norm2, block.ff, picture, *mlp_modulation[:3])
-    if is_last:
+    if attn2_outputs:
+        # the blocks of SD3.5 with a second attention, which sees only the picture
+        attn2_normed, attn2_gate = attn2_outputs
+        attn2_attended = block.attn2(hidden_states=attn2_normed, **attention_kwargs)
+        picture = _add_gated_recomputable(picture, attn2_attended, attn2_gate)
+    picture = _add_mlp(
+        block.norm2, block.ff, picture, scale=mlp_scale, shift=mlp_shift, gate=mlp_gate
+    )
+    if is_last_block:
         return None, picture
-    text = _add_gated_recomputable(text, text_attended, text_modulation[0])
-    return _add_mlp(block.norm2_context, block.ff_context, text, *text_modulation[1:]), picture
+    text = _add_gated_recomputable(text, text_attended, text_gate)
+    text_shift, text_scale, text_mlp_gate = text_mlp_modulation
+    text = _add_mlp(
+        block.norm2_context,
+        block.ff_context,
+        text,
+        scale=text_scale,
+        shift=text_shift,
+        gate=text_mlp_gate,
+    )
+    return text, picture
 
 
 def _add_gated(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
@@ -98,22 +111,24 @@ def _add_gated(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _add_gated_recomputable(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """Computes the same as `_add_gated`. The result is the input of the next norm of the same
-    block, and that norm recomputes it in backward. This costs no memory, because the previous norm
-    saves the residual, and x is saved for the gradient of the gate. Do not use this function for
-    the output of a block. Gradient checkpointing saves that output, because it is the input of the
-    next block. The residual and x would then stay in memory too.
+    """Computes the same as `_add_gated`, and marks the sum so that backward recomputes it. The next
+    norm of the block then does not save its input, which is this sum. The tensors for the
+    recomputation are in memory anyway: the previous norm saved the residual, and the gradient of
+    the gate needs x.
+
+    Do not use this function for the output of a block. Gradient checkpointing saves that output, so
+    the residual and x would stay in memory for nothing.
     """
     total = _add_gated(residual, x, gate)
-    if gate.requires_grad and find_recipe(residual) is None:
+    if gate.requires_grad and find_recompute_recipe(residual) is None:
         return mark_recomputable(total, _add_gated, residual, x, gate)
     return total
 
 
 def _add_mlp(
-    norm: nn.Module, mlp: nn.Module, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor
+    norm: nn.Module, mlp: nn.Module, x: Tensor, *, scale: Tensor, shift: Tensor, gate: Tensor
 ) -> Tensor:
-    return _add_gated(x, mlp(modulate(norm, x, scale, shift)), gate)
+    return _add_gated(x, mlp(modulate(norm, x, scale_BH=scale, shift_BH=shift)), gate)
 
 
 def run_one_stream(
@@ -129,34 +144,39 @@ def run_one_stream(
 def _attend_and_activate(
     block: Any, stream: Tensor, emb: Tensor, attention_kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Returns the input of the last layer, and the gate. This is a separate function so that its
-    intermediate tensors are freed before the last layer runs.
+    """Returns the input of the last layer, which is the concatenation of attention's output and the
+    activation, and the gate. This is a separate function so that its intermediate tensors are freed
+    before the last layer runs.
     """
-    rows, gate = block.norm(stream, emb=emb)
-    inner = block.act_mlp(block.proj_mlp(rows))
-    attended = block.attn(hidden_states=rows, **attention_kwargs)
+    normed, gate = block.norm(stream, emb=emb)
+    activated = block.act_mlp(block.proj_mlp(normed))
+    attended = block.attn(hidden_states=normed, **attention_kwargs)
     return propagate_recomputable(
-        torch.cat((attended, inner), 2), _concatenate_features, attended, inner
+        torch.cat((attended, activated), 2), _concatenate_features, attended, activated
     ), gate
 
 
-def _concatenate_features(attended: Tensor, inner: Tensor) -> Tensor:
-    return torch.cat((attended, inner), 2)
+def _concatenate_features(attended: Tensor, activated: Tensor) -> Tensor:
+    return torch.cat((attended, activated), 2)
 
 
 class _ProbeLayer(nn.Module):
     """Replaces a child module in the test by a simple function. The input of this function is one
     tensor, or one tensor for the picture and one for the text.
 
-    extra_count  number of further outputs; each is a vector that is computed from the embedding.
-                 The output at the position `repeat_at` is a copy of the rows instead
+    variant       a number that is different in each child, so that each computes another function
+    extra_count   the number of outputs after the first. Each is computed from the embedding and has
+                  the shape [B H], like a scale, a shift or a gate
+    repeat_at     the position of the extra output that is computed from x and has its shape, like
+                  the second norm of `attn2`; -1 for none
+    width_factor  the number of output features divided by the number of input features
     """
 
     def __init__(
-        self, shift: float, extra_count: int = 0, *, repeat_at: int = -1, width_factor: int = 1
+        self, variant: float, extra_count: int = 0, *, repeat_at: int = -1, width_factor: int = 1
     ) -> None:
         super().__init__()
-        self.shift = shift
+        self.variant = variant
         self.extra_count = extra_count
         self.repeat_at = repeat_at
         self.width_factor = width_factor
@@ -166,20 +186,20 @@ class _ProbeLayer(nn.Module):
         assert x is not None
         text = kwargs.get("encoder_hidden_states")
         if text is not None:
-            return self._map_rows(x) + self._map_rows(text).mean(1, keepdim=True), self._map_rows(
+            return self._compute(x) + self._compute(text).mean(1, keepdim=True), self._compute(
                 text
-            ) - self._map_rows(x).mean(1, keepdim=True)
-        rows = self._map_rows(x) if emb is None else self._map_rows(x) * emb[:, None]
+            ) - self._compute(x).mean(1, keepdim=True)
+        output = self._compute(x) if emb is None else self._compute(x) * emb[:, None]
         if not self.extra_count:
-            return rows
+            return output
         assert emb is not None
-        return rows, *(
-            self._map_rows(x) * 0.3 if i == self.repeat_at else (emb * (i + 2 + self.shift)).cos()
+        return output, *(
+            self._compute(x) * 0.3 if i == self.repeat_at else (emb * (i + 2 + self.variant)).cos()
             for i in range(self.extra_count)
         )
 
-    def _map_rows(self, x: Tensor) -> Tensor:
-        mapped = (x * (1.0 + self.shift)).sin() + self.shift
+    def _compute(self, x: Tensor) -> Tensor:
+        mapped = (x * (1.0 + self.variant)).sin() + self.variant
         return torch.cat([mapped * (i + 1) for i in range(self.width_factor)], -1)
 
 
@@ -188,14 +208,14 @@ class _NarrowingProbeLayer(_ProbeLayer):
     features.
     """
 
-    def _map_rows(self, x: Tensor) -> Tensor:
-        parts = x.split(_WIDTH, -1)
+    def _compute(self, x: Tensor) -> Tensor:
+        parts = x.split(_PROBE_WIDTH, -1)
         return sum(
             ((part * (i + 1.0)).sin() for i, part in enumerate(parts)), torch.zeros_like(parts[0])
         )
 
 
-@cache_by_kind
+@cache_by_module_kind
 def recognise_block(module: Any) -> BlockForward | str:
     """Returns the function (for one or two streams) that computes the same output as this module
     for a small test input. If neither function does, returns a text with the reason.
@@ -226,7 +246,7 @@ def recognise_block(module: Any) -> BlockForward | str:
         if not all(is_plain_norm(norm) for norm in norms.values()):
             return unknown_form_reason
         stubs |= {
-            name: nn.LayerNorm(_WIDTH, norm.eps, elementwise_affine=False)
+            name: nn.LayerNorm(_PROBE_WIDTH, norm.eps, elementwise_affine=False)
             for name, norm in norms.items()
         }
     else:
@@ -241,14 +261,14 @@ def recognise_block(module: Any) -> BlockForward | str:
     probe = make_probe_copy(module, stubs, {})
     generator = torch.Generator().manual_seed(0)
     picture, text = (
-        torch.randn(2, n, _WIDTH, generator=generator, dtype=torch.float64) for n in (3, 2)
+        torch.randn(2, n, _PROBE_WIDTH, generator=generator, dtype=torch.float64) for n in (3, 2)
     )
-    emb = torch.randn(2, _WIDTH, generator=generator, dtype=torch.float64)
+    emb = torch.randn(2, _PROBE_WIDTH, generator=generator, dtype=torch.float64)
     original_forward = partial(
         type(module).forward, probe, hidden_states=picture, encoder_hidden_states=text, temb=emb
     )
     form_forward = partial(form, probe, picture, text, emb, {})
-    is_same = computes_same_in_both_modes(
+    is_same = computes_same_in_train_and_eval(
         probe,
         partial(_flatten_outputs, original_forward),
         partial(_flatten_outputs, form_forward),
@@ -269,8 +289,9 @@ def stream_forward(
     **extra: Any,
 ) -> Any:
     """Replaces the forward of a block. It runs the function that `recognise_block` found. It runs
-    the forward of the class if attention gets other arguments, if rows are computed in chunks, or
-    if fp16 values are clipped.
+    the forward of the class in the cases that this function does not compute: further arguments of
+    attention, a feed-forward layer that is computed in chunks (`_chunk_size`), and fp16, in which
+    diffusers clips the values.
     """
     streams = (hidden_states, encoder_hidden_states)
     runs_recognised_form = (
@@ -283,7 +304,7 @@ def stream_forward(
     )
     rotary = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
     if runs_recognised_form:
-        form: BlockForward = get_settings(self)
+        form: BlockForward = get_forward_settings(self)
         return form(self, hidden_states, encoder_hidden_states, temb, rotary)
     if joint_attention_kwargs is None:
         joint_kwargs = {}
@@ -325,45 +346,50 @@ def place_activation(path: str, module: Any) -> Placement:
     if reason is None and hasattr(module, "proj"):
         probe = make_probe_copy(module, {"proj": nn.Identity()}, {})
         x = torch.linspace(-3.0, 3.0, 12, dtype=torch.float64)
-        if not computes_same_in_both_modes(
+        if not computes_same_in_train_and_eval(
             probe,
             partial(type(module).forward, probe, x),
             partial(projected_gelu_forward, probe, x),
             x,
         ):
             reason = "for random inputs, its output differs from that of GELU"
-    return place_replacement(ACTIVATION, path, module, reason, forward, "gelu")
+    return place_replacement(ACTIVATION, path, module, forward, "gelu", settings_or_reason=reason)
 
 
-def place_block(path: str, module: Any, out_dtype: torch.dtype | None) -> list[Placement]:
+def place_block(path: str, module: Any, norm_output_dtype: torch.dtype | None) -> list[Placement]:
     """Installs the new forward on a block, and ops on its norms and activation, if the block is
     recognised.
+
+    norm_output_dtype  see `place_denoiser_part`
     """
     placements = [
         place_replacement(
             BLOCK,
             path,
             module,
-            replacement_blocker(module) or recognise_block(module),
             stream_forward,
             "gated_residual",
+            settings_or_reason=replacement_blocker(module) or recognise_block(module),
         )
     ]
     if placements[0].op is None:
         return placements
     for name in ("norm2", "norm2_context"):
         if getattr(module, name, None) is not None:
-            placements.append(place_norm(f"{path}.{name}", getattr(module, name), out_dtype))
+            placements.append(
+                place_norm(f"{path}.{name}", getattr(module, name), norm_output_dtype)
+            )
     if type(getattr(module, "act_mlp", None)) is nn.GELU:
         placements.append(place_activation(f"{path}.act_mlp", module.act_mlp))
     return placements
 
 
 # --- adaptive LayerNorm: a LayerNorm without weights, followed by a scale and a shift per picture.
-# Two kinds of modules use it. One computes scale, shift and more from the time embedding and
-# returns the modulated rows with the rest (`AdaLayerNormZero` and similar classes). The other is a
-# block that modulates a norm's output itself. Both call the norm through `modulate`, so that
-# observers of the norm see a call
+# Two kinds of modules apply the scale and the shift. `AdaLayerNormZero` and similar classes compute
+# them from the time embedding. They return the modulated norm, and often further values for the
+# block, such as the gate of attention. A block also modulates the output of a norm itself, before
+# its MLP. In both cases our forward calls the norm through `modulate`, so that hooks on the norm
+# that observe it see a call
 
 
 @dataclass(frozen=True)
@@ -372,21 +398,23 @@ class AdaptiveSettings:
 
     argument            the name of the embedding in the forward
     embedding_is_first  whether the embedding is the first argument after x
-    chunks              number of chunks into which the linear layer's output is split
-    scale, shift        the indices of the chunks that are scale and shift
-    returns_rows_only   whether only the rows are returned, without the other chunks
-    has_second_rows     whether there are nine chunks; the norm then returns the rows, four chunks,
-                        the rows a second time (with chunk 6 as shift and chunk 7 as scale), and
-                        chunk 8
+    chunk_count         the number of chunks into which the linear layer's output is split
+    scale_index, shift_index
+                        the indices of the chunks that are the scale and the shift
+    returns_norm_only   whether only the modulated norm is returned, without the other chunks
+    has_second_norm     whether the forward returns a second modulated norm of x, for a second
+                        attention. There are then nine chunks, and the outputs are the first
+                        modulated norm, the chunks 2 to 5, the second modulated norm (with chunk 6
+                        as its shift and chunk 7 as its scale), and chunk 8
     """
 
     argument: str
     embedding_is_first: bool
-    chunks: int
-    scale: int
-    shift: int
-    returns_rows_only: bool
-    has_second_rows: bool
+    chunk_count: int
+    scale_index: int
+    shift_index: int
+    returns_norm_only: bool
+    has_second_norm: bool
 
 
 def is_plain_norm(module: Any) -> bool:
@@ -415,13 +443,17 @@ def is_adaptive_norm(module: nn.Module) -> bool:
 def layer_norm_forward(
     self: Any, x: Tensor, modulation: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
+    """Replaces the forward of a LayerNorm without weights.
+
+    modulation  (scale, shift), or None if another caller than `modulate` calls the norm
+    """
     if modulation is None:
         normed: Tensor = type(self).forward(self, x)
         return normed
-    return modulated_layer_norm(x, *modulation, self.eps, out_dtype=get_settings(self))
+    return modulated_layer_norm(x, *modulation, self.eps, out_dtype=get_forward_settings(self))
 
 
-def modulate(norm: Any, x: Tensor, scale_BH: Tensor, shift_BH: Tensor) -> Tensor:
+def modulate(norm: Any, x: Tensor, *, scale_BH: Tensor, shift_BH: Tensor) -> Tensor:
     """Computes norm(x) * (1 + scale) + shift. It uses the op if `place_norm` installed the op on
     this norm, and if no hook changes the input or output of the norm.
     """
@@ -432,8 +464,8 @@ def modulate(norm: Any, x: Tensor, scale_BH: Tensor, shift_BH: Tensor) -> Tensor
     ):
         normed: Tensor = norm(x, modulation=(scale_BH, shift_BH))
         return normed
-    rows: Tensor = norm(x) * (1 + scale_BH[:, None]) + shift_BH[:, None]
-    return rows
+    modulated: Tensor = norm(x) * (1 + scale_BH[:, None]) + shift_BH[:, None]
+    return modulated
 
 
 def _hooks_change_norm(norm: nn.Module) -> bool:
@@ -442,29 +474,32 @@ def _hooks_change_norm(norm: nn.Module) -> bool:
     """
     if hooks_change_input(norm):
         return True
-    out_dtype = get_settings(norm)
+    norm_output_dtype = get_forward_settings(norm)
     output_hooks = [
-        hook for hook in norm._forward_hooks.values() if not getattr(hook, "observes", False)
+        hook for hook in norm._forward_hooks.values() if not getattr(hook, "is_observer", False)
     ]
     return any(
-        getattr(hook, "narrows_to", None) is not out_dtype or out_dtype is None
+        getattr(hook, "cast_dtype", None) is not norm_output_dtype or norm_output_dtype is None
         for hook in output_hooks
     )
 
 
-def place_norm(path: str, norm: nn.Module, out_dtype: torch.dtype | None) -> Placement:
-    """Makes a LayerNorm without weights run `modulated_layer_norm` when `modulate` calls it."""
+def place_norm(path: str, norm: nn.Module, norm_output_dtype: torch.dtype | None) -> Placement:
+    """Makes a LayerNorm without weights run `modulated_layer_norm` when `modulate` calls it.
+
+    norm_output_dtype  see `place_denoiser_part`
+    """
     return place_replacement(
         NORM,
         path,
         norm,
-        replacement_blocker(norm) or out_dtype,
         layer_norm_forward,
         "modulated_layer_norm",
+        settings_or_reason=replacement_blocker(norm) or norm_output_dtype,
     )
 
 
-@cache_by_kind
+@cache_by_module_kind
 def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
     """Returns the settings with which `compute_adaptive` computes the same output as this module
     for a small test input. If no settings give the same output, returns a text with the reason.
@@ -476,40 +511,40 @@ def recognise_adaptive(module: Any) -> AdaptiveSettings | str:
     outer_width = getattr(module.linear, "out_features", 0)
     if outer_width % width:
         return unknown_form_reason
-    chunks = outer_width // width
+    chunk_count = outer_width // width
     generator = torch.Generator().manual_seed(0)
-    linear = nn.Linear(_WIDTH, chunks * _WIDTH, dtype=torch.float64)
+    linear = nn.Linear(_PROBE_WIDTH, chunk_count * _PROBE_WIDTH, dtype=torch.float64)
     for p in linear.parameters():
         p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
     probe_children = {
         "linear": linear,
-        "norm": nn.LayerNorm(_WIDTH, eps=module.norm.eps, elementwise_affine=False),
+        "norm": nn.LayerNorm(_PROBE_WIDTH, eps=module.norm.eps, elementwise_affine=False),
     }
     probe = make_probe_copy(module, probe_children, {})
-    x = torch.randn(2, 3, _WIDTH, generator=generator, dtype=torch.float64) * 1e-2
-    emb = torch.randn(2, _WIDTH, generator=generator, dtype=torch.float64)
+    x = torch.randn(2, 3, _PROBE_WIDTH, generator=generator, dtype=torch.float64) * 1e-2
+    emb = torch.randn(2, _PROBE_WIDTH, generator=generator, dtype=torch.float64)
     names = list(inspect.signature(type(module).forward).parameters)[2:]
     argument = next((name for name in ("emb", "conditioning_embedding") if name in names), None)
     if argument is None:
         return unknown_form_reason
-    for scale, shift in ((1, 0), (0, 1)):
-        for returns_rows_only, has_second_rows in (
+    for scale_index, shift_index in ((1, 0), (0, 1)):
+        for returns_norm_only, has_second_norm in (
             (False, False),
             (True, False),
-            (False, chunks == 9),
+            (False, chunk_count == 9),
         ):
             settings = AdaptiveSettings(
                 argument,
                 names[0] == argument,
-                chunks,
-                scale,
-                shift,
-                returns_rows_only,
-                has_second_rows,
+                chunk_count,
+                scale_index,
+                shift_index,
+                returns_norm_only,
+                has_second_norm,
             )
             original_forward = partial(type(module).forward, probe, x, **{argument: emb})
             form_forward = partial(compute_adaptive, probe, settings, x, emb)
-            if computes_same_in_both_modes(
+            if computes_same_in_train_and_eval(
                 probe,
                 partial(_flatten_outputs, original_forward),
                 partial(_flatten_outputs, form_forward),
@@ -535,15 +570,25 @@ def _flatten_outputs(function: Callable[[], Any]) -> Tensor:
 
 
 def compute_adaptive(module: Any, settings: AdaptiveSettings, x: Tensor, emb: Tensor) -> Any:
-    parts = module.linear(module.silu(emb).to(x.dtype)).chunk(settings.chunks, dim=1)
-    rows = modulate(module.norm, x, parts[settings.scale], parts[settings.shift])
-    if settings.has_second_rows:
-        return rows, *parts[2:6], modulate(module.norm, x, parts[7], parts[6]), parts[8]
-    if settings.returns_rows_only:
-        return rows
+    chunks = module.linear(module.silu(emb).to(x.dtype)).chunk(settings.chunk_count, dim=1)
+    normed = modulate(
+        module.norm,
+        x,
+        scale_BH=chunks[settings.scale_index],
+        shift_BH=chunks[settings.shift_index],
+    )
+    if settings.has_second_norm:
+        second_normed = modulate(module.norm, x, scale_BH=chunks[7], shift_BH=chunks[6])
+        return normed, *chunks[2:6], second_normed, chunks[8]
+    if settings.returns_norm_only:
+        return normed
     return (
-        rows,
-        *(part for i, part in enumerate(parts) if i not in (settings.scale, settings.shift)),
+        normed,
+        *(
+            chunk
+            for i, chunk in enumerate(chunks)
+            if i not in (settings.scale_index, settings.shift_index)
+        ),
     )
 
 
@@ -551,7 +596,7 @@ def adaptive_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Replaces the forward of an adaptive norm. It runs the forward of the class if the call has
     further arguments besides the embedding.
     """
-    settings: AdaptiveSettings = get_settings(self)
+    settings: AdaptiveSettings = get_forward_settings(self)
     emb = (
         args[0]
         if settings.embedding_is_first and len(args) == 1 and not kwargs
@@ -562,26 +607,31 @@ def adaptive_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return compute_adaptive(self, settings, x, emb)
 
 
-def place_adaptive(path: str, module: Any, out_dtype: torch.dtype | None) -> list[Placement]:
+def place_adaptive(
+    path: str, module: Any, norm_output_dtype: torch.dtype | None
+) -> list[Placement]:
     """Replaces the forward of an adaptive norm and installs the op on its inner norm, if this gives
     the same output.
+
+    norm_output_dtype  see `place_denoiser_part`
     """
     placement = place_replacement(
         NORM,
         path,
         module,
-        replacement_blocker(module) or recognise_adaptive(module),
         adaptive_forward,
         "modulated_layer_norm",
+        settings_or_reason=replacement_blocker(module) or recognise_adaptive(module),
     )
     if placement.op is None:
         return [placement]
-    return [placement, place_norm(f"{path}.norm", module.norm, out_dtype)]
+    return [placement, place_norm(f"{path}.norm", module.norm, norm_output_dtype)]
 
 
 # --- all parts of a denoiser
 
-OPS = ("gated", "modulation")
+# the folders of the ops that this module installs. Their C++ kernels are needed on a CPU
+KERNEL_FOLDERS = ("gated", "modulation")
 
 
 def is_denoiser(model: nn.Module) -> bool:
@@ -589,15 +639,17 @@ def is_denoiser(model: nn.Module) -> bool:
 
 
 def place_denoiser_part(
-    path: str, module: nn.Module, out_dtype: torch.dtype | None
+    path: str, module: nn.Module, norm_output_dtype: torch.dtype | None
 ) -> list[Placement]:
     """Replaces this module if it is a block, an adaptive norm, attention or a GELU. Returns the
     manifest entries of this module. For any other module, it returns an empty list.
+
+    norm_output_dtype  the dtype of the outputs of norms; None for the dtype of their inputs
     """
     if is_block(module):
-        return place_block(path, module, out_dtype)
+        return place_block(path, module, norm_output_dtype)
     if is_adaptive_norm(module):
-        return place_adaptive(path, module, out_dtype)
+        return place_adaptive(path, module, norm_output_dtype)
     if joint_attention.is_candidate(module):
         return [joint_attention.place_joint_attention(path, module)]
     if is_activation(module):

@@ -23,14 +23,14 @@ from ..ops.experts import Adapter, Clamped, experts
 from ..ops.experts.activation import Activation
 from ..ops.packed import StackState
 from .instances import (
-    cache_by_kind,
-    computes_same_in_both_modes,
+    cache_by_module_kind,
+    computes_same_in_train_and_eval,
     make_placement,
     make_probe_copy,
     replacement_blocker,
 )
 
-PLACE_KIND = "experts"
+PART_NAME = "experts"  # the value of `Placement.part`
 # sizes of a probe: number of experts, of hidden features and of inner features
 _EXPERTS = 3
 _HIDDEN = 6
@@ -93,7 +93,7 @@ def is_candidate(module: nn.Module) -> bool:
     return has_stacks(unwrap_experts(module)[1])
 
 
-@cache_by_kind
+@cache_by_module_kind
 def recognise(module: Any) -> ExpertsSettings | str:
     """Returns the settings with which the op computes the same output as these experts for a small
     test input. If no settings give the same output, returns a text with the reason.
@@ -138,7 +138,7 @@ def recognise(module: Any) -> ExpertsSettings | str:
     original_forward = inspect.unwrap(type(module).forward)
     for activation in _activations(module):
         settings = ExpertsSettings(up, biased, transposed, activation)
-        if computes_same_in_both_modes(
+        if computes_same_in_train_and_eval(
             probe,
             lambda: original_forward(probe, x, index, weights),
             partial(compute_experts, probe, {}, x, index, weights, settings),
@@ -286,7 +286,7 @@ def place_experts(path: str, module: Any, *, branch_fp32: bool) -> Placement:
             experts_blocker(wrappers, base, settings_or_reason) or settings_or_reason
         )
     if isinstance(settings_or_reason, str):
-        return make_placement(PLACE_KIND, path, base, None, settings_or_reason)
+        return make_placement(PART_NAME, path, base, None, settings_or_reason)
     install_forward(module, experts_forward, settings_or_reason)
     notes = [f"with LoRA on {' and '.join(sorted(wrappers))}"] if wrappers else []
     if wrappers and branch_fp32:
@@ -294,4 +294,4 @@ def place_experts(path: str, module: Any, *, branch_fp32: bool) -> Placement:
             "lora_branch: fp32 does not reach adapters on experts: they have the products' dtype,"
             " as in PEFT"
         )
-    return make_placement(PLACE_KIND, path, base, "experts", "; ".join(notes))
+    return make_placement(PART_NAME, path, base, "experts", "; ".join(notes))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..errors import UsageError
-from ..instance_method import INSTALLED_KEY, InstanceMethod, get_method, get_settings
+from ..instance_method import INSTALLED_KEY, InstanceMethod, get_forward_settings, get_method
 from ..lora.attach import (
     GLOBAL_FORWARD_HOOKS,
     GLOBAL_FORWARD_PRE_HOOKS,
@@ -31,7 +31,7 @@ from ..lora.mlp import run_gated_mlp
 from ..ops import add_rms_norm, gelu_mul, rms_norm, rope, silu_mul
 from ..ops.gated import Gated
 from ..ops.recomputable import mark_recomputable
-from ..ops.recomputed_layer import layers_running, mark_layer_hooked
+from ..ops.recomputed_layer import mark_layer_hooked, running_checkpointed_layers
 
 PLACED_KEY = "_isotype_placed"
 CACHES = ("past_key_values", "layer_past")
@@ -74,6 +74,8 @@ class NormSettings:
 
     eps_attribute  the name of the attribute that contains epsilon; every call reads it again,
                    because it may change. None if epsilon is a constant in the code of the class
+    unit_offset    whether the output is multiplied by 1 + weight instead of the weight
+    out_dtype      the dtype of the output; None for the dtype of the input
     saves_input    whether the next layer (a LoRA layer or attention) saves the input of the norm
                    for backward, instead of the norm's output
     """
@@ -157,7 +159,7 @@ def hooks_change_input(norm: nn.Module) -> bool:
     """Whether a hook may change the norm's input or its gradients."""
     changing = (norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
     return any(
-        not getattr(hook, "observes", False) for hooks in changing for hook in hooks.values()
+        not getattr(hook, "is_observer", False) for hooks in changing for hook in hooks.values()
     )
 
 
@@ -205,7 +207,7 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     in the same way as the forward of the class. Calls with other arguments run the forward of the
     class.
     """
-    settings: LayerSettings = get_settings(self)
+    settings: LayerSettings = get_forward_settings(self)
     is_recomputed = (
         self.training and not _is_checkpointed_by_call() and bool(self.gradient_checkpointing)
     )
@@ -260,7 +262,7 @@ def run_layer(
         residual = x
     else:
         normed, residual = norm_with_residual(children[half.norm_before], x, None)
-    if layers_running and has_hooks(attention):
+    if running_checkpointed_layers and has_hooks(attention):
         mark_layer_hooked()
     x = attention(hidden_states=normed, **arguments)[0]
     del normed
@@ -275,7 +277,7 @@ def run_layer(
         total = x
     else:
         normed, total = norm_with_residual(children[half.norm_before], x, residual)
-    if layers_running and has_hooks(mlp):
+    if running_checkpointed_layers and has_hooks(mlp):
         mark_layer_hooked()
     output = mlp(normed)[0] if settings.mlp_returns_tuple else mlp(normed)
     output = output if half.norm_after is None else children[half.norm_after](output)

@@ -189,7 +189,7 @@ def _widen_layer(layer: nn.Module, undo: list[Callable[[], None]]) -> None:
     for module in layer.modules():
         for hook in module._forward_hooks.values():
             if is_cast_hook(hook):
-                set_value(hook, "narrows_to", torch.float32)
+                set_value(hook, "cast_dtype", torch.float32)
         if hasattr(module, "compute_type_is_set"):
             set_value(module, "compute_dtype", torch.float32)
         installed = module.__dict__.get(INSTALLED_KEY)

@@ -17,13 +17,13 @@ from ..lora.attach import is_lora
 from ..lora.mlp import mlp_fusion_blocker
 from .forwards import ACTIVATIONS, GatedSettings, compute_gated, gated_forward
 from .instances import (
-    computes_same_in_both_modes,
+    computes_same_in_train_and_eval,
     make_placement,
     make_probe_copy,
     replacement_blocker,
 )
 
-PLACE_KIND = "gated mlp"
+PART_NAME = "gated mlp"  # the value of `Placement.part`
 _HIDDEN = 6
 _INNER = 10
 
@@ -103,7 +103,7 @@ def recognise(module: nn.Module) -> GatedSettings | str:
                 settings = GatedSettings(
                     gate, up, down, activation, op, getattr(module, activation)
                 )
-                if computes_same_in_both_modes(
+                if computes_same_in_train_and_eval(
                     probe,
                     partial(type(module).forward, probe, x),
                     partial(compute_gated, probe, x, settings),
@@ -117,7 +117,7 @@ def place_gated_mlp(path: str, module: nn.Module) -> Placement:
     """Replaces the forward of a gated MLP by the op, if it computes the same output as the module."""
     settings = replacement_blocker(module) or recognise(module)
     if isinstance(settings, str):
-        return make_placement(PLACE_KIND, path, module, None, settings)
+        return make_placement(PART_NAME, path, module, None, settings)
     install_forward(module, gated_forward, settings)
     layers = [
         getattr(module, name)
@@ -126,8 +126,8 @@ def place_gated_mlp(path: str, module: nn.Module) -> Placement:
     ]
     reason = mlp_fusion_blocker(layers)
     if reason is None:
-        return make_placement(PLACE_KIND, path, module, "lora_mlp", settings.op)
+        return make_placement(PART_NAME, path, module, "lora_mlp", settings.op)
     notes = ["gate and up from one layer"] if settings.up is None else []
     if any(map(is_lora, layers)):
         notes.append(f"not with its LoRA layers in one function: {reason}")
-    return make_placement(PLACE_KIND, path, module, settings.op, "; ".join(notes))
+    return make_placement(PART_NAME, path, module, settings.op, "; ".join(notes))

@@ -34,7 +34,7 @@ from ..precision.apply import inner_model
 from .forwards import TrainingStateHook
 from .instances import make_placement
 
-PLACE_KIND = "generate"
+PART_NAME = "generate"  # the value of `Placement.part`
 _STREAM = "_isotype_generation"
 
 
@@ -214,7 +214,7 @@ def place_generate(path: str, lm: Any) -> Placement:
     """Replaces the `generate` of a causal LM, or of the model inside PEFT's wrapper."""
     reason = generate_blocker(lm)
     if reason is not None:
-        return make_placement(PLACE_KIND, path, lm, None, reason)
+        return make_placement(PART_NAME, path, lm, None, reason)
     inner = inner_model(lm)
     stream = SamplingStream()
     method = InstanceMethod(generate, inner, "generate")
@@ -223,7 +223,7 @@ def place_generate(path: str, lm: Any) -> Placement:
     embeddings = find_input_embeddings(lm)
     assert embeddings is not None
     embeddings.register_forward_hook(TrainingStateHook(stream))
-    return make_placement(PLACE_KIND, path, lm, "generate", "leaves no trace in a trainer's loop")
+    return make_placement(PART_NAME, path, lm, "generate", "leaves no trace in a trainer's loop")
 
 
 def generate_blocker(lm: Any) -> str | None:

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..dtypes import to_torch
-from ..instance_method import Placement, get_settings, install_forward
+from ..instance_method import Placement, get_forward_settings, install_forward
 from ..lora import PackedLinear
 from ..lora.products import linear_for_few_rows
 from ..ops import linear_cross_entropy, linear_log_probs
 from ..ops.backend import product_dtype
-from ..ops.packed import widen
+from ..ops.packed import dequantise_packed
 from ..precision.apply import inner_model
 from .deferred import DeferredLogits, defer
 from .generation import find_input_embeddings
@@ -41,7 +41,7 @@ from .instances import (
 from .manifest import Manifest
 from .trl_head import find_fused_head, find_trl_forward, fused_head_blocker, place_fused_head
 
-PLACE_KIND = "head"
+PART_NAME = "head"  # the value of `Placement.part`
 IGNORED = -100
 _forwards = threading.local()
 
@@ -72,7 +72,9 @@ def head_weight(head: nn.Linear, hidden: Tensor) -> Tensor:
     and the loss and its gradient use the same copy.
     """
     if type(head) is PackedLinear:
-        return widen(head.weight, head.weight.quant_state, head.compute_dtype or hidden.dtype)
+        return dequantise_packed(
+            head.weight, head.weight.quant_state, head.compute_dtype or hidden.dtype
+        )
     return head.weight
 
 
@@ -91,7 +93,7 @@ def start_deferring(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """
     if kwargs.get("fused_lm_head") and find_fused_head(inner_model(model)) is None:
         # warn once that TRL's own loss runs, so that the deferral has no effect
-        manifest: Manifest = get_settings(model.get_output_embeddings())  # type: ignore[operator]  # nn.Module does not declare it
+        manifest: Manifest = get_forward_settings(model.get_output_embeddings())  # type: ignore[operator]  # nn.Module does not declare it
         if BYPASSED_NOTE not in manifest.notes:
             manifest.notes.append(BYPASSED_NOTE)
             warnings.warn(f"isotype.optimize: {BYPASSED_NOTE}", stacklevel=2)
@@ -137,10 +139,10 @@ def place_head(path: str, model: nn.Module, manifest: Manifest) -> Placement:
     get_head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     if head is None:
-        return make_placement(PLACE_KIND, path, model, None, "the model has no output embeddings")
+        return make_placement(PART_NAME, path, model, None, "the model has no output embeddings")
     reason = head_blocker(model, head)
     if reason is not None:
-        return make_placement(PLACE_KIND, path, head, None, reason)
+        return make_placement(PART_NAME, path, head, None, reason)
     inner = inner_model(model)
     has_trl_forward = find_trl_forward(inner) is not None
     if has_trl_forward:
@@ -153,13 +155,13 @@ def place_head(path: str, model: nn.Module, manifest: Manifest) -> Placement:
         model.register_forward_pre_hook(start_deferring, with_kwargs=True)
         model.register_forward_hook(stop_deferring, with_kwargs=True, always_call=True)
     if has_trl_forward:
-        return make_placement(PLACE_KIND, path, head, "linear_log_probs", "for TRL's fused head")
+        return make_placement(PART_NAME, path, head, "linear_log_probs", "for TRL's fused head")
     targets_blocker = place_targets(inner, head)
     if targets_blocker is None:
         note = "the loss of targets, else deferred logits"
     else:
         note = f"deferred logits; takes no targets: {targets_blocker}"
-    return make_placement(PLACE_KIND, path, head, "linear_cross_entropy", note)
+    return make_placement(PART_NAME, path, head, "linear_cross_entropy", note)
 
 
 def head_blocker(model: nn.Module, head: nn.Module) -> str | None:
@@ -287,7 +289,7 @@ def compute_loss(model: nn.Module, inputs: dict[str, Any], targets: Targets) -> 
 
 
 def takes_targets(model: nn.Module) -> bool:
-    return isinstance(get_settings(inner_model(model)), LogitTransform)
+    return isinstance(get_forward_settings(inner_model(model)), LogitTransform)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +331,7 @@ def lm_forward(self: nn.Module, *args: Any, targets: Targets | None = None, **kw
     """
     if targets is None:
         return type(self).forward(self, *args, **kwargs)
-    request = _TargetRequest(targets, get_settings(self))
+    request = _TargetRequest(targets, get_forward_settings(self))
     previous = getattr(_forwards, "request", None)
     _forwards.request = request
     try:

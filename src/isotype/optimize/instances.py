@@ -80,13 +80,18 @@ def place_replacement(
     part: str,
     path: str,
     module: nn.Module,
-    settings_or_reason: Any,
     forward: Callable[..., Any],
     op: str,
+    *,
+    settings_or_reason: Any,
     note: str = "",
 ) -> Placement:
-    """Installs `forward` on the module, if `settings_or_reason` contains settings. If it is a text,
-    the text is the reason why the module cannot be replaced, and the module is not changed.
+    """Installs `forward` on the module and returns the manifest's entry. If `settings_or_reason` is
+    a text, the text is the reason why the module cannot be replaced, and the module is not changed.
+
+    part                the kind of module, as in `Placement.part`
+    op                  the name of the op that `forward` runs
+    settings_or_reason  the settings that `forward` needs at each call, or the reason as a text
     """
     if isinstance(settings_or_reason, str):
         return make_placement(part, path, module, None, settings_or_reason)
@@ -102,7 +107,7 @@ def make_probe_copy(
 
     The module itself is never called, because on some CPUs a forward in evaluation mode permanently
     repacks 4-bit layers. Children that are not replaced are copied too, so that training or
-    evaluation mode can be set on the copy (`computes_same_in_both_modes`).
+    evaluation mode can be set on the copy (`computes_same_in_train_and_eval`).
     """
     probe_copy = copy.copy(module)
     copies = {
@@ -122,17 +127,17 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
 
 class ProbeLayer(nn.Module):
     """In a test, takes the place of a projection, a norm or an MLP. It computes a simple function
-    that depends on `shift`.
+    that depends on `variant`.
     """
 
-    def __init__(self, shift: float, *, returns_tuple: bool = False) -> None:
+    def __init__(self, variant: float, *, returns_tuple: bool = False) -> None:
         super().__init__()
-        self.shift = shift
+        self.variant = variant
         self.returns_tuple = returns_tuple
 
     def forward(self, x: Tensor) -> Any:
-        rows = (x * (1.0 + self.shift)).sin() + self.shift
-        return (rows, None) if self.returns_tuple else rows
+        output = (x * (1.0 + self.variant)).sin() + self.variant
+        return (output, None) if self.returns_tuple else output
 
 
 def module_kind(module: Any) -> tuple[Any, ...]:
@@ -157,7 +162,7 @@ def _settings(module: Any) -> tuple[Any, ...]:
     )
 
 
-def cache_by_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
+def cache_by_module_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
     """Caches the result of `recognise(module)` for all modules of the same kind (`module_kind`),
     because a large model has hundreds of modules of one kind.
     """
@@ -242,7 +247,7 @@ def _gradients(function: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Sequ
             x.requires_grad_(trained)
 
 
-def computes_same_in_both_modes(
+def computes_same_in_train_and_eval(
     probe_copy: nn.Module,
     reference: Callable[[], Tensor],
     candidate: Callable[[], Tensor],

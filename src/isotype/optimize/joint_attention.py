@@ -25,20 +25,20 @@ from torch import Tensor, nn
 
 from ..dtypes import format_dtype, to_torch
 from ..environment.planned_device import plan_device
-from ..instance_method import Placement, get_settings
+from ..instance_method import Placement, get_forward_settings
 from ..ops import attention, rope
 from ..ops.attention import choose_backend
 from ..ops.recomputable import propagate_recomputable
 from .instances import (
     ProbeLayer,
-    cache_by_kind,
-    computes_same_in_both_modes,
+    cache_by_module_kind,
+    computes_same_in_train_and_eval,
     make_probe_copy,
     place_replacement,
     replacement_blocker,
 )
 
-PLACE_KIND = "joint attention"
+PART_NAME = "joint attention"  # the value of `Placement.part`
 _PICTURE = ("to_q", "to_k", "to_v")
 _TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
@@ -78,7 +78,7 @@ def is_candidate(module: nn.Module) -> bool:
     )
 
 
-@cache_by_kind
+@cache_by_module_kind
 def recognise(module: Any) -> tuple[JointSettings, type] | str:
     """Finds the settings with which `compute_joint_attention` gives the same output as this module
     for a small test input. Returns these settings and the class of the module's processor. If there
@@ -132,7 +132,7 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
         form_forward = partial(
             compute_joint_attention, probe, settings, picture, text if joint else None, tables
         )
-        if computes_same_in_both_modes(
+        if computes_same_in_train_and_eval(
             probe,
             partial(_concatenate_outputs, original_forward),
             partial(_concatenate_outputs, form_forward),
@@ -238,7 +238,7 @@ def joint_forward(
     of the class runs if a call has other arguments, if the processor was replaced, or if the
     projections are fused.
     """
-    settings, processor = get_settings(self)
+    settings, processor = get_forward_settings(self)
     unknown_arguments = {name: value for name, value in extra.items() if value is not None}
     runs_recognised_form = (
         attention_mask is None
@@ -308,5 +308,11 @@ def place_joint_attention(path: str, module: nn.Module) -> Placement:
         else ""
     )
     return place_replacement(
-        PLACE_KIND, path, module, settings_or_reason, joint_forward, "attention", note
+        PART_NAME,
+        path,
+        module,
+        joint_forward,
+        "attention",
+        settings_or_reason=settings_or_reason,
+        note=note,
     )

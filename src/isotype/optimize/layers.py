@@ -26,14 +26,14 @@ from .attention import attention_implementation
 from .forwards import CACHES, Half, LayerSettings, layer_forward, run_layer
 from .instances import (
     ProbeLayer,
-    computes_same_in_both_modes,
+    computes_same_in_train_and_eval,
     foreign_kernel_reason,
     make_probe_copy,
     place_replacement,
     replacement_blocker,
 )
 
-PLACE_KIND = "layer"  # the value of `Placement.part`
+PART_NAME = "layer"  # the value of `Placement.part`
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def recognise(module: nn.Module) -> LayerSettings | str:
         original_forward = partial(forward, probe, x, **arguments)
         for attention, mlp, scale in enumerate_forms(children, module):
             settings = LayerSettings(attention, mlp, scale, mlp_returns_tuple, names, defaults)
-            if computes_same_in_both_modes(
+            if computes_same_in_train_and_eval(
                 probe, original_forward, partial(run_layer, probe, settings, {}, x), x
             ):
                 return settings
@@ -193,12 +193,14 @@ def place_layer(path: str, module: nn.Module) -> Placement:
         settings = next(reasons, settings)
     if not isinstance(settings, str) and settings.mlp.norm_before is None:
         return place_replacement(
-            PLACE_KIND,
+            PART_NAME,
             path,
             module,
-            settings,
             layer_forward,
             "halves",
-            "norms stand after attention and MLP: none reads a sum",
+            settings_or_reason=settings,
+            note="norms stand after attention and MLP: none reads a sum",
         )
-    return place_replacement(PLACE_KIND, path, module, settings, layer_forward, "add_rms_norm")
+    return place_replacement(
+        PART_NAME, path, module, layer_forward, "add_rms_norm", settings_or_reason=settings
+    )

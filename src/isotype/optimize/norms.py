@@ -14,13 +14,13 @@ from ..instance_method import Placement
 from ..ops import rms_norm
 from .forwards import USUAL_EPSILON, NormSettings, norm_forward
 from .instances import (
-    computes_same_in_both_modes,
+    computes_same_in_train_and_eval,
     make_probe_copy,
     place_replacement,
     replacement_blocker,
 )
 
-PART_NAME = "norm"
+PART_NAME = "norm"  # the value of `Placement.part`
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -46,10 +46,13 @@ def epsilon_names(module: nn.Module) -> list[str | None]:
 
 
 def recognise_norm(
-    module: nn.Module, out_dtype: torch.dtype | None, *, saves_input: bool
+    module: nn.Module, norm_output_dtype: torch.dtype | None, *, saves_input: bool
 ) -> NormSettings | str:
     """Returns the settings with which `rms_norm` computes the same output as this module for a
     small test input. If no settings give the same output, returns a text with the reason.
+
+    norm_output_dtype  the dtype of the norm's output; None for the dtype of its input
+    saves_input        as in `NormSettings`
     """
     # as wide as the module, because torch's norm refuses any other width
     size = module.get_parameter("weight").shape[0]
@@ -63,7 +66,7 @@ def recognise_norm(
                 USUAL_EPSILON if eps_attribute is None else float(vars(module)[eps_attribute])
             )
             op_forward = partial(rms_norm, x, weight, eps_value, unit_offset=unit_offset)
-            if computes_same_in_both_modes(
+            if computes_same_in_train_and_eval(
                 probe, partial(type(module).forward, probe, x), op_forward, x, weight
             ):
                 inputs = signature(type(module).forward).parameters.values()
@@ -76,16 +79,20 @@ def recognise_norm(
                 # the op would not run in the model
                 if extra_inputs:
                     return f"its forward takes {extra_inputs[0]} beside its input"
-                return NormSettings(eps_attribute, unit_offset, out_dtype, saves_input)
+                return NormSettings(eps_attribute, unit_offset, norm_output_dtype, saves_input)
     return "for random inputs, its output differs from that of RMSNorm"
 
 
 def place_norm(
-    path: str, module: nn.Module, out_dtype: torch.dtype | None, *, saves_input: bool = False
+    path: str,
+    module: nn.Module,
+    norm_output_dtype: torch.dtype | None,
+    *,
+    saves_input: bool = False,
 ) -> Placement:
     """Installs `rms_norm` on a norm, if it computes the same output as the module."""
     settings_or_reason = replacement_blocker(module) or recognise_norm(
-        module, out_dtype, saves_input=saves_input
+        module, norm_output_dtype, saves_input=saves_input
     )
     note = (
         "1 + weight"
@@ -93,5 +100,11 @@ def place_norm(
         else ""
     )
     return place_replacement(
-        PART_NAME, path, module, settings_or_reason, norm_forward, "rms_norm", note
+        PART_NAME,
+        path,
+        module,
+        norm_forward,
+        "rms_norm",
+        settings_or_reason=settings_or_reason,
+        note=note,
     )

@@ -139,17 +139,17 @@ def _place_ops(
     device_type: str | None,
     lora_branch: str,
 ) -> Manifest:
-    out_dtype: torch.dtype | None = None
+    norm_output_dtype: torch.dtype | None = None
     manifest = Manifest()
     if dtype_name is not None:
-        out_dtype = to_torch(dtype_name)
+        norm_output_dtype = to_torch(dtype_name)
         manifest.precision = f"norms give {dtype_name}"
     branch_fp32 = lora_branch == "fp32"
     on_cpu = _runs_on_cpu(model, device_type)
     is_denoiser = denoiser.is_denoiser(model)
     missing_kernels = _find_missing_kernels(model, on_cpu=on_cpu, is_denoiser=is_denoiser)
     if missing_kernels:
-        manifest.notes.append(_note_missing_kernels(missing_kernels, out_dtype))
+        manifest.notes.append(_note_missing_kernels(missing_kernels, norm_output_dtype))
     manifest.notes += _note_gpus_without_kernels(_find_gpus(model, device_type))
     # LoRA layers are fused first, because a gated MLP depends on whether its layers are fused
     adapters = fuse_lora(model, branch_fp32=branch_fp32)
@@ -160,11 +160,13 @@ def _place_ops(
     for path, module in model.named_modules():
         if is_4bit(module):
             manifest.entries.append(_place_4bit(path, module))
-        if not missing_kernels or (out_dtype is not None and norms.is_candidate(module)):
-            manifest.entries += _place_row_ops(path, module, out_dtype, saves_input=is_denoiser)
+        if not missing_kernels or (norm_output_dtype is not None and norms.is_candidate(module)):
+            manifest.entries += _place_row_ops(
+                path, module, norm_output_dtype, saves_input=is_denoiser
+            )
         if not missing_kernels:
             if is_denoiser:
-                manifest.entries += denoiser.place_denoiser_part(path, module, out_dtype)
+                manifest.entries += denoiser.place_denoiser_part(path, module, norm_output_dtype)
             else:
                 manifest.entries += _place_attention(path, module, tables, on_cpu)
             if layers.is_candidate(module):
@@ -183,7 +185,7 @@ def _place_ops(
     ]
     manifest.notes += base_notes(model, precision)
     if not on_cpu:
-        _check_triton_kernels(manifest, model, _find_gpus(model, device_type), out_dtype)
+        _check_triton_kernels(manifest, model, _find_gpus(model, device_type), norm_output_dtype)
     note_wrong_kernels(manifest)
     if not manifest.entries:
         manifest.notes.append("nothing in this model was recognised")
@@ -206,7 +208,7 @@ def _find_missing_kernels(model: nn.Module, *, on_cpu: bool, is_denoiser: bool) 
         return ""
     ops = [*COMMON_OPS]
     if is_denoiser:
-        ops += denoiser.OPS
+        ops += denoiser.KERNEL_FOLDERS
     reason = missing_kernels_reason(*ops)
     if any(map(experts.has_stacks, model.modules())):
         # called to load the kernels; without them the op uses PyTorch's products
@@ -214,9 +216,9 @@ def _find_missing_kernels(model: nn.Module, *, on_cpu: bool, is_denoiser: bool) 
     return reason
 
 
-def _note_missing_kernels(reason: str, out_dtype: torch.dtype | None) -> str:
+def _note_missing_kernels(reason: str, norm_output_dtype: torch.dtype | None) -> str:
     note = f"{reason}: norms, rotary, attention and gated MLPs are left to the model on this CPU"
-    if out_dtype is None:
+    if norm_output_dtype is None:
         return note
     return f"{note} but for norms, whose output is declared"
 
@@ -276,7 +278,9 @@ def _place_4bit(path: str, module: nn.Module) -> Placement:
     if path.endswith(".base_layer"):
         note = "for when the adapter's op does not run"
     reason = replacement_blocker(module)
-    return place_replacement("4-bit", path, module, reason, forward_4bit, "linear_4bit", note)
+    return place_replacement(
+        "4-bit", path, module, forward_4bit, "linear_4bit", settings_or_reason=reason, note=note
+    )
 
 
 def parse_precision(precision: Any) -> Any:
@@ -297,12 +301,12 @@ def parse_precision(precision: Any) -> Any:
 
 
 def _place_row_ops(
-    path: str, module: nn.Module, out_dtype: torch.dtype | None, *, saves_input: bool
+    path: str, module: nn.Module, norm_output_dtype: torch.dtype | None, *, saves_input: bool
 ) -> list[Placement]:
     if library_name(type(module)) in KERNEL_LIBRARIES:
         return [make_placement("foreign", path, module, None, str(foreign_kernel_reason(module)))]
     if norms.is_candidate(module):
-        return [norms.place_norm(path, module, out_dtype, saves_input=saves_input)]
+        return [norms.place_norm(path, module, norm_output_dtype, saves_input=saves_input)]
     if gated.is_candidate(module):
         return [gated.place_gated_mlp(path, module)]
     return []

@@ -32,7 +32,7 @@ from .instances import (
     replacement_blocker,
 )
 
-PLACE_KIND = "rotary"
+PART_NAME = "rotary"  # the value of `Placement.part`
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def place_rotary(
     pairs = None if reason or tables.form is None else recognise(original, tables.form)
     if pairs is None:
         return make_placement(
-            PLACE_KIND,
+            PART_NAME,
             path,
             module,
             None,
@@ -211,7 +211,7 @@ def place_rotary(
         "neighbours": "interleaved pairs",
         "neighbours to halves": "interleaved pairs, turned into halves",
     }
-    return make_placement(PLACE_KIND, path, module, "rope", note_by_pairs[pairs])
+    return make_placement(PART_NAME, path, module, "rope", note_by_pairs[pairs])
 
 
 def rotary_blocker(function_name: str, original: Callable[..., Any]) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..instance_method import get_settings, install_forward
+from ..instance_method import get_forward_settings, install_forward
 from ..ops import linear_log_probs
 from ..ops.backend import autocast_off
 
@@ -63,7 +63,7 @@ def find_trl_forward(model: nn.Module) -> Any | None:
 
 def find_fused_head(model: nn.Module) -> FusedHead | None:
     """Returns the fused head of this instance, or None if there is none."""
-    head = get_settings(model)
+    head = get_forward_settings(model)
     return head if isinstance(head, FusedHead) else None
 
 
@@ -100,7 +100,7 @@ def fused_head_forward(
     num_items_in_batch: Any = None,
     **kwargs: Any,
 ) -> Any:
-    head: FusedHead = get_settings(self)
+    head: FusedHead = get_forward_settings(self)
     reason = _fallback_reason(self, labels, shift_labels) if fused_lm_head else None
     if not fused_lm_head or reason:
         if reason:

@@ -373,15 +373,15 @@ class _CastOutput:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.narrows_to = dtype
+        self.cast_dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if (
             isinstance(output, Tensor)
             and output.is_floating_point()
-            and output.dtype != self.narrows_to
+            and output.dtype != self.cast_dtype
         ):
-            return output.to(self.narrows_to)
+            return output.to(self.cast_dtype)
         return output
 
 

@@ -64,8 +64,8 @@ class Resolved:
             json.dumps({"precision": self.text, "roles": self.precision.to_dict()}, indent=1) + "\n"
         )
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Returns (role, value, reason) for each role, in the order of the documentation. If the
+    def list_roles(self) -> list[tuple[str, str, str]]:
+        """Returns (role, dtype, reason) for each role, in the order of the documentation. If the
         precision declares them, "stochastic rounding" is added to the value of `trainable`, and
         "loss scaling" to the value of `compute`.
         """

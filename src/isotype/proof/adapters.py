@@ -19,7 +19,7 @@ from ..ops.tolerance import allowed_error, relative_error
 from ..optimize import optimize
 from ..precision import PRESETS
 from ..precision.apply import apply_precision
-from .parts import Row, Scale
+from .parts import ResultRow, Scale
 
 RANK = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -44,11 +44,11 @@ TINY_SIZES = SIZES_8B | {
 }
 
 
-def check_bf16_base(scale: Scale) -> Iterator[Row]:
+def check_bf16_base(scale: Scale) -> Iterator[ResultRow]:
     yield from _check_gradients(scale, "bf16-lora")
 
 
-def check_nf4_base(scale: Scale) -> Iterator[Row]:
+def check_nf4_base(scale: Scale) -> Iterator[ResultRow]:
     yield from _check_gradients(scale, "nf4-lora")
 
 
@@ -109,7 +109,7 @@ def add_adapters(model: Any) -> Any:
     return adapted.train()
 
 
-def _check_gradients(scale: Scale, preset: str) -> Iterator[Row]:
+def _check_gradients(scale: Scale, preset: str) -> Iterator[ResultRow]:
     sizes = TINY_SIZES if scale.is_tiny else SIZES_8B
     base = build_llama(sizes, scale.device)
     if preset == "nf4-lora":
@@ -135,7 +135,7 @@ def _compare_target(
     results: dict[str, Tensor],
     plain: dict[str, Tensor],
     truth: dict[str, Tensor],
-) -> Row:
+) -> ResultRow:
     names = [name for name in truth if f".{target}." in name]
     error = max(relative_error(results[name], truth[name]) for name in names)
     plain_error = max(relative_error(plain[name], truth[name]) for name in names)

@@ -11,10 +11,10 @@ from ..environment.hardware import detect
 from ..lora.kernel_cases import CASES as LORA_CASES
 from ..ops.kernel_cases import CASES
 from .card import supported_dtypes
-from .parts import Row, Scale
+from .parts import ResultRow, Scale
 
 
-def check_ops(scale: Scale) -> Iterator[Row]:
+def check_ops(scale: Scale) -> Iterator[ResultRow]:
     """Yields a row with the result for each op and each dtype."""
     dtype_names = supported_dtypes(detect(scale.device))
     device = torch.device(scale.device)
@@ -22,5 +22,5 @@ def check_ops(scale: Scale) -> Iterator[Row]:
         for dtype_name in dtype_names:
             dtype = to_torch(dtype_name)
             if case.supports(device, dtype):
-                row = case.check(device, dtype, is_tiny=scale.is_tiny)
-                yield {"name": f"{name}, {dtype_name}", **row}
+                result = case.check(device, dtype, is_tiny=scale.is_tiny)
+                yield {"name": f"{name}, {dtype_name}", **result}

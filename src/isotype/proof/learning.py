@@ -24,7 +24,7 @@ from ..model.adapter_settings import ADAPTER_FILE
 from ..runs.folder import RunFolder
 from ..training.callbacks import Callback, Moment
 from .card import supported_dtypes
-from .parts import Row, Scale
+from .parts import ResultRow, Scale
 
 MIN_SHARE = 0.7  # NF4 on a random base learns least: 0.83 on a CPU
 FULL_PRESETS = ("bf16-mixed", "bf16-pure", "fp16-mixed")
@@ -47,7 +47,7 @@ class _StopAt(Callback):
             raise KeyboardInterrupt
 
 
-def check_presets(scale: Scale) -> Iterator[Row]:
+def check_presets(scale: Scale) -> Iterator[ResultRow]:
     dtypes = supported_dtypes(detect(scale.device))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -68,7 +68,9 @@ def check_presets(scale: Scale) -> Iterator[Row]:
                 yield _check_preset(folder, scale, preset, is_lora, fp32_gain)
 
 
-def _check_preset(folder: Path, scale: Scale, preset: str, is_lora: bool, fp32_gain: float) -> Row:
+def _check_preset(
+    folder: Path, scale: Scale, preset: str, is_lora: bool, fp32_gain: float
+) -> ResultRow:
     run = _run(folder, scale, preset, is_lora=is_lora)
     losses = _losses(run)
     violations = len(RunFolder(run.folder).read_json("precision.json")["violations"])
@@ -82,7 +84,7 @@ def _check_preset(folder: Path, scale: Scale, preset: str, is_lora: bool, fp32_g
     }
 
 
-def check_resume(scale: Scale) -> Iterator[Row]:
+def check_resume(scale: Scale) -> Iterator[ResultRow]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder)

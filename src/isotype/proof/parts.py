@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeAlias
 
-Row: TypeAlias = dict[str, Any]
+ResultRow: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Part:
     max_seconds: int
     packages: tuple[str, ...] = ()
 
-    def load(self) -> Callable[[Scale], Iterator[Row]]:
+    def load(self) -> Callable[[Scale], Iterator[ResultRow]]:
         module, name = self.function.split(":")
-        function: Callable[[Scale], Iterator[Row]] = getattr(
+        function: Callable[[Scale], Iterator[ResultRow]] = getattr(
             import_module(f".{module}", __package__), name
         )
         return function

@@ -44,7 +44,7 @@ from .adapters import (
     quantise_to_nf4,
 )
 from .learning import write_model
-from .parts import Row, Scale
+from .parts import ResultRow, Scale
 
 Step = Callable[[], float]
 TOKENS = 2048
@@ -70,26 +70,26 @@ _ACTIVATIONS_OF_LAYER = int(1.5 * GiB)
 _LOGITS_BYTES = 4 * GiB
 
 
-def measure_half_billion(scale: Scale) -> Iterator[Row]:
+def measure_half_billion(scale: Scale) -> Iterator[ResultRow]:
     yield from _compare(scale, SIZES_HALF_BILLION, "bf16-lora", ("isotype", "peft"))
 
 
-def measure_8b(scale: Scale) -> Iterator[Row]:
+def measure_8b(scale: Scale) -> Iterator[ResultRow]:
     yield from _compare(scale, SIZES_8B_WITH_HEAD, "bf16-lora", ("isotype", "peft"))
 
 
-def measure_8b_nf4(scale: Scale) -> Iterator[Row]:
+def measure_8b_nf4(scale: Scale) -> Iterator[ResultRow]:
     yield from _compare(scale, SIZES_8B_WITH_HEAD, "nf4-lora", ("isotype", "peft"))
 
 
-def measure_unsloth(scale: Scale) -> Iterator[Row]:
+def measure_unsloth(scale: Scale) -> Iterator[ResultRow]:
     """Measures Unsloth. This runs in its own process, because Unsloth changes torch and
     transformers when it is imported.
     """
     yield from _compare(scale, SIZES_8B_WITH_HEAD, "nf4-lora", ("unsloth",))
 
 
-def measure_liger(scale: Scale) -> Iterator[Row]:
+def measure_liger(scale: Scale) -> Iterator[ResultRow]:
     """Measures Liger. This runs in its own process, because Liger replaces functions of
     transformers' modules.
     """
@@ -101,7 +101,7 @@ def measure_liger(scale: Scale) -> Iterator[Row]:
 
 def _compare(
     scale: Scale, sizes: dict[str, Any], preset: str, contenders: tuple[str, ...]
-) -> Iterator[Row]:
+) -> Iterator[ResultRow]:
     sizes = dict(TINY_SIZES) if scale.is_tiny else fitting_sizes(sizes, scale.device, preset)
     for contender in contenders:
         row = _measure(scale, sizes, preset, contender)
@@ -126,7 +126,7 @@ def fitting_sizes(sizes: dict[str, Any], device: str, preset: str) -> dict[str, 
     return sizes | {"num_hidden_layers": layers}
 
 
-def _measure(scale: Scale, sizes: dict[str, Any], preset: str, contender: str) -> Row:
+def _measure(scale: Scale, sizes: dict[str, Any], preset: str, contender: str) -> ResultRow:
     tokens = TINY_TOKENS if scale.is_tiny else TOKENS
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, sizes["vocab_size"], (tokens,), generator=generator)
@@ -155,7 +155,7 @@ def _measure(scale: Scale, sizes: dict[str, Any], preset: str, contender: str) -
         losses.append(step())
         _wait(is_gpu)
         seconds.append(time.perf_counter() - start)
-    row: Row = {
+    row: ResultRow = {
         "tokens": tokens,
         "ms": 1e3 * statistics.median(seconds),
         "losses": losses,
@@ -252,7 +252,7 @@ def _unsloth_step(sizes: dict[str, Any], ids: torch.Tensor) -> Step:
     return _autocast_step(model, ids.to("cuda"))
 
 
-def measure_memory(scale: Scale) -> Iterator[Row]:
+def measure_memory(scale: Scale) -> Iterator[ResultRow]:
     """Runs a few steps, and compares their memory with the plan of the same configuration."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -262,7 +262,7 @@ def _ask_kernels(
         return kernels, compiled, 0
     from ..doctor.kernels.calls import INPUTS_AS_GIVEN, check_wrapper, split_calls
     from ..doctor.kernels.checker import Report as KernelReport
-    from ..doctor.kernels.signature import Reach
+    from ..doctor.kernels.compile_inputs import Reach
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -35,7 +35,7 @@ from triton.language.extra import libdevice
 from triton.runtime import autotuner, jit
 from triton.runtime import interpreter as triton_interpreter
 
-from ..doctor.kernels.signature import require_triton
+from ..doctor.kernels.compile_inputs import require_triton
 
 Array = np.ndarray[Any, Any]
 Operation = Callable[..., Any]

@@ -29,7 +29,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ..wording import remove_control_characters
-from .task import Header, MetricNames, Sample
+from .task import HeaderRows, MetricNames, Sample
 
 # parts of the live line that are left out of a narrow terminal, the first one first
 _OPTIONAL_PARTS = ("changed ", "grad ", "lr ")
@@ -183,13 +183,13 @@ class RunConsole:
         self.console.print(Text(text), style=style)
         self._write_log(remove_control_characters(text))
 
-    def print_header(self, rows: Header) -> None:
+    def print_header(self, rows: HeaderRows) -> None:
         for label, text in rows:
             lines = _format_header_row(label, text)
             self._show_header_row(lines)
             self._write_log(lines)
 
-    def print_details(self, rows: Header, hint: Header) -> None:
+    def print_details(self, rows: HeaderRows, hint: HeaderRows) -> None:
         """Writes the details of the header to the log. With `--verbose`, also prints them.
 
         hint  the rows that are printed in place of the details

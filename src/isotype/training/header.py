@@ -23,7 +23,7 @@ from .memory.device import returns_freed_blocks
 from .memory.recomputation import NONE
 from .schedule import RunSchedule
 from .setup import Prepared, Trial
-from .task import Header, Task
+from .task import HeaderRows, Task
 
 
 def header_rows(
@@ -33,7 +33,7 @@ def header_rows(
     folder: RunFolder,
     world: World,
     trial: Trial,
-) -> Header:
+) -> HeaderRows:
     """Returns the rows of a run's header that are always shown. These rows describe the model, the
     data with an example, the precision, the memory, the time and the schedule.
 
@@ -58,26 +58,30 @@ def header_rows(
         ("precision", _summarise_precision(prepared.resolved, task.config.adapter)),
         ("", "\n".join(prepared.manifest.notes)),
         ("memory", _describe_memory(prepared, trial)),
+        # a run without recomputation says this in the details
         *([] if checkpointing.kind == NONE else [("recompute", str(checkpointing))]),
         ("time", _describe_time(task, schedule, trial)),
         (
             "schedule",
             (
                 f"{pluralise(schedule.total, 'step')} of {train.batch_size} x {train.accumulate}"
-                f" {task.metric_names.row}s, learning rate {train.learning_rate:g} {train.schedule}"
+                f" {task.metric_names.row_noun}s, learning rate {train.learning_rate:g} {train.schedule}"
             ),
         ),
-        ("", schedule.describe_evaluation(task.metric_names.row)),
-        *[("warning", f"{f.code} {f.message}; {f.fix}") for f in prepared.resolved.warnings],
+        ("", schedule.describe_evaluation(task.metric_names.row_noun)),
+        *[
+            ("warning", f"{warning.code} {warning.message}; {warning.fix}")
+            for warning in prepared.resolved.warnings
+        ],
     ]
     return [(label, text) for label, text in rows if text]
 
 
-def detail_rows(task: Task, prepared: Prepared) -> Header:
+def detail_rows(task: Task, prepared: Prepared) -> HeaderRows:
     """Returns the rows that are printed only with `--verbose`. The log always contains them. They
-    show the dtype of each kind of tensor (weights, gradients, ...) and the reason for the precision
-    preset. They also show the sources of the data, the ops in each part of the model, the attention
-    implementation and the recomputation.
+    show the dtype of each role (the base weights, the trainable weights, the gradients and so on)
+    and the reason for the precision preset. They also show the sources of the data, the ops in each
+    part of the model, the attention implementation and the recomputation.
     """
     resolved = prepared.resolved
     checkpointing = prepared.checkpointing
@@ -88,12 +92,14 @@ def detail_rows(task: Task, prepared: Prepared) -> Header:
         device_type=prepared.device.type,
     )
     if returns_freed_blocks():
-        memory_text = "freed memory is given back at once, since it may become scarce"
+        memory_text = (
+            "freed memory is given back to the system at once, because little memory may be left"
+        )
     else:
         memory_text = ""
     rows = [
         ("precision", f"{resolved.text}  ({resolved.preset_reason})"),
-        ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.rows())),
+        ("", "  ".join(f"{role} {value}" for role, value, _ in resolved.list_roles())),
         *task.header_details(),
         ("ops", "\n".join(prepared.manifest.lines())),
         ("attention", attention_text),
@@ -103,11 +109,16 @@ def detail_rows(task: Task, prepared: Prepared) -> Header:
     return [(label, text) for label, text in rows if text]
 
 
-def details_hint(folder: RunFolder) -> Header:
+def details_hint(folder: RunFolder) -> HeaderRows:
     """Returns a row that says where to find the details. This row is shown if the header itself
     does not contain the details.
     """
-    return [("details", f"dtype of each role, ops, layers: {folder.path / LOG}, or --verbose")]
+    return [
+        (
+            "details",
+            f"dtype of weights, gradients and the rest, ops, layers: {folder.path / LOG}, or --verbose",
+        )
+    ]
 
 
 def _describe_adapter(adapter: AdapterSection) -> str:
@@ -120,7 +131,7 @@ def _summarise_precision(resolved: Resolved, adapter: AdapterSection) -> str:
     """Returns the precision in one line. If `auto` chose the precision, the line says this, but the
     reason for the choice is shown only with the details.
     """
-    values = {role: value for role, value, _ in resolved.rows()}
+    values = {role: value for role, value, _ in resolved.list_roles()}
     source = " (auto)" if resolved.preset_reason.startswith("auto") else ""
     base_text = "" if adapter.kind == "none" else f"base {values['base']}, "
     return (
@@ -145,22 +156,26 @@ def _describe_memory(prepared: Prepared, trial: Trial) -> str:
 
 
 def _describe_time(task: Task, schedule: RunSchedule, trial: Trial) -> str:
-    """Returns a text with an upper estimate of the run's time. It is the time of the steps, the
-    evaluations, the samples and the check of the result if all rows were as long as the longest
-    row. Returns "" if no batch was timed.
+    """Returns a text with an upper estimate of the run's time, or "" if no batch was timed. The
+    estimate is a sum of the times for the steps, the evaluations, the samples and the check of the
+    result. It assumes that every row is as long as the longest row.
     """
     if trial.batch_seconds is None:
         return ""
     parts = part_seconds(task, schedule, trial.batch_seconds, trial.sample_seconds or 0.0)
     is_complete = trial.sample_seconds is not None or not task.samples or not schedule.sample_every
-    limit_text = "" if is_complete else " without samples"
+    omission_text = "" if is_complete else " without samples"
     return (
-        f"about {format_duration(sum(parts.values()))}{limit_text}: {format_parts(parts)};"
+        f"about {format_duration(sum(parts.values()))}{omission_text}: {format_parts(parts)};"
         f" a batch of the longest rows takes {trial.batch_seconds:.2g} s"
     )
 
 
-def _processes_row(world: World, prepared: Prepared, kind: str) -> list[tuple[str, str]]:
+def _processes_row(world: World, prepared: Prepared, kind: str) -> HeaderRows:
+    """Returns the row about the processes of the run, or no row for a single process.
+
+    kind  the value of the setting `parallel.kind`
+    """
     if world.size == 1:
         if kind in ("shard", "hybrid"):
             return [("processes", f"1: parallel.kind: {kind} has no effect")]
@@ -188,7 +203,7 @@ def attention_line(
     model, it lists the attention back ends of the layers. Returns "" if the attention
     implementation is not known.
 
-    implementation  `model.attention`
+    implementation  the value of the setting `model.attention`
     """
     return attention_of_transformers(model, implementation) or joint_attention.describe_backends(
         model, precision.compute, device_type=device_type

@@ -117,7 +117,7 @@ class Plan:
         preset_reason = self.resolved.preset_reason
         roles = [
             (role, value, "" if preset_reason.startswith(reason) else reason)
-            for role, value, reason in self.resolved.rows()
+            for role, value, reason in self.resolved.list_roles()
         ]
         name_width = max(10, *(len(role) + 1 for role, _, _ in roles))
         value_width = max(len(value) for _, value, _ in roles)
@@ -307,7 +307,7 @@ def plan_run(
             eval_rows=task.eval_rows,
             stream=config.data.stream,
             samples=task.samples,
-            row_name=task.metric_names.row,
+            row_name=task.metric_names.row_noun,
         ),
         memory=memory,
         checkpointing=checkpointing,
@@ -323,7 +323,7 @@ def plan_run(
             flops=step_outline.block_flops,
         ),
         notes=tuple(notes),
-        row_name=task.metric_names.row,
+        row_name=task.metric_names.row_noun,
     )
 
 

@@ -27,7 +27,7 @@ from ..precision.precision import Precision
 from ..runs.checkpoint.snapshot import random_state, restore_random_state, seed_generators
 
 Row = TypeVar("Row", covariant=True)
-Header = list[tuple[str, str]]  # rows of a label and a text
+HeaderRows = list[tuple[str, str]]  # rows of a label and a text
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class MetricNames:
     unit: str
     """The abbreviation of a unit, for the live line: `tok`."""
     weight: str
-    row: str = "row"
-    """The word for a row of the data."""
+    row_noun: str = "row"
+    """The word in messages for a row of the data, such as `row` or `pair`."""
     eval_weight: str = ""
     """The key of an evaluation's weight in metrics.jsonl; empty where it is `units`."""
     measures: tuple[str, ...] = ()
@@ -366,7 +366,7 @@ class Task(Protocol):
 
     def prepare_training(
         self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
-    ) -> Header:
+    ) -> HeaderRows:
         """Is called once at the start of a run, after the model is built and before a checkpoint is
         restored. For example, it computes the reference log-probabilities of preference pairs.
         Returns rows for the header. Raises UsageError.
@@ -482,12 +482,12 @@ class Task(Protocol):
 
     # what is shown and recorded
 
-    def header(self) -> Header:
+    def header(self) -> HeaderRows:
         """Returns the rows about the data for the run's header. The rows show the amount of data,
         what the model learns from one example, and warnings about the data.
         """
 
-    def header_details(self) -> Header:
+    def header_details(self) -> HeaderRows:
         """Returns rows about the data that are shown only with `--verbose` and in the log."""
 
     def records(self) -> Mapping[str, Any]:

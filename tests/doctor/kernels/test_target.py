@@ -135,7 +135,7 @@ def test_folder_with_files_that_cannot_be_imported(tmp_path: Path) -> None:
 def test_an_unsupported_triton_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signature, "version", lambda name: "3.2.0")
     with pytest.raises(
-        UsageError, match=r"Triton 3\.2\.0 is installed; Isotype reads Triton 3\.4 to 3\.9"
+        UsageError, match=r"Triton 3\.2\.0 is installed; Isotype supports Triton 3\.4 to 3\.9"
     ):
         check(fault_kernels.branch_else)
 

@@ -47,7 +47,7 @@ def test_eval_takes_other_pictures_and_does_not_depend_on_the_batch(run, studio)
     other = json.loads(
         ask("eval", run, studio.pictures, "--batch-size", 5, "--json").splitlines()[-1]
     )
-    assert (said["rows"], said["taken"], set(said["parts"])) == (
+    assert (said["rows"], said["weights"], set(said["parts"])) == (
         12,
         "adapter",
         {"t0_500", "t500_1000"},

@@ -13,7 +13,7 @@ from PIL import Image
 
 from isotype.config.schema import ImagesSection
 from isotype.errors import UsageError
-from tests.api import Size, Window, collect_pictures, pixels, readable_phone_formats
+from tests.api import Size, Window, collect_pictures, read_pixels, register_phone_formats
 from tests.tasks.diffusion.models import draw
 
 
@@ -86,9 +86,9 @@ def phone_folder(folder, way):
 def without_heif(monkeypatch):
     """As where pillow-heif is not installed."""
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    readable_phone_formats.cache_clear()
+    register_phone_formats.cache_clear()
     yield
-    readable_phone_formats.cache_clear()
+    register_phone_formats.cache_clear()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -105,7 +105,7 @@ def test_no_picture_of_a_phone_vanishes_wherever_captions_come_from(tmp_path, wa
     made = gathered(**settings)
     assert len(made.train) == 5
     assert all(
-        pixels(p.content.read(), Window(Size(32, 32))).shape == (3, 32, 32)
+        read_pixels(p.content.read(), Window(Size(32, 32))).shape == (3, 32, 32)
         for p in made.all_pictures
     )
     (line,) = made.other_file_lines()
@@ -125,7 +125,7 @@ def test_the_first_picture_of_several_in_a_file_is_read(tmp_path):
     content = (tmp_path / "a.mpo").read_bytes()
     with Image.open(io.BytesIO(content)) as opened:
         assert (opened.format, opened.n_frames) == ("MPO", 2)
-    red, _, blue = pixels(content, Window(Size(32, 32))).mean((1, 2))
+    red, _, blue = read_pixels(content, Window(Size(32, 32))).mean((1, 2))
     assert red > 0.9
     assert blue < -0.9
 
@@ -133,10 +133,10 @@ def test_the_first_picture_of_several_in_a_file_is_read(tmp_path):
 def test_heic_is_read_where_pillow_heif_is(tmp_path):
     heif = pytest.importorskip("pillow_heif")
     heif.register_heif_opener()
-    readable_phone_formats.cache_clear()
+    register_phone_formats.cache_clear()
     picture(tmp_path / "a.heic")
     made = gathered(train=[{"name": str(tmp_path), "caption": "a dog"}])
-    assert pixels(made.train[0].content.read(), Window(Size(32, 32))).shape == (3, 32, 32)
+    assert read_pixels(made.train[0].content.read(), Window(Size(32, 32))).shape == (3, 32, 32)
 
 
 TABLE = [("a.png", "a red circle"), ("a.png", "a disc"), ("b.png", "a green square")]

@@ -30,9 +30,9 @@ from tests.api import (
     bucket_sizes,
     collect_pictures,
     displayed_size,
-    mask_pixels,
-    pixels,
-    readable_phone_formats,
+    read_mask_pixels,
+    read_pixels,
+    register_phone_formats,
 )
 from tests.tasks.diffusion.models import built, draw, encoded, refused
 from tests.tasks.diffusion.test_families import data_of
@@ -221,7 +221,7 @@ def test_captions_beyond_the_encoder_are_counted_and_the_first_is_shown(
 
 def test_a_bad_picture_is_named_with_what_it_is(drawn, studio, tmp_path, subtests, monkeypatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    readable_phone_formats.cache_clear()
+    register_phone_formats.cache_clear()
     for i, (name, content, said) in enumerate((
         ("a.png", b"", "an empty file"),
         ("a.jpg", b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic", "a HEIC picture: pip install pillow-heif reads it"),
@@ -458,11 +458,11 @@ def saved(image, tmp_path, suffix=".png", **settings) -> bytes:
 
 
 def test_pictures_come_out_as_a_viewer_shows_them(tmp_path):
-    plain = pixels(saved(Image.new("RGB", (16, 16), (255, 0, 0)), tmp_path), square(16))
+    plain = read_pixels(saved(Image.new("RGB", (16, 16), (255, 0, 0)), tmp_path), square(16))
     assert plain[:, 0, 0].tolist() == [1.0, -1.0, -1.0]
-    clear = pixels(saved(Image.new("RGBA", (16, 16), (255, 0, 0, 0)), tmp_path), square(16))
+    clear = read_pixels(saved(Image.new("RGBA", (16, 16), (255, 0, 0, 0)), tmp_path), square(16))
     assert clear.min() == 1.0
-    deep = pixels(
+    deep = read_pixels(
         saved(Image.fromarray(np.full((16, 16), 32768, dtype=np.uint16)), tmp_path), square(16)
     )
     assert abs(float(deep.mean())) < 0.01
@@ -470,14 +470,14 @@ def test_pictures_come_out_as_a_viewer_shows_them(tmp_path):
     halves.paste((0, 0, 0), (0, 0, 16, 16))
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees clockwise: the left half is shown on top
-    turned = pixels(saved(halves, tmp_path, ".png", exif=exif), square(16))
+    turned = read_pixels(saved(halves, tmp_path, ".png", exif=exif), square(16))
     assert turned[:, 0].mean() < -0.9 < 0.9 < turned[:, -1].mean()
-    cmyk = pixels(
+    cmyk = read_pixels(
         saved(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), tmp_path, ".jpg"), square(16)
     )
     assert cmyk[0].mean() > 0.8 > -0.8 > cmyk[1].mean()
     with pytest.raises(BadPicture, match="an empty file"):
-        pixels(b"", square(16))
+        read_pixels(b"", square(16))
 
 
 def profile_with_red_and_green_exchanged() -> bytes:
@@ -493,12 +493,12 @@ def profile_with_red_and_green_exchanged() -> bytes:
 def test_colours_are_those_of_the_pictures_profile(tmp_path, mode):
     image = Image.new("RGB", (16, 16), (255, 0, 0)).convert(mode)
     odd = saved(image, tmp_path, ".png", icc_profile=profile_with_red_and_green_exchanged())
-    colour = pixels(odd, square(16))[:, 0, 0]
+    colour = read_pixels(odd, square(16))[:, 0, 0]
     torch.testing.assert_close(colour, torch.tensor([-1.0, 1.0, -1.0]), atol=0.02, rtol=0)
     srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     for profile in (srgb, b"no profile"):
         plain = saved(image, tmp_path, ".png", icc_profile=profile)
-        assert pixels(plain, square(16))[:, 0, 0].tolist() == [1.0, -1.0, -1.0]
+        assert read_pixels(plain, square(16))[:, 0, 0].tolist() == [1.0, -1.0, -1.0]
 
 
 # --- Aspect buckets and the windows that are kept of a picture.
@@ -516,18 +516,25 @@ def test_buckets_have_about_the_squares_area():
         assert max(size.height, size.width) <= 2 * min(size.height, size.width)
 
 
+def test_a_size_is_written_as_it_is_read():
+    """A user who copies a size from the output into a setting gets the same picture."""
+    assert str(Size(height=832, width=1216)) == "1216 x 832"
+    for size in bucket_sizes(512, max_aspect=3.0, multiple=16):
+        assert Size.parse(str(size)) == size
+
+
 def test_a_window_is_cut_where_it_says(tmp_path):
     wide = draw("circle", "red").resize((64, 32)).crop((0, 0, 64, 32))
     wide.paste((0, 0, 0), (0, 0, 32, 32))
     content = saved(wide, tmp_path)
     assert displayed_size(content) == (64, 32)
     size = Size(16, 16)
-    assert float(pixels(content, Window(size, x_share=0.0)).max()) < -0.8
-    assert float(pixels(content, Window(size, x_share=1.0))[:, 0, 0].min()) > 0.8
-    assert pixels(content, Window(Size(16, 32))).shape == (3, 16, 32)
-    assert float(mask_pixels(content, Window(size, x_share=1.0))[0, 0, 0]) > 0.8
+    assert float(read_pixels(content, Window(size, x_share=0.0)).max()) < -0.8
+    assert float(read_pixels(content, Window(size, x_share=1.0))[:, 0, 0].min()) > 0.8
+    assert read_pixels(content, Window(Size(16, 32))).shape == (3, 16, 32)
+    assert float(read_mask_pixels(content, Window(size, x_share=1.0))[0, 0, 0]) > 0.8
     with pytest.raises(BadPicture, match="black all over"):
-        mask_pixels(saved(Image.new("RGB", (8, 8)), tmp_path), Window(size))
+        read_mask_pixels(saved(Image.new("RGB", (8, 8)), tmp_path), Window(size))
 
 
 def rows(*sizes: int) -> list[Row]:

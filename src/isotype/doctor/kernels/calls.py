@@ -26,8 +26,7 @@ from ...dtypes import format_dtype, to_torch
 from ...finding import Severity, sort_findings
 from ...wording import pluralise
 from .checker import Report, check, check_combinations
-from .offsets import LaunchShape
-from .signature import (
+from .compile_inputs import (
     DEFAULT_TARGET,
     OPTION_NAMES,
     Combination,
@@ -37,6 +36,7 @@ from .signature import (
     read_configuration,
     require_triton,
 )
+from .offsets import LaunchShape
 from .simulated_gpu import simulate_gpu
 
 # per autotuned kernel; the first configurations differ as much from each other as the later ones

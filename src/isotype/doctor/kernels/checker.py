@@ -19,12 +19,7 @@ from typing import Any
 
 from ...errors import UsageError
 from ...finding import Finding, Place, Severity, join_names
-from .failures import diagnose, find_low_precision_sums
-from .infer import infer_combinations
-from .observe import Fault, Observation, observe
-from .offsets import LaunchShape, find_offset_overflows
-from .python_floats import add_fp64_combinations, drop_repeated_failures, find_fp64_blocks
-from .signature import (
+from .compile_inputs import (
     DEFAULT_TARGET,
     Combination,
     Reach,
@@ -38,6 +33,11 @@ from .signature import (
     target_name,
     unwrap_kernel,
 )
+from .failures import diagnose, find_low_precision_sums
+from .infer import infer_combinations
+from .observe import Fault, Observation, observe
+from .offsets import LaunchShape, find_offset_overflows
+from .python_floats import add_fp64_combinations, drop_repeated_failures, find_fp64_blocks
 
 
 @dataclass

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...dtypes import parse
-from .observe import call_name
-from .signature import (
+from .compile_inputs import (
     Combination,
     Reach,
     UnwrappedKernel,
@@ -28,6 +27,7 @@ from .signature import (
     remove_duplicates,
     unwrap_kernel,
 )
+from .observe import call_name
 
 _POINTER_TYPES = {
     "int64": "*i64",

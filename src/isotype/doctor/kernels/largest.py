@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from .calls import Launch, call_function, split_calls, trap_launches
 from .checker import Report, build_offset_findings
+from .compile_inputs import DEFAULT_TARGET, parse_target
 from .observe import observe
 from .offsets import MAX_INT32
-from .signature import DEFAULT_TARGET, parse_target
 from .simulated_gpu import simulate_gpu
 
 MAX_REASON = 300

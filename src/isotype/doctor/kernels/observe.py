@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 from ...finding import Severity
-from .signature import FLOATS, Combination, target_name
+from .compile_inputs import FLOATS, Combination, target_name
 
 
 @dataclass

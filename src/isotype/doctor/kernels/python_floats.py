@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ...finding import Severity, join_names
+from .compile_inputs import Combination, Reach
 from .observe import Fault, Frame, Observation, find_names
-from .signature import Combination, Reach
 
 LABEL = "with fp64 scalars"
 

@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .signature import shared_bytes
+from .compile_inputs import shared_bytes
 
 _CUDA = torch.device("cuda:0")
 _ZEROED_FUNCTIONS = {

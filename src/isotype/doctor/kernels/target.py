@@ -17,9 +17,7 @@ from ...finding import Finding, Severity
 from ..loading import convert_import_errors, get_member, load_module, required_parameters
 from .calls import WrapperCalls, check_wrapper, split_calls, trap_launches
 from .checker import Report, check
-from .infer import returns_value
-from .largest import check_largest
-from .signature import (
+from .compile_inputs import (
     DEFAULT_TARGET,
     Reach,
     is_kernel,
@@ -27,6 +25,8 @@ from .signature import (
     require_triton,
     unwrap_kernel,
 )
+from .infer import returns_value
+from .largest import check_largest
 from .simulated_gpu import simulate_gpu
 
 

@@ -33,10 +33,13 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 class StoredTensor:
     """A tensor of a file.
 
-    dtype      Isotype's name of the dtype, or the kind of blocks in a GGUF file, such as `Q4_K`
-    shape      the shape in the file; for GGUF blocks, the shape of the values
-    offset     the position of its first byte in the file
-    row_bytes  the bytes of one row of GGUF blocks; 0 for other tensors
+    dtype       Isotype's name of the dtype (`bf16`); for a tensor of a GGUF file, the kind as ggml
+                writes it, such as `BF16` or the kind of blocks `Q4_K`
+    shape       the shape in the file; for GGUF blocks, the shape of the values
+    offset      the position of its first byte in the file
+    size_bytes  the number of bytes of the tensor in the file
+    row_bytes   the number of bytes of one row in a GGUF file; 0 in other files, and for kinds that
+                cannot be decoded
     """
 
     name: str
@@ -44,7 +47,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     file: Path
     offset: int
-    size: int
+    size_bytes: int
     row_bytes: int = 0
 
     @property

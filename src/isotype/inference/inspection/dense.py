@@ -24,7 +24,7 @@ from ...errors import UsageError
 from ...model.adapter import load_adapter
 from ...model.adapter_settings import ADAPTER_CONFIG_FILE
 from ...model.architecture import auto_class
-from ...ops.packed import widen
+from ...ops.packed import dequantise_packed
 from ...ops.packed.recognise import TORCHAO_NAMES, build_state, recognise_layout
 from ...precision.apply import weight_shape
 from ...precision.packing import Packing
@@ -248,7 +248,7 @@ def _read_packed(
     layout = recognise_layout(owner, tensor_headers(used), packing, shape)
     tensors = {TORCHAO_NAMES.get(name, name): _read_stored(tensor) for name, tensor in used.items()}
     state = build_state(owner, layout, packing.dtype_name, tensors)
-    return widen(tensors[layout.packed_tensor[0]], state, torch.float32)
+    return dequantise_packed(tensors[layout.packed_tensor[0]], state, torch.float32)
 
 
 def _read_nf4_state(tensor: StoredTensor) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def _read_nf4(parts: Mapping[str, StoredTensor]) -> Tensor:
         if name.startswith("weight.")
     }
     state = QuantState.from_dict(tensors, device=torch.device("cpu"))
-    return widen(_read_stored(parts["weight"]), state, torch.float32)
+    return dequantise_packed(_read_stored(parts["weight"]), state, torch.float32)
 
 
 # --- adapters

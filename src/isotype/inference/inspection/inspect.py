@@ -124,13 +124,17 @@ def _ask_transformers(inspection: Inspection) -> None:
 
 def have_same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
     """Returns True if two tensors have the same dtype, shape and content."""
-    if (first.dtype, first.shape, first.size) != (second.dtype, second.shape, second.size):
+    if (first.dtype, first.shape, first.size_bytes) != (
+        second.dtype,
+        second.shape,
+        second.size_bytes,
+    ):
         return False
     with first.file.open("rb") as first_file, second.file.open("rb") as second_file:
         first_file.seek(first.offset)
         second_file.seek(second.offset)
-        for start in range(0, first.size, _COMPARED_BYTES):
-            count = min(_COMPARED_BYTES, first.size - start)
+        for start in range(0, first.size_bytes, _COMPARED_BYTES):
+            count = min(_COMPARED_BYTES, first.size_bytes - start)
             if first_file.read(count) != second_file.read(count):
                 return False
     return True

@@ -37,7 +37,7 @@ class TensorGroup:
 
     @property
     def size(self) -> int:
-        return sum(tensor.size for tensor in self.tensors)
+        return sum(tensor.size_bytes for tensor in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         result = {
@@ -77,7 +77,7 @@ def report_lines(inspection: Inspection, *, is_verbose: bool = False) -> list[st
         ]
     else:
         groups = group_tensors(tensors.values(), facts.ranges)
-    total = sum(tensor.size for tensor in tensors.values())
+    total = sum(tensor.size_bytes for tensor in tensors.values())
     files = pluralise(len(facts.checkpoint.files), "file")
     lines = [
         _line(_label(facts), _describe_path(facts)),
@@ -221,7 +221,7 @@ def report_json(inspection: Inspection, *, is_verbose: bool = False) -> dict[str
     result: dict[str, Any] = {
         "path": str(checkpoint.path),
         "kind": checkpoint.kind,
-        "bytes": sum(tensor.size for tensor in checkpoint.tensors.values()),
+        "bytes": sum(tensor.size_bytes for tensor in checkpoint.tensors.values()),
         "tensors": [group.to_json() for group in groups],
         "values": asdict(sum(facts.ranges.values(), ValueRange())),
         "readers": inspection.readers,
@@ -254,6 +254,6 @@ def _tensor_json(tensor: StoredTensor, values: ValueRange | None) -> dict[str, A
         "dtype": tensor.dtype,
         "shape": list(tensor.shape),
         "file": tensor.file.name,
-        "bytes": tensor.size,
+        "bytes": tensor.size_bytes,
         "values": None if values is None else asdict(values),
     }

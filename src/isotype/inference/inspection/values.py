@@ -1,6 +1,6 @@
-"""Measures the values of a tensor of a file: how many are not finite or zero, how large they are, and
-what a cast to fp16 would lose. A tensor is read in parts, so that the memory that is needed does not
-depend on its size. Imports no torch, except for the blocks of GGUF files.
+"""Measures the range of the values of a tensor in a file: how many are not finite or zero, how large
+they are, and what a cast to fp16 would lose. A tensor is read in parts, so that the memory that is
+needed does not depend on its size. Imports no torch, except for the blocks of GGUF files.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from .checkpoint import StoredTensor
 
 _CHUNK_BYTES = 4 << 20
 _Array = np.ndarray[Any, Any]
-# values from here on become infinite in fp16, because they are rounded to the next power of two
+# values of this size and larger become infinite in fp16. The largest fp16 number is 65504, and
+# 65520 is halfway to the number that would follow it, 65536
 _FP16_OVERFLOW = 65520.0
 _FP16_SMALLEST_NORMAL = 2.0**-14
-_FP16_ZERO = 2.0**-25  # values up to here become zero
-# the last two bytes of an fp32 number, which are zero if the number is a bf16 number
-_BF16_REST = np.uint32(0xFFFF)
+_FP16_ZERO = 2.0**-25  # values of this size and smaller become zero in fp16
+# the bits of an fp32 number that bf16 does not have; they are zero if the number is a bf16 number
+_BITS_BEYOND_BF16 = np.uint32(0xFFFF)
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class ValueRange:
     overflow     values that become infinite in fp16
     subnormal    values that lose bits in fp16, because they are below its normal range
     vanishing    values that become zero in fp16
-    only_bf16    whether every value is a bf16 number
-    only_fp16    whether every value is an fp16 number
+    only_bf16    whether every value is a number that bf16 can store; False if there is a NaN
+    only_fp16    whether every value is a number that fp16 can store; False if there is a NaN
     """
 
     count: int = 0
@@ -66,8 +67,9 @@ class ValueRange:
 
 
 def measure_values(tensor: StoredTensor) -> ValueRange | None:
-    """Returns the range of a tensor's values; None for integers and for kinds of blocks that are not
-    decoded. The values of quantised numbers are those before their scales are applied.
+    """Returns the range of a tensor's values. Returns None for integers, and for GGUF blocks of a
+    kind that Isotype cannot decode. For fp8 numbers, the scales, which are other tensors of the
+    file, are not applied.
 
     Raises  OSError if the file cannot be read
     """
@@ -83,16 +85,17 @@ def measure_values(tensor: StoredTensor) -> ValueRange | None:
 
 
 def read_values(tensor: StoredTensor) -> Iterator[_Array] | None:
-    """Returns the values of a tensor in parts, as fp32 or fp64; None for integers and for kinds of
-    blocks that are not decoded.
+    """Returns the values of a tensor in parts, as fp32 or fp64. Returns None for integers, and for
+    GGUF blocks of a kind that Isotype cannot decode.
     """
-    if tensor.row_bytes and tensor.dtype not in _FLOATS:
-        return _read_blocks(tensor)
     if tensor.dtype in _CODE_TABLES or tensor.dtype in _FLOATS:
         return _read_floats(tensor)
+    if tensor.row_bytes:
+        return _read_blocks(tensor)
     return None
 
 
+# dtypes that numpy reads directly. The names in upper case are those of GGUF files
 _FLOATS = {"fp32": np.float32, "fp64": np.float64, "F32": np.float32, "F64": np.float64}
 
 
@@ -105,7 +108,7 @@ def _read_floats(tensor: StoredTensor) -> Iterator[_Array]:
 
 def _read_chunks(tensor: StoredTensor, dtype: np.dtype[Any]) -> Iterator[_Array]:
     """Yields the numbers of a tensor as the file stores them."""
-    remaining = tensor.size // dtype.itemsize
+    remaining = tensor.size_bytes // dtype.itemsize
     with tensor.file.open("rb") as file:
         file.seek(tensor.offset)
         while remaining:
@@ -127,10 +130,11 @@ def _read_blocks(tensor: StoredTensor) -> Iterator[_Array]:
     from ...ops.packed.ggml import BLOCKS, decode_blocks
 
     assert tensor.dtype in BLOCKS
+    # decoded to fp32, 4 bits take 8 times as much memory
     rows = max(1, _CHUNK_BYTES // (8 * tensor.row_bytes))
     with tensor.file.open("rb") as file:
         file.seek(tensor.offset)
-        remaining = tensor.size // tensor.row_bytes
+        remaining = tensor.size_bytes // tensor.row_bytes
         while remaining:
             count = min(rows, remaining)
             content = bytearray(file.read(count * tensor.row_bytes))
@@ -142,37 +146,47 @@ def _read_blocks(tensor: StoredTensor) -> Iterator[_Array]:
 
 def _measure_chunk(values: _Array) -> ValueRange:
     """Measures fp32 or fp64 values."""
-    sizes = np.abs(values)
-    is_finite = np.isfinite(sizes)
-    nan = int(np.isnan(sizes).sum())
+    magnitudes = np.abs(values)
+    is_finite = np.isfinite(magnitudes)
+    nan = int(np.isnan(magnitudes).sum())
     not_finite = values.size - int(is_finite.sum())
     if not_finite:
-        sizes = sizes[is_finite]
-    zero = int((sizes == 0).sum())
-    vanishing = int((sizes <= _FP16_ZERO).sum()) - zero
-    small = int((sizes < _FP16_SMALLEST_NORMAL).sum())
-    with np.errstate(over="ignore", invalid="ignore"):
-        narrow = values.astype(np.float32)
-        only_fp16 = bool(np.array_equal(narrow.astype(np.float16).astype(values.dtype), values))
-    only_bf16 = bool((narrow == values).all() and not (narrow.view(np.uint32) & _BF16_REST).any())
+        magnitudes = magnitudes[is_finite]
+    zero = int((magnitudes == 0).sum())
+    vanishing = int((magnitudes <= _FP16_ZERO).sum()) - zero
+    small = int((magnitudes < _FP16_SMALLEST_NORMAL).sum())
     return ValueRange(
         count=values.size,
         nan=nan,
         infinite=not_finite - nan,
         zero=zero,
-        largest=float(sizes.max(initial=0.0)),
-        overflow=int((sizes >= _FP16_OVERFLOW).sum()),
+        largest=float(magnitudes.max(initial=0.0)),
+        overflow=int((magnitudes >= _FP16_OVERFLOW).sum()),
         subnormal=small - zero - vanishing,
         vanishing=vanishing,
-        only_bf16=only_bf16,
-        only_fp16=only_fp16,
+        only_bf16=_are_all_bf16(values),
+        only_fp16=_are_all_fp16(values),
     )
+
+
+def _are_all_bf16(values: _Array) -> bool:
+    """Whether bf16 can store every value. Returns False if there is a NaN."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = values.astype(np.float32)
+    return bool((narrow == values).all() and not (narrow.view(np.uint32) & _BITS_BEYOND_BF16).any())
+
+
+def _are_all_fp16(values: _Array) -> bool:
+    """Whether fp16 can store every value. Returns False if there is a NaN."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = values.astype(np.float16)
+    return bool((narrow == values).all())
 
 
 def _measure_codes(tensor: StoredTensor) -> ValueRange:
     """Measures a tensor of 8-bit or 16-bit values. It counts how often each of the 256 or 65,536
-    possible bit patterns occurs, and then converts only these patterns to numbers. This is several
-    times as fast as converting every value.
+    possible bit patterns (codes) occurs, and then converts only these patterns to numbers. This is
+    several times as fast as converting every value.
     """
     table = _CODE_TABLES[tensor.dtype]
     counts = np.zeros(len(table), dtype=np.int64)
@@ -180,32 +194,33 @@ def _measure_codes(tensor: StoredTensor) -> ValueRange:
         counts += np.bincount(chunk, minlength=len(table))
     values = table[counts > 0]
     counts = counts[counts > 0]
-    sizes = np.abs(values)
-    is_finite = np.isfinite(sizes)
-    is_zero = sizes == 0
-    is_vanishing = (sizes <= _FP16_ZERO) & ~is_zero
-    is_small = sizes < _FP16_SMALLEST_NORMAL
+    magnitudes = np.abs(values)
+    is_finite = np.isfinite(magnitudes)
+    is_zero = magnitudes == 0
+    is_vanishing = (magnitudes <= _FP16_ZERO) & ~is_zero
+    is_small = magnitudes < _FP16_SMALLEST_NORMAL
     return ValueRange(
         count=int(counts.sum()),
-        nan=int(counts[np.isnan(sizes)].sum()),
-        infinite=int(counts[np.isinf(sizes)].sum()),
+        nan=int(counts[np.isnan(magnitudes)].sum()),
+        infinite=int(counts[np.isinf(magnitudes)].sum()),
         zero=int(counts[is_zero].sum()),
-        largest=float(sizes[is_finite].max(initial=0.0)),
-        overflow=int(counts[(sizes >= _FP16_OVERFLOW) & is_finite].sum()),
+        largest=float(magnitudes[is_finite].max(initial=0.0)),
+        overflow=int(counts[(magnitudes >= _FP16_OVERFLOW) & is_finite].sum()),
         subnormal=int(counts[is_small & ~is_zero & ~is_vanishing].sum()),
         vanishing=int(counts[is_vanishing].sum()),
-        only_bf16=tensor.dtype != "fp16",
-        only_fp16=tensor.dtype != "bf16",
+        only_bf16=_are_all_bf16(values),
+        only_fp16=_are_all_fp16(values),
     )
 
 
 def _code_type(table: _Array) -> np.dtype[Any]:
+    """Returns the dtype in which numpy reads the bit patterns of a table."""
     return np.dtype(np.uint16 if len(table) > 256 else np.uint8)
 
 
 def _build_code_tables() -> dict[str, _Array]:
     """Returns a table for each dtype of 8 or 16 bits, with the fp32 value of every possible bit
-    pattern.
+    pattern. A bit pattern is called a code. The names in upper case are those of GGUF files.
     """
     codes = np.arange(1 << 16, dtype=np.uint16)
     byte_codes = np.arange(1 << 8, dtype=np.uint16)

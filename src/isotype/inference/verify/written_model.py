@@ -159,7 +159,7 @@ def _read_packed(owner: str, parts: Mapping[str, Any], layout: Layout, dtype_nam
     tensors = {name: part[:] for name, part in parts.items()}
     state = build_state(owner, layout, dtype_name, tensors)
     packed = tensors[layout.packed_tensor[0]].contiguous().view(torch.uint8)
-    return state.widen(packed, torch.float32)
+    return state.dequantise(packed, torch.float32)
 
 
 def _read(part: Any) -> Tensor:

@@ -45,7 +45,7 @@ class AdamwHyperparameters(NamedTuple):
         return self.lr / (1 - self.beta1**self.step)
 
     @property
-    def correction(self) -> float:
+    def square_correction(self) -> float:
         """Returns the bias correction of the second moment."""
         return 1 / (1 - self.beta2**self.step)
 
@@ -55,7 +55,7 @@ class AdamwHyperparameters(NamedTuple):
         return (
             self.decay_rate,
             self.step_size,
-            self.correction,
+            self.square_correction,
             self.beta1,
             1 - self.beta1,
             self.beta2,
@@ -85,7 +85,7 @@ def adamw_reference_(
     g = gradient.to(dtype) * h.gradient_scale
     new_mean = mean.to(dtype) * h.beta1 + g * (1 - h.beta1)
     new_square = square.to(dtype) * h.beta2 + g * g * (1 - h.beta2)
-    denominator = (new_square * h.correction).sqrt_().add_(h.eps)
+    denominator = (new_square * h.square_correction).sqrt_().add_(h.eps)
     old_weight = weight.to(dtype)
     change = old_weight * h.decay_rate + new_mean * h.step_size / denominator
     targets = (weight, mean, square)

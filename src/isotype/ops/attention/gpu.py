@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...environment.planned_device import is_planned, planned_device_type
+from ...environment.planned_device import is_planned, target_device_type
 from ..backend import kernel_unavailable_reason
 
 
@@ -107,7 +107,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     """Returns the compute capability of a CUDA device. Returns None for other devices and for AMD's
     GPUs, whose version numbers mean something else.
     """
-    if is_planned(device) and planned_device_type(device) == "cuda":
+    if is_planned(device) and target_device_type(device) == "cuda":
         if not torch.cuda.is_available():
             return PLANNED_CAPABILITY
         return _capability(torch.cuda.current_device())
@@ -144,7 +144,7 @@ def disable_cudnn_with_mask(mask: Tensor | None) -> Iterator[None]:
     """
     if (
         mask is None
-        or planned_device_type(mask.device) != "cuda"
+        or target_device_type(mask.device) != "cuda"
         or not torch.backends.cuda.cudnn_sdp_enabled()
     ):
         yield

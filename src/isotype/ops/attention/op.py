@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...dtypes import format_dtype
-from ...environment.planned_device import is_planned, planned_device_type
+from ...environment.planned_device import is_planned, target_device_type
 from ...errors import DtypeError, ShapeError, UsageError
 from ..backend import (
     Implementation,
@@ -30,7 +30,7 @@ from ..contract import OpContract
 from ..cpp import CppKernels
 from ..library import library_op
 from ..recomputable import recompute, saved_or_recomputed_each
-from ..recomputed_layer import compute_or_restore_attention, layers_running
+from ..recomputed_layer import compute_or_restore_attention, running_checkpointed_layers
 from . import gpu
 from .gpu import Backend, Documents, choose_gpu_backend, disable_cudnn_with_mask
 
@@ -328,7 +328,7 @@ class Attention(torch.autograd.Function):
                 return gpu.cudnn_forward(q_BNSD, k_BMTD, v_BMTD, causal, scale)
             return attention_forward(q_BNSD, k_BMTD, v_BMTD, mask, first_keys, causal, scale)
 
-        if implementation == "graph" or not layers_running:
+        if implementation == "graph" or not running_checkpointed_layers:
             out_BNSD, *statistics = compute()
         else:
             out_BNSD, *statistics = compute_or_restore_attention(compute)
@@ -398,7 +398,7 @@ def choose_backend(
         return "sdpa"
     if key.shape != value.shape:
         return "plain"
-    if planned_device_type(query.device) == "cuda" and not torch.compiler.is_compiling():
+    if target_device_type(query.device) == "cuda" and not torch.compiler.is_compiling():
         return choose_gpu_backend(
             dtype,
             query,

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...environment.planned_device import planned_device_type
+from ...environment.planned_device import target_device_type
 from ..backend import arithmetic_dtype, choose_implementation, forced_backend, uses_triton
 from ..cpp import CppKernels
 from ..library import library_op
@@ -212,7 +212,7 @@ class SortedRows:
         self.experts = experts
         self.experts_per_token = index_TC.shape[1]
         device = index_TC.device
-        is_grouped = planned_device_type(device) != "cpu" or forced_backend() == "triton"
+        is_grouped = target_device_type(device) != "cpu" or forced_backend() == "triton"
         sorted_experts, self.order = index_TC.reshape(-1).sort(stable=True)
         self.tokens = self.order // self.experts_per_token
         self.ends: Tensor | None = None

@@ -38,7 +38,7 @@ from ..backend import (
 )
 from ..contract import OpContract
 from ..packed import StackState
-from ..recomputed_layer import is_output_unused, layers_running, placeholder_tensor
+from ..recomputed_layer import is_output_unused, placeholder_tensor, running_checkpointed_layers
 from .activation import (
     Activation,
     Clamped,
@@ -159,7 +159,7 @@ def _product(
         return part.multiply(x, weight, out=out)
 
     def read(experts: slice) -> Tensor:
-        widened = state.widen_experts(stack, experts, x.dtype)
+        widened = state.dequantise_experts(stack, experts, x.dtype)
         if transpose:
             return widened
         return widened.transpose(1, 2)
@@ -197,7 +197,7 @@ class Experts(torch.autograd.Function):
     ) -> Tensor:
         layers = (up, up_bias, up_a, up_b, down, down_bias, down_a, down_b)
         needs_gradients = any(ctx.needs_input_grad)
-        is_unused = bool(layers_running) and is_output_unused(ctx)
+        is_unused = bool(running_checkpointed_layers) and is_output_unused(ctx)
         with autocast_off(x_TH):
             shape = _stack_shape(up, options.states[0])
             groups = SortedRows(index_TC, shape[0], dtype, packed=options.states != (None, None))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...environment.planned_device import planned_device_type
+from ...environment.planned_device import target_device_type
 from ...errors import ShapeError, UsageError
 from ..backend import arithmetic_dtype, can_count_rows, has_fp32_output
 from ..cross_entropy.rule import LossRule
@@ -46,9 +46,9 @@ def logits_budget(device: torch.device, with_head_gradient: bool) -> int:
     """
     if with_head_gradient:
         return _LOGITS_BYTES_WITH_HEAD.get(
-            planned_device_type(device), _DEFAULT_LOGITS_BYTES_WITH_HEAD
+            target_device_type(device), _DEFAULT_LOGITS_BYTES_WITH_HEAD
         )
-    return _LOGITS_BYTES.get(planned_device_type(device), _DEFAULT_LOGITS_BYTES)
+    return _LOGITS_BYTES.get(target_device_type(device), _DEFAULT_LOGITS_BYTES)
 
 
 def fitting_block_size(
@@ -73,7 +73,7 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Returns the dtype of the operands of a matrix product on this device. `dtype` is the declared
     dtype of the matrix product.
     """
-    if dtype == torch.float16 and planned_device_type(device) != "cuda":
+    if dtype == torch.float16 and target_device_type(device) != "cuda":
         return torch.float32
     return dtype
 
@@ -108,7 +108,7 @@ def allocate_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.d
     of eight rows would start at a multiple of 16 bytes.
     """
     row_stride = classes
-    if planned_device_type(device) == "cuda":
+    if target_device_type(device) == "cuda":
         row_stride = -(-classes // 64) * 64
     return torch.empty(rows, row_stride, dtype=dtype, device=device)[:, :classes]
 
@@ -137,7 +137,7 @@ def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) 
     For 1024 x 32,000 x 2048 in bf16, this is 12% faster.
     """
     device = dlogits_NV.device
-    if planned_device_type(device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
+    if target_device_type(device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
         return out_NH.copy_(torch.mm(weight_VH.t(), dlogits_NV.t()).t())
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -581,7 +581,7 @@ def scale_to_dtype(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling() or x.numel() < 2**22 or x.dtype == dtype == factor.dtype:
         return (x * factor).to(dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if planned_device_type(x.device) == "cuda":
+    if target_device_type(x.device) == "cuda":
         # one kernel widens and narrows each value. The loop below would make 1,500 launches for a
         # head of 128k x 4,096
         return torch.mul(x, factor, out=out)

@@ -1,3 +1,17 @@
-from .state import PackedState, StackState, pack_along_rows, pack_weight, widen, widen_4bit
+from .state import (
+    PackedState,
+    StackState,
+    dequantise_4bit,
+    dequantise_packed,
+    pack_along_rows,
+    pack_weight,
+)
 
-__all__ = ["PackedState", "StackState", "pack_along_rows", "pack_weight", "widen", "widen_4bit"]
+__all__ = [
+    "PackedState",
+    "StackState",
+    "dequantise_4bit",
+    "dequantise_packed",
+    "pack_along_rows",
+    "pack_weight",
+]

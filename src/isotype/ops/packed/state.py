@@ -191,7 +191,7 @@ class PackedState:
         self.tensors = tensors
         self.shape = torch.Size(layout.shape)
 
-    def widen(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    def dequantise(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the weight in `dtype`. It is computed in fp32 (in fp64 if `dtype` is fp64) and
         rounded once.
 
@@ -201,9 +201,9 @@ class PackedState:
         out = torch.empty(self.shape, dtype=dtype, device=packed.device)
         if packed.is_meta:
             return out
-        return self.widen_rows(packed, slice(0, self.shape[0]), out)
+        return self.dequantise_rows(packed, slice(0, self.shape[0]), out)
 
-    def widen_rows(self, packed: Tensor, rows: slice, out: Tensor) -> Tensor:
+    def dequantise_rows(self, packed: Tensor, rows: slice, out: Tensor) -> Tensor:
         """Writes these rows into `out`. The index of the first row must be a multiple of
         `layout.align`.
         """
@@ -268,12 +268,12 @@ class StackState(PackedState):
             (self.experts, columns, rows) if transposed else (self.experts, rows, columns)
         )
 
-    def widen(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    def dequantise(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the matrices of all experts in the model's layout: dtype[E O K], or dtype[E K O]."""
-        wide = self.widen_experts(packed, slice(0, self.experts), dtype)
+        wide = self.dequantise_experts(packed, slice(0, self.experts), dtype)
         return wide.transpose(1, 2) if self.transposed else wide
 
-    def widen_experts(self, packed: Tensor, experts: slice, dtype: torch.dtype) -> Tensor:
+    def dequantise_experts(self, packed: Tensor, experts: slice, dtype: torch.dtype) -> Tensor:
         """Returns the matrices of some experts, as dtype[E O K] for both layouts."""
         rows, columns = self.layout.shape
         out = torch.empty(
@@ -292,7 +292,7 @@ class StackState(PackedState):
                     {name: tensor[expert, piece] for name, tensor in self.tensors.items()},
                 )
                 piece_out = out[expert - experts.start, piece * rows : (piece + 1) * rows]
-                piece_state.widen_rows(pieces[expert, piece], slice(0, rows), piece_out)
+                piece_state.dequantise_rows(pieces[expert, piece], slice(0, rows), piece_out)
         return out
 
 
@@ -338,7 +338,7 @@ def _widen_4bit(
     return out
 
 
-def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+def dequantise_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """Returns a weight of bitsandbytes' 4-bit formats in `dtype`. It is computed in fp32 and
     rounded once.
 
@@ -392,14 +392,14 @@ def widen_4bit(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)
 
 
-def widen(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+def dequantise_packed(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """Dequantises a packed weight to `dtype`.
 
     state  a `PackedState`, or the QuantState of a 4-bit weight of bitsandbytes
     """
     if isinstance(state, PackedState):
-        return state.widen(packed, dtype)
-    return widen_4bit(packed, state, dtype)
+        return state.dequantise(packed, dtype)
+    return dequantise_4bit(packed, state, dtype)
 
 
 def pack_weight(weight: Tensor, dtype_name: str) -> tuple[Tensor, PackedState]:

@@ -222,7 +222,7 @@ def widen_4bit(
     out: Tensor,
 ) -> None:
     """Dequantises the weight into `out`, which must be contiguous and have an even number of
-    elements. `state.widen_4bit` describes the tensors.
+    elements. `state.dequantise_4bit` describes the tensors.
     """
     nested = inner_absmax is not None
     size = out.numel() // 2

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...data.rows import RowStream, epoch_order
 from ...wording import pluralise
-from .pixels import Size
+from .picture_sizes import Size
 
 Shape = tuple[int | Size, ...]
 
@@ -81,7 +81,7 @@ class Batch:
     mask            F[N 1 H W]   where the loss of a picture is counted; None if it is counted
                     everywhere
     weights         F[N]         the factor of each picture's loss; None if all factors are 1
-    crop            fp32[N 4]    the result of `pixels.size_and_crop`; None if the pictures are not
+    crop            fp32[N 4]    the result of `picture_sizes.size_and_crop`; None if the pictures are not
                                  cropped and have the size of the latents
     lengths                      the number of tokens of each caption, if these numbers differ
     controls        F[N C H W]   latents of the pictures before the edit, one tensor for each

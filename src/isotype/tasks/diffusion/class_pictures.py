@@ -14,8 +14,8 @@ from torch import Tensor
 from ...precision.parts import loading_device
 from ...training.memory.blocks import apply_offload
 from .denoiser import install_ops_and_precision, load_frozen_base
+from .picture_sizes import Size
 from .pictures import MissingPicture, write_class_pictures
-from .pixels import Size
 from .resolved_run import ResolvedRun
 from .sample import Prompt, sample
 

@@ -32,24 +32,26 @@ from ...errors import RunError, UsageError
 from ...precision.precision import Precision
 from .batches import Row
 from .picture_files import Clip, Content, Picture, count_content_frames, fingerprint
+from .picture_sizes import (
+    RunSizes,
+    Window,
+    crop_windows,
+    have_same_shape,
+    nearest_bucket,
+    reference_window,
+    require_same_shape,
+    size_and_crop,
+)
 from .pictures import UnusablePictures
 from .pipeline import PipelineFolder
 from .pixels import (
     BadPicture,
-    RunSizes,
-    Window,
-    clip_pixels,
-    crop_windows,
     displayed_size,
-    have_same_shape,
     label_control_errors,
-    mask_pixels,
-    nearest_bucket,
     open_displayed,
-    pixels,
-    reference_window,
-    refuse_other_shape,
-    size_and_crop,
+    read_clip_pixels,
+    read_mask_pixels,
+    read_pixels,
 )
 from .text_encoders import tokenize_captions
 
@@ -422,7 +424,7 @@ class Encoder:
             size = nearest_bucket(*displayed_size(picture.content.read()), bucket_sizes)
         windows = {}
         for is_mirrored in (False, True) if images.flip else (False,):
-            for window in crop_windows(size, images.crop, seed=seed, content=content):
+            for window in crop_windows(size, images.crop, seed=seed, content_hash=content):
                 key = entry_key([key_parts, content, mask, astuple(window), is_mirrored, *controls])
                 control_windows = tuple(reference or window for reference in references)
                 windows[key] = _StoredWindow(picture, window, is_mirrored, control_windows)
@@ -441,7 +443,7 @@ class Encoder:
             with label_control_errors(number if len(picture.controls) > 1 else 0):
                 control_size = displayed_size(control.read())
             if not self.folder.family.takes_several_controls:
-                refuse_other_shape(edited_size, control_size)
+                require_same_shape(edited_size, control_size)
             if have_same_shape(edited_size, control_size):
                 windows.append(None)
             else:
@@ -469,15 +471,15 @@ class Encoder:
                 try:
                     content = picture.content.read()
                     if isinstance(picture.content, Clip):
-                        x = clip_pixels(picture.content.open_frames(), window)
+                        x = read_clip_pixels(picture.content.open_frames(), window)
                     else:
-                        x = pixels(content, window)
+                        x = read_pixels(content, window)
                     x_1 = x[None].to(self.device, vae.dtype)
                     crop_4 = size_and_crop(
                         *displayed_size(content), window, is_mirrored=is_mirrored
                     )
                     if picture.mask is not None:
-                        mask_1HW = mask_pixels(picture.mask.read(), window)
+                        mask_1HW = read_mask_pixels(picture.mask.read(), window)
                     else:
                         mask_1HW = None
                     controls = _read_controls(stored_window)
@@ -525,7 +527,7 @@ def _read_controls(stored_window: _StoredWindow) -> list[Tensor]:
     windows = zip(controls, stored_window.control_windows, strict=True)
     for number, (control, window) in enumerate(windows, start=1):
         with label_control_errors(number if len(controls) > 1 else 0):
-            pictures.append(pixels(control.read(), window))
+            pictures.append(read_pixels(control.read(), window))
     return pictures
 
 

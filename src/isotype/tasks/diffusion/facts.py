@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...training.task import Header
+from ...training.task import HeaderRows
 from ...wording import pluralise, shorten_middle
 from .batches import Row
 from .data import PictureData
@@ -127,7 +127,7 @@ def _describe_clips(counts_by_frames: Mapping[str, int]) -> str:
     return " and ".join(parts)
 
 
-def header_rows(data: PictureData) -> Header:
+def header_rows(data: PictureData) -> HeaderRows:
     """Returns the rows about the data for the run's header. They contain the first picture and its
     caption.
     """
@@ -139,7 +139,7 @@ def header_rows(data: PictureData) -> Header:
     return [*rows, ("learnt", f'{file_name} from the caption "{caption}"')]
 
 
-def header_details(data: PictureData) -> Header:
+def header_details(data: PictureData) -> HeaderRows:
     """Returns the rows of the header about noise levels and the cache of latents."""
     encoder = data.encoder
     folder = encoder.store.folder

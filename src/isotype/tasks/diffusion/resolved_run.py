@@ -21,8 +21,8 @@ from .batches import Batch
 from .families import Conditioning, Family, SampleSettings
 from .lora_file import LoraFile, read_lora_file
 from .loss import Objective, build_objective, picture_losses
+from .picture_sizes import RunSizes, Size
 from .pipeline import PipelineFolder
-from .pixels import RunSizes, Size
 from .sample import Prompt
 from .setting_checks import refuse_incompatible_settings
 
@@ -200,7 +200,7 @@ class ResolvedRun:
 
     def _check_sizes(self) -> None:
         """Raises UsageError if the model does not support the size of a picture or of a sample."""
-        sample_sizes = [
+        sample_sides = [
             ("run.samples: size", side)
             for prompt in self.prompts
             if "size" in prompt.overrides
@@ -210,7 +210,7 @@ class ResolvedRun:
             "pos_embed_max_size"
         )
         self.sizes.check_sizes(
-            [("run.sample_size", self.sample_settings.size.height), *sample_sizes],
+            [("run.sample_size", self.sample_settings.size.height), *sample_sides],
             None if max_side_tokens is None else int(max_side_tokens),
         )
 

@@ -25,18 +25,15 @@ from .batches import row_generator
 from .encode import Encoder, TextInput, free_memory
 from .families import Family, SampleSettings
 from .picture_files import FileContent
+from .picture_sizes import Size, Window, have_same_shape, reference_window
 from .pipeline import PipelineFolder
 from .pixels import (
     BadPicture,
-    Size,
-    Window,
     displayed_size,
     encode_png,
     encode_webp,
-    have_same_shape,
     open_displayed,
-    pixels,
-    reference_window,
+    read_pixels,
     thumbnail_url,
 )
 
@@ -207,7 +204,7 @@ def sample(
             controls = []
             for file in prompt.controls:
                 window = _control_window(file, folder, prompt_settings.size)
-                x_1CHW = pixels(file.read_bytes(), window)[None].to(device, vae.dtype)
+                x_1CHW = read_pixels(file.read_bytes(), window)[None].to(device, vae.dtype)
                 controls.append(folder.family.latents.encode(vae, x_1CHW)[0].to(dtype))
             latents = folder.family.sample(
                 pipe, prompt_text, negative_text, prompt_settings, generator, tuple(controls)

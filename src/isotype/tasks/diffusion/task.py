@@ -24,7 +24,7 @@ from ...training.memory.plan import plan_persistent_memory
 from ...training.task import (
     Check,
     Evaluation,
-    Header,
+    HeaderRows,
     MetricNames,
     ModelOutline,
     StepOutline,
@@ -285,10 +285,10 @@ class DiffusionTask:
 
     # what is shown and recorded
 
-    def header(self) -> Header:
+    def header(self) -> HeaderRows:
         return header_rows(self.data)
 
-    def header_details(self) -> Header:
+    def header_details(self) -> HeaderRows:
         return header_details(self.data)
 
     def records(self) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...data.pictures import Pictures
 from ...data.rows import IGNORE_INDEX, LoadedData, Row, RowStream, row_lengths
-from ...environment.planned_device import planned_device_type
+from ...environment.planned_device import target_device_type
 from ...ops.attention import Documents
 from ...optimize.attention import DocumentMask, mask_needs
 from ...optimize.head import Targets
@@ -219,7 +219,7 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
         return inputs
     # on a CPU, a batch that is not packed needs no bounds
     reads_bounds = (
-        planned_device_type(batch.input_ids.device) == "cuda" or batch.documents is not None
+        target_device_type(batch.input_ids.device) == "cuda" or batch.documents is not None
     )
     if reads_bounds and not mask_needs(model).document_mask_blocker:
         documents = batch.documents or Documents.from_rows(

@@ -29,7 +29,7 @@ from ...data.rows import LoadedData, format_row
 from ...data.tokens import TokenRows
 from ...distributed.world import World
 from ...errors import UsageError
-from ...training.task import Header, IdleBatch, MetricNames, eval_mode
+from ...training.task import HeaderRows, IdleBatch, MetricNames, eval_mode
 from ...wording import pluralise
 from .batches import Batch, collate
 from .preference import BatchOfAnswers, Preference, answer_log_probs, stack_references
@@ -96,7 +96,7 @@ class Kto(Preference):
         units="tokens",
         unit="tok",
         weight="answers",
-        row="answer",
+        row_noun="answer",
         eval_weight="answers",
         measures=KTO_MEASURES,
         compute_metrics=kto_metrics,
@@ -126,7 +126,7 @@ class Kto(Preference):
         self.fingerprints = {name: f"{value}, seed {seed}" for name, value in fingerprints.items()}
         self.fingerprints["evaluation"] += f", partners of {fingerprints['training']}"
 
-    def describe_example(self, data: LoadedData, tokenizer: Any) -> Header:
+    def describe_example(self, data: LoadedData, tokenizer: Any) -> HeaderRows:
         label = "wanted" if cast(TokenRows, data.train).column("wanted")[0] else "unwanted"
         answer_text = format_row(data.train[0], tokenizer)
         return [(label, f"the first answer, between >>> and <<<:\n{answer_text}")]

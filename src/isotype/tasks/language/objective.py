@@ -21,11 +21,11 @@ from ...data.pictures import Pictures
 from ...data.row_keys import FormatName
 from ...data.rows import LoadedData, format_row
 from ...distributed.world import World
-from ...environment.planned_device import planned_device_type
+from ...environment.planned_device import target_device_type
 from ...errors import UsageError
 from ...optimize.head import compute_loss
 from ...precision.precision import Precision
-from ...training.task import Batch, Check, Feed, Header, MetricNames
+from ...training.task import Batch, Check, Feed, HeaderRows, MetricNames
 from .batches import Batch as TokenBatch
 from .batches import collate, model_inputs, needs_single_packed_row, next_tokens, row_feed
 from .checks import CHECKS
@@ -67,7 +67,7 @@ class Objective(ABC):
     @abstractmethod
     def set_data(self, data: LoadedData) -> None: ...
 
-    def describe_example(self, data: LoadedData, tokenizer: Any) -> Header:
+    def describe_example(self, data: LoadedData, tokenizer: Any) -> HeaderRows:
         """Returns rows for the header. They show the first row of the data, and mark the part that
         the model learns.
         """
@@ -125,7 +125,7 @@ class Objective(ABC):
         *,
         pad_id: int,
         dtype: str,
-    ) -> Header:
+    ) -> HeaderRows:
         return []
 
 
@@ -190,7 +190,7 @@ def batch_loss_sum(
     if batch.position_ids is not None and needs_single_packed_row(model):
         batch = batch.join_packed_rows()
     # on a CPU the loss itself skips the positions without a label
-    targets = next_tokens(batch, every_row=planned_device_type(batch.labels.device) == "cpu")
+    targets = next_tokens(batch, every_row=target_device_type(batch.labels.device) == "cpu")
     inputs = model_inputs(model, batch)
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         # `record_router_scores` reads them by hooks instead

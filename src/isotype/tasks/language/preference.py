@@ -35,7 +35,7 @@ from ...precision.parts import local_part
 from ...training.task import (
     Check,
     Feed,
-    Header,
+    HeaderRows,
     MetricNames,
     eval_mode,
     evaluation_batch_size,
@@ -156,7 +156,7 @@ class Preference(Objective):
         units="tokens",
         unit="tok",
         weight="pairs",
-        row="pair",
+        row_noun="pair",
         eval_weight="pairs",
         measures=REWARDS + LOGPS,
         live_line=("rewards/margins", "rewards/accuracies"),
@@ -206,7 +206,7 @@ class Preference(Objective):
         ]
         self.fingerprints = data.fingerprints()
 
-    def describe_example(self, data: LoadedData, tokenizer: Any) -> Header:
+    def describe_example(self, data: LoadedData, tokenizer: Any) -> HeaderRows:
         chosen, rejected = (format_row(row, tokenizer) for row in data.train[:2])
         mark = rejected.find(">>>")
         return [
@@ -306,7 +306,7 @@ class Preference(Objective):
         *,
         pad_id: int,
         dtype: str,
-    ) -> Header:
+    ) -> HeaderRows:
         if not self.has_reference:
             return []
 
@@ -419,7 +419,7 @@ def add_reference(
     fingerprints: Mapping[str, str],
     folder: Path,
     world: World,
-) -> Header:
+) -> HeaderRows:
     """Adds the reference log-probabilities to the rows. Returns a row for the header. If the run
     folder contains the log-probabilities of the same rows, they are read from there. Otherwise they
     are computed.
@@ -542,7 +542,7 @@ class Reward(Preference):
         units="tokens",
         unit="tok",
         weight="pairs",
-        row="pair",
+        row_noun="pair",
         eval_weight="pairs",
         measures=REWARD_MEASURES,
         live_line=("margin", "accuracy"),

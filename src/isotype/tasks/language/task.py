@@ -42,7 +42,7 @@ from ...training.memory.recomputation import checkpointable_layers
 from ...training.task import (
     Batch,
     Evaluation,
-    Header,
+    HeaderRows,
     MetricNames,
     ModelOutline,
     StepOutline,
@@ -265,7 +265,7 @@ class LanguageTask:
 
     def prepare_training(
         self, model: nn.Module, device: torch.device, folder: Path, world: World, *, dtype: str
-    ) -> Header:
+    ) -> HeaderRows:
         if self.data.stream is not None:
             self.data.stream.processes = world
         return self.objective.prepare_training(
@@ -427,10 +427,10 @@ class LanguageTask:
 
     # what is shown and recorded
 
-    def header(self) -> Header:
+    def header(self) -> HeaderRows:
         facts = self.data.facts
         data = self.data
-        row = self.metric_names.row
+        row = self.metric_names.row_noun
         if data.stream is not None:
             rows = "a stream of training rows"
         else:
@@ -442,7 +442,7 @@ class LanguageTask:
         notes = [("", note) for note in facts["notes"]]
         return [("data", line), *notes, *self.objective.describe_example(data, self.tokenizer)]
 
-    def header_details(self) -> Header:
+    def header_details(self) -> HeaderRows:
         return [("data", "\n".join(source_lines(self.data.facts)))]
 
     def records(self) -> Mapping[str, Any]:
@@ -520,7 +520,7 @@ class LanguageTask:
 
     def plan_lines(self) -> list[str]:
         facts = self.plan_facts()
-        row = self.metric_names.row
+        row = self.metric_names.row_noun
         rows = pluralise(facts["train_rows"], f"training {row}")
         if facts["stream"]:
             rows = f"a stream, begun with {pluralise(facts['train_rows'], 'row')}"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..pixels import Size
+from ..picture_sizes import Size
 from .family import Conditioning, SampleSettings, Text, full_mask
 from .flow import (
     Flux,

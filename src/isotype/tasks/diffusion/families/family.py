@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ....instance_method import InstanceMethod
-from ..pixels import Size
+from ..picture_sizes import Size
 
 FLOW_ONLY = ("flow_matching",)
 
@@ -221,7 +221,7 @@ class Conditioning:
     downscale  the number of pixels per latent pixel in each direction; models that have a picture's
                size as an input need the size in pixels
     lengths    the number of tokens of each caption, for a family with `keeps_text_lengths`
-    crop       fp32[N 4]   the result of `pixels.size_and_crop` for each picture; None if the
+    crop       fp32[N 4]   the result of `picture_sizes.size_and_crop` for each picture; None if the
                            pictures are not cropped and have the size of the latents
     controls   F[N C H W]  latents of the pictures before the edit, one tensor for each picture of
                            a row, for a family with `edits_pictures`

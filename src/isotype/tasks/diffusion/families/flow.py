@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ....instance_method import InstanceMethod
-from ..pixels import Size
+from ..picture_sizes import Size
 from .family import (
     MASK_ARGUMENTS,
     POOLED_ARGUMENTS,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pixels import Size
+from ..picture_sizes import Size
 from .family import Conditioning, Denoiser, SampleSettings, Text
 from .flow import PackedTokens, pack_latents, position_ids, unpack_latents
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..pixels import Size
+from ..picture_sizes import Size
 from .family import (
     MASK_ARGUMENTS,
     POOLED_ARGUMENTS,

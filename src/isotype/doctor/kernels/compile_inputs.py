@@ -1,6 +1,6 @@
-"""Defines the input of one compilation. It consists of a kernel without its decorators, a target,
-the type of each parameter, and the values of the constexprs. It also tells how likely it is that a
-caller uses this combination.
+"""Defines the inputs of one compilation: the kernel without its decorators (`UnwrappedKernel`), the
+GPU (`parse_target`), and the types and constexprs of its parameters (`Combination`). `Reach` says
+how likely it is that a caller uses a combination.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
 DEFAULT_TARGET = "sm_90"
-SUPPORTED_TRITON = (
-    (3, 4),
-    (3, 9),
-)  # the first and the last minor version of Triton that was tested
+# the first and the last minor version of Triton that was tested
+SUPPORTED_TRITON = ((3, 4), (3, 9))
 
 
 # Shared memory per block in KiB: for NVIDIA the opt-in maximum by compute capability, for AMD the
@@ -98,10 +96,11 @@ def require_triton() -> str:
     first, last = SUPPORTED_TRITON
     if not first <= numbers <= last:
         span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-        raise UsageError(f"Triton {installed_version} is installed; Isotype reads Triton {span}")
+        raise UsageError(f"Triton {installed_version} is installed; Isotype supports Triton {span}")
     return installed_version
 
 
+# the fields of `triton.Config` that are options of the compiler
 OPTION_NAMES = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 
@@ -115,13 +114,20 @@ class Configuration:
 
 @dataclass(frozen=True)
 class UnwrappedKernel:
+    """A kernel without its decorators.
+
+    function    the `@triton.jit` function
+    configs     the configurations of `@triton.autotune`, or a single empty one
+    heuristics  the functions of `@triton.heuristics`, by the name of the constexpr
+    """
+
     function: Any
     configs: list[Configuration]
     heuristics: dict[str, Any]
 
     def with_defaults(self, constexprs: Mapping[str, Any]) -> dict[str, Any]:
-        """Completes the constexprs with the defaults of the `tl.constexpr` parameters and the
-        values of heuristics.
+        """Completes the constexprs with the defaults of the `tl.constexpr` parameters, the values
+        of the first configuration, and the values of heuristics.
         """
         defaults = {
             p.name: p.default for p in self.function.params if p.is_constexpr and p.has_default
@@ -195,7 +201,7 @@ class Reach(IntEnum):
     INFERRED = 1  # inferred from the source of the kernel and its launches
     COMPILED = 2  # the same launch under torch.compile
     MIXED = 3  # launched by a call with one tensor in another dtype
-    CONFIRMED = 4  # in the given matrix, or a recorded launch
+    CONFIRMED = 4  # listed by the user (MATRIX of the module, or arguments), or a recorded launch
 
     @property
     def description(self) -> str:
@@ -203,7 +209,7 @@ class Reach(IntEnum):
             "plausible: inferred from the source, no call was seen",
             "reachable: under torch.compile, which passes Python floats as fp64",
             "reachable: a call with one tensor in another dtype launches it",
-            "reachable: in the given matrix or a recorded launch",
+            "reachable: listed in MATRIX or a recorded launch",
         )[self - 1]
 
 
@@ -211,12 +217,14 @@ class Reach(IntEnum):
 class Combination:
     """One combination of argument types for which a kernel is compiled.
 
+    label       describes the combination in messages
     types       parameter -> Triton's type name (`*bf16`, `i32`, `fp32`, `constexpr`)
     constexprs  parameter (or a path into a tuple parameter) -> value
-    attributes  path -> the list of attributes that Triton's launcher would set
+    attributes  the position of a parameter (as a path, see constexprs) -> the attributes that
+                Triton's launcher would set for it, such as divisibility by 16
     options     num_warps, num_stages and the like
-    counterpart           for a combination of torch.compile, the label of the same launch with fp32
-                          scalars
+    counterpart           for a launch under torch.compile, which passes Python floats as fp64: the
+                          label of the combination of the same launch with fp32. Otherwise ""
     is_traced_by_compile  whether torch.compile would trace the launch; False for an explicit
                           signature, and for a launch inside a custom operator
     """
@@ -253,6 +261,7 @@ class Combination:
 
 
 def is_float_pointer(type_name: Any) -> bool:
+    """Whether a type name of Triton is a pointer to floats. `*kfp32` is a pointer to constants."""
     return (
         isinstance(type_name, str)
         and type_name.startswith("*")
