@@ -361,6 +361,8 @@ def test_advice_about_fp8_on_an_older_card_is_kept():
     [
         ("\"bitwise_or_cpu\" not implemented for 'BFloat16'", "EX026", "mask"),
         ("\"log_softmax_lastdim_kernel_impl\" not implemented for 'Long'", "EX026", "x.float()"),
+        ("Unsupported conversion from bf16 to f16", "EX018", "Ampere"),
+        ("steps: 1%| 12/1200 [00:31<51:02, avr_loss=nan]", "EX032", "65504"),
         ("LLVM ERROR: Cannot select: t12: v2bf16 = bf16 fma", "EX018", "bf16"),
         ("ValueError: Undefined Operation encountered!", "EX025", "unquantised"),
         ("AssertionError: All tensors must have the same dtype.", "EX034", "dtype"),
@@ -376,3 +378,81 @@ def test_tensors_of_sage_attention_are_query_key_and_value():
     sage = (f"{LIB}/sageattention/core.py", 80, "sageattn", "assert q.dtype == k.dtype, message")
     error = "AssertionError: All tensors must have the same dtype."
     assert explain_traceback(sage, error=error).code == "EX005"
+
+
+HALVES = "RuntimeError: mat1 and mat2 must have the same dtype, but got Half and BFloat16"
+
+
+def test_two_half_formats_may_be_a_loading_or_a_mixed_precision():
+    details = dict(explain([HALVES])[0].details)
+    assert details["sure"].startswith("open")
+    assert "mixed precision" in details["or"]
+    (finding,) = explain(["ACCELERATE_MIXED_PRECISION unset, load_in_4bit=False\n", HALVES])
+    assert "mixed precision is fp16" in finding.cause
+    (finding,) = explain(["model = AutoModel.from_pretrained(path, dtype=dtype)\n", HALVES])
+    assert dict(finding.details)["sure"].startswith("decided")
+
+
+@pytest.mark.parametrize(
+    ("self", "weight", "sure", "cause"),
+    [
+        ("BFloat16", "Float", "open", "one of the two was cast"),
+        ("Float", "BFloat16", "decided", "one of the two was cast"),
+        ("BFloat16", "Float8_e4m3fn", "decided", "storage format"),
+    ],
+)
+def test_a_narrow_bias_beside_a_wide_weight_is_open(self, weight, sure, cause):
+    (finding,) = explain([f"self and mat2 must have the same dtype, but got {self} and {weight}"])
+    assert cause in finding.cause
+    assert dict(finding.details)["sure"].startswith(sure)
+
+
+@pytest.mark.parametrize(
+    ("warning", "error", "is_decided"),
+    [
+        ("bfloat16 is not supported, falling back to float32.", MIXED, False),
+        (
+            "bfloat16 is not supported, falling back to float32.",
+            "mat1 and mat2 must have the same dtype, but got BFloat16 and Float",
+            True,
+        ),
+        (
+            "RMSNorm falls back to float32",
+            MIXED.replace("Float and BFloat16", "BFloat16 and Float"),
+            False,
+        ),
+        (
+            "No torch.bfloat16 here. Falling back to torch.float16 for compatibility.",
+            "Input type (c10::BFloat16) and bias type (c10::Half) should be the same",
+            True,
+        ),
+    ],
+)
+def test_a_fallback_decides_when_the_weights_have_its_dtype(warning, error, is_decided):
+    (finding,) = explain([f"{warning}\n", error])
+    assert ("fell back" in finding.cause) == is_decided
+    assert dict(finding.details)["sure"].startswith("decided") == is_decided
+
+
+def test_a_head_cast_to_fp32_is_cast_back_by_a_sharding_policy():
+    head = ("/home/me/model.py", 7, "forward", "logits = self.lm_head(hidden_states)")
+    sharded = "GRPOConfig(cast_lm_head_to_fp32=True), FSDP2"
+    assert "policy" in explain_traceback(head, LINEAR, before=sharded).cause
+    assert "policy" not in explain_traceback(head, LINEAR, before="FSDP2").cause
+
+
+def test_fp32_master_weights_need_autocast():
+    error = "RuntimeError: mat1 and mat2 must have the same dtype, but got BFloat16 and Float"
+    (finding,) = explain(["fp32_master_weights=True, validation\n", error])
+    assert "masters" in finding.cause
+    assert dict(finding.details)["sure"].startswith("open")
+
+
+def test_the_argument_of_an_embedding_is_ids():
+    error = (
+        "Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int;"
+        " but got CUDABFloat16Type instead (while checking arguments for embedding)"
+    )
+    details = dict(explain([error])[0].details)
+    assert details["sure"].startswith("decided")
+    assert "or" not in details

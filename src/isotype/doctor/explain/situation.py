@@ -51,8 +51,9 @@ class Situation:
     evidence      flag -> the frame that shows it
     report_flags  flags that the lines around the traceback state: autocast, resumed, sharded,
                   features (of images or audio), adapters, muon, grouped product, cpu, mps, compiled
-                  only, nvfp4, kv cache, unfrozen, structured input, hard-coded, card without bf16, zero quantized weights,
-                  transformers 5
+                  only, nvfp4, kv cache, unfrozen, structured input, hard-coded, mixed precision,
+                  master weights, head cast to fp32, card without bf16, zero quantized weights,
+                  fell back to fp16, fell back to fp32, transformers 5
     quoted_frame  if there is no traceback, the line of code that the text quotes, as a frame
                   without a file
     """
@@ -204,6 +205,13 @@ _LOG_PATTERNS = {
     ),
     "zero quantized weights": r"zero_quantized_(?:nontrainable_)?weights['\"]?\s*[:=]\s*['\"]?true",
     "resumed": r"\bresum(?:ing|ed) (?:training )?from\b|resume_from_checkpoint['\"]?\s*[:=]\s*['\"/\w]",
+    "fell back to fp16": (
+        r"\b(?:bf16|bfloat16)\b[^\n]{0,60}\bfall(?:s|ing)? ?back to (?:torch\.)?(?:float16|fp16)\b"
+    ),
+    "fell back to fp32": (
+        r"\b(?:bf16|bfloat16|fp16|float16)\b[^\n]{0,60}\bfall(?:s|ing)? ?back to"
+        r" (?:torch\.)?(?:float32|fp32)\b"
+    ),
     "transformers 5": r"\btransformers(?: version)?\s?[:=v ]*=?\s?5\.\d",
 }
 _TEXT_PATTERNS = {
@@ -231,11 +239,14 @@ _TEXT_PATTERNS = {
     "kv cache": r"\bKV[- ]?cache|past_key_values?\b",
     "unfrozen": r"\bunfr(?:o|ee)z|\bfrozen first\b|requires_grad(?: ?= ?|_\()False",
     "structured input": r"\bdataclass|\bNamedTuple",
+    "mixed precision": r"mixed[_ -]?precision\b|\bautocast\b|\bAMP\b",
+    "master weights": r"master[_ ]?weights",
+    "head cast to fp32": r"cast_\w*head_to_fp32|\bfp32_lm_head\b",
     "hard-coded": r"\bhard-?cod\w+|\bwritten out\b",
 }
 FLAGS = frozenset({*_FLAG_PATTERNS, *_TEXT_PATTERNS, *_LOG_PATTERNS, "custom backward"})
 _LOG_HINTS = re.compile(
-    r"(?i)tesla|nvidia|v100|gtx|rtx|titan|quadro|t4|p100|\bsm_|compute cap|zero_q|resum|transformers"
+    r"(?i)tesla|nvidia|v100|gtx|rtx|titan|quadro|t4|p100|\bsm_|compute cap|zero_q|resum|transformers|fall"
 )
 _QUOTED_CODE = re.compile(
     r"(?m)^\s*-+>\s*\d+\s+(?P<arrow>\S.*)$"
