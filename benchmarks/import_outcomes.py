@@ -26,7 +26,7 @@ TASK_ROLES = {
     "latents": "fp32",
     "ema": "fp32",
 }
-SUFFIXES = (".yaml", ".yml", ".json", ".py", ".ipynb", ".sh")
+SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py", ".ipynb", ".sh")
 
 
 def contradictions(file: Path) -> list[str]:

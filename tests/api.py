@@ -226,6 +226,7 @@ INNER = {
         "build_denoiser keep_time_exact load_frozen_denoiser time_embeddings"
     ),
     "isotype.tasks.diffusion.families.ideogram4": "Ideogram4",
+    "isotype.tasks.diffusion.clip_proposal": "clip_proposal=",
     "isotype.tasks.diffusion.families.noise": "size_conditioning",
     "isotype.tasks.diffusion.lora_file": "read_lora_file",
     "isotype.tasks.diffusion.picture_files": "FileContent Picture",

@@ -28,7 +28,10 @@ def init(
         ),
     ] = "lora",
     model: Annotated[str, typer.Option(help="Folder or hub id of the model.")] = "path/to/model",
-    data: Annotated[str, typer.Option(help="Training data: a file, or stdlib.")] = "stdlib",
+    data: Annotated[
+        str,
+        typer.Option(help="Training data: a file, a folder of pictures or clips, or stdlib."),
+    ] = "stdlib",
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of configurations instead.")
@@ -47,6 +50,9 @@ def init(
 
         isotype init --preset qlora --model Qwen/Qwen2.5-0.5B --data chats.jsonl qwen.yaml
 
+        isotype init --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --data clips       # frames and size
+        that fit the clips
+
         isotype init - --preset full                          # to the screen
 
         isotype init --schema > isotype.schema.json           # completion and checks in editors:
@@ -61,7 +67,16 @@ def init(
         return
     from ..config.write import init_yaml
 
-    text = init_yaml(preset, model=model, data=data)
+    proposal = None
+    if Path(data).expanduser().is_dir():
+        from ..tasks.diffusion.clip_proposal import propose_clip_settings
+
+        proposal = propose_clip_settings(model, data)
+    proposed = {} if proposal is None else proposal.settings
+    text = init_yaml(preset, model=model, data=data, proposed=proposed)
+    if proposal is not None and not json_output:
+        for reason in proposal.reasons:
+            print(f"note  {reason}", file=sys.stderr)
     if str(file) == "-":
         print(
             json.dumps({"file": None, "preset": preset, "text": text}) if json_output else text,
@@ -105,7 +120,7 @@ def _print_schema(markdown: bool) -> None:
 
 _TOOLS = (
     "axolotl, llamafactory, trl, hf, torchtune, unsloth, simpletuner, kohya, ai-toolkit,"
-    " onetrainer, diffusers."
+    " onetrainer, diffusers, musubi-tuner, diffusion-pipe."
 )
 
 
@@ -127,8 +142,8 @@ def import_config(
     became.
 
     It reads configurations of axolotl, LLaMA-Factory, TRL, Hugging Face TrainingArguments,
-    torchtune and Unsloth notebooks, and for pictures of SimpleTuner, kohya's sd-scripts,
-    ai-toolkit, OneTrainer and diffusers' scripts. Files may be YAML, JSON, TOML, Python, notebooks,
+    torchtune and Unsloth notebooks, for pictures of SimpleTuner, kohya's sd-scripts, ai-toolkit,
+    OneTrainer and diffusers' scripts, and for videos of musubi-tuner and diffusion-pipe. Files may be YAML, JSON, TOML, Python, notebooks,
     shell scripts or config.env.
 
     Examples:

@@ -90,9 +90,14 @@ supports them.
 """
 
 
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
+"""The endings of the video files that PyAV reads. A GIF file is a picture or a video."""
+
+
 def guess_run_kind(model: str, data: str) -> str:
     """Returns the kind of run for a new configuration file: by the model's folder if it exists,
-    else by whether the data is a folder with pictures.
+    else by whether the data is a folder with pictures, with videos, or with subfolders of pictures
+    that are the frames of a video.
     """
     folder = Path(model).expanduser()
     pictures = Path(data).expanduser()
@@ -100,8 +105,11 @@ def guess_run_kind(model: str, data: str) -> str:
         if (folder / PIPELINE_FILE).is_file():
             return DIFFUSION
         return LANGUAGE
+    suffixes = (*PICTURE_SUFFIXES, *VIDEO_SUFFIXES)
     has_pictures = pictures.is_dir() and any(
-        path.suffix.lower() in PICTURE_SUFFIXES for path in pictures.iterdir()
+        path.suffix.lower() in suffixes
+        for pattern in ("*", "*/*")
+        for path in pictures.glob(pattern)
     )
     return DIFFUSION if has_pictures else LANGUAGE
 

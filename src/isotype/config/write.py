@@ -75,15 +75,22 @@ def resolved_yaml(
     )
 
 
-def init_yaml(preset: str = "lora", *, model: str = "path/to/model", data: str = "stdlib") -> str:
-    """Writes the commented file of `isotype init`: it sets the essential keys, and shows every
-    other key as a comment with its default.
+def init_yaml(
+    preset: str = "lora",
+    *,
+    model: str = "path/to/model",
+    data: str = "stdlib",
+    proposed: Mapping[str, Any] | None = None,
+) -> str:
+    """Writes the commented file of `isotype init`: it sets the essential keys and the keys in
+    `proposed`, and shows every other key as a comment with its default.
     """
     kind = guess_run_kind(model, data)
     settings = {
         **find_recipe(preset).settings,
         "model.name": model,
         ("images.train" if kind == DIFFUSION else "data.train"): data,
+        **(proposed or {}),
     }
     essential = _ESSENTIAL_KEYS | _ESSENTIAL_PICTURE_KEYS if kind == DIFFUSION else _ESSENTIAL_KEYS
 

@@ -5,9 +5,10 @@ of the job is read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from . import pictures, transforms
+from . import clips, pictures, transforms
 from .source import Source
 from .transforms import ConfigDraft, SourceKey
 
@@ -22,6 +23,11 @@ def refusal_reason(source: Source) -> str | None:
         return f"config.process[0].type: {kind} is not offered: sd_trainer is"
     if network not in ("lora", "lokr"):
         return f"network.type: {network} is not offered: adapter.kind is lora or lokr"
+    architecture = str(source.get("model.arch") or "").lower()
+    if architecture.startswith("ltx2"):
+        return f"model.arch: {architecture} is not offered: it makes videos with sound"
+    if architecture.startswith("wan") and architecture.endswith("i2v"):
+        return f"model.arch: {architecture} is not offered: {clips.NO_PICTURE_NOTE}"
     return None
 
 
@@ -46,6 +52,8 @@ def _convert_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
         sample: dict[str, Any] = {"prompt": text}
         if isinstance(entry, dict) and (controls := _list_paths(entry, "ctrl_img")):
             sample["control"] = controls[0] if len(controls) == 1 else controls
+        if isinstance(entry, dict) and "num_frames" in entry:
+            sample["frames"] = _frame_count(entry["num_frames"])
         if negative := draft.source_values.get("sample.neg"):
             sample["negative"] = str(negative)
         if seed is not None:
@@ -55,12 +63,101 @@ def _convert_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def _convert_sample_size(draft: ConfigDraft, source_key: SourceKey) -> None:
-    draft.set(
-        source_key,
-        "run.sample_size",
-        max(int(draft.source_values.get(f"sample.{side}") or 0) for side in ("width", "height")),
-        "a square",
+    width, height = _sample_size(draft)
+    if width == height:
+        draft.set(source_key, "run.sample_size", width)
+    else:
+        draft.report_changed(source_key, f"size: {width}x{height} of each prompt")
+
+
+def _sample_size(draft: ConfigDraft) -> tuple[int, int]:
+    """Returns the width and height of samples. A side that is not set has ai-toolkit's default."""
+    width, height = (
+        int(draft.source_values.get(f"sample.{side}") or 512) for side in ("width", "height")
     )
+    return width, height
+
+
+def _frame_count(value: Any) -> int:
+    return clips.frame_counts(value, 4)[-1]
+
+
+_SHRINK_NOTE = (
+    f"a clip has {clips.HEAD_NOTE}; ai-toolkit spreads them over the whole video: cut the videos to"
+    " the length of a clip"
+)
+
+
+def _convert_frames(draft: ConfigDraft, source_key: SourceKey) -> None:
+    frames = _frame_count(source_key.value)
+    dataset = clips.dataset_of_key(draft, source_key)
+    notes = [] if frames == source_key.value else ["1 plus a multiple of 4"]
+    if transforms.is_enabled(dataset.get("shrink_video_to_frames", True)):
+        notes.append(_SHRINK_NOTE)
+    clips.set_frames(draft, source_key, frames, "; ".join(notes))
+
+
+def _convert_sample_frames(draft: ConfigDraft, source_key: SourceKey) -> None:
+    """Translates the number of frames of a sample. If the run trains on pictures, a sample has one
+    frame by default.
+    """
+    frames = _frame_count(source_key.value)
+    counts = [entry.get("num_frames", 1) for entry in pictures.collect_datasets(draft)]
+    if frames == max(map(_frame_count, counts), default=1):
+        draft.report_no_effect(source_key, "as many as the training clips have: the default")
+    else:
+        draft.set(source_key, "run.sample_frames", frames)
+
+
+def _convert_frame_rate(draft: ConfigDraft, source_key: SourceKey) -> None:
+    """Translates the frame rate of a dataset. ai-toolkit uses it only if it does not spread the
+    frames of a clip over the whole video.
+    """
+    dataset = clips.dataset_of_key(draft, source_key)
+    if _frame_count(dataset.get("num_frames", 1)) == 1:
+        draft.report_no_effect(source_key, "pictures")
+    elif transforms.is_enabled(dataset.get("shrink_video_to_frames", True)):
+        draft.report_no_effect(source_key, "with shrink_video_to_frames")
+    else:
+        draft.set(source_key, "images.frame_rate", float(source_key.value))
+
+
+def _convert_resolution(draft: ConfigDraft, source_key: SourceKey) -> None:
+    resolutions = _resolutions(draft, source_key.value)
+    pictures.convert_resolution(draft, replace(source_key, value=resolutions))
+
+
+def _resolutions(draft: ConfigDraft, value: Any) -> list[int]:
+    """Returns the resolutions in ascending order. For Wan, they are rounded down to multiples of 16
+    pixels.
+    """
+    sides = pictures.parse_resolutions(value)
+    if draft.lowercase_value("model.arch").startswith("wan"):
+        sides = sorted({side // 16 * 16 for side in sides})
+    return sides
+
+
+_EXPERT_KEYS = {"high_noise": "train_high_noise", "low_noise": "train_low_noise"}
+
+
+def _convert_expert(draft: ConfigDraft, source_key: SourceKey) -> None:
+    """Translates which denoiser of Wan 2.2 is trained. ai-toolkit trains both by default."""
+    if draft.lowercase_value("model.arch") != "wan22_14b":
+        draft.report_no_effect(source_key, transforms.IRRELEVANT_NOTE)
+        return
+    expert = _trained_expert(draft)
+    if not transforms.is_enabled(source_key.value):
+        draft.report_no_effect(source_key, "switched off")
+    elif source_key.name.endswith(_EXPERT_KEYS[expert]):
+        draft.set(source_key, "diffusion.expert", expert)
+    else:
+        other = "high_noise" if expert == "low_noise" else "low_noise"
+        draft.report_not_offered(source_key, clips.ONE_EXPERT_NOTE.format(other))
+
+
+def _trained_expert(draft: ConfigDraft) -> str:
+    trains_low_noise = draft.source_values.get("model.model_kwargs.train_low_noise", True)
+    return "low_noise" if transforms.is_enabled(trains_low_noise) else "high_noise"
 
 
 _FULL_RANK = 100_000
@@ -136,11 +233,15 @@ _DATASET_NO_EFFECT = {
     ".txt beside the picture, or .caption": "caption_ext",
     pictures.CACHED_NOTE: "cache_latents cache_latents_to_disk cache_text_embeddings",
     pictures.BUCKETS_NOTE: "buckets bucket_tolerance",
+    transforms.IRRELEVANT_NOTE: "trim_auto_frame_count_tail",
 }
 _DATASET_NOT_OFFERED = {
     "images.flip mirrors left and right": "flip_y",
     "the loss counts what the mask shows": "mask_min_value",
     "weight, of images.regularisation": "network_weight",
+    "images.frames: all clips of a source have the same number of frames": "auto_frame_count",
+    clips.NO_PICTURE_NOTE: "do_i2v",
+    "videos have no sound": "do_audio audio_*",
 }
 _DATASET_KEYS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _DATASET_NO_EFFECT),
@@ -150,7 +251,14 @@ _DATASET_KEYS: dict[str, transforms.Handler] = {
     "default_caption": transforms.report_changed("caption of the source"),
     "caption_dropout_rate": transforms.convert_number("images.caption_dropout"),
     "shuffle_tokens": pictures.set_tag_orders,
-    "resolution": pictures.convert_resolution,
+    "resolution": _convert_resolution,
+    "num_frames": _convert_frames,
+    "shrink_video_to_frames": transforms.choose_handler(
+        lambda _, source_key: transforms.is_enabled(source_key.value),
+        transforms.report_changed(_SHRINK_NOTE),
+        transforms.report_no_effect(f"as here: {clips.HEAD_NOTE}"),
+    ),
+    "fps": _convert_frame_rate,
     "is_reg": transforms.report_changed("images.regularisation"),
     "num_repeats": transforms.report_changed("repeats of the source"),
     "mask_path": transforms.convert_to("images.masks", str),
@@ -166,15 +274,17 @@ _DATASET_KEYS: dict[str, transforms.Handler] = {
 _NO_EFFECT = {
     "run.folder names the folder": "training_folder",
     "model.device": "device",
-    "the samples before step 1 are the base's, to compare with": "train.skip_first_sample",
+    "the samples before step 1 are the base's, to compare with": "train.skip_first_sample sample.sample_start_step",
     "in run.samples": "sample.neg sample.seed sample.walk_seed",
+    "samples are played at images.frame_rate": "sample.fps",
+    "a run trains one denoiser of Wan 2.2": "train.switch_boundary_every",
     "precision.save: adapters are fp32": "save.dtype",
     pictures.NOT_UPLOADED_NOTE: "save.push_to_hub save.hf_*",
     transforms.IRRELEVANT_NOTE: (
         "type performance_log_every sqlite_db_path logging.* model.is_flux model.arch model.is_xl"
         " model.is_v2 model.is_v3 model.model_kwargs model.quantize_te model.qtype_te"
         " train.unload_text_encoder train.cache_text_embeddings train.train_unet"
-        " train.noise_scheduler sample.sampler sample.num_frames sample.fps save.save_format"
+        " train.noise_scheduler sample.sampler save.save_format"
     ),
 }
 _NOT_OFFERED = {
@@ -217,6 +327,8 @@ HANDLERS: dict[str, transforms.Handler] = {
         "images.trigger", str, "put before every caption; there it replaces [trigger] too"
     ),
     # model and adapter
+    "model.model_kwargs.train_high_noise": _convert_expert,
+    "model.model_kwargs.train_low_noise": _convert_expert,
     "model.quantize": transforms.require_key("model.quantize", "on", _convert_base, "switched off"),
     "model.qtype": transforms.report_changed("decides precision.base, where model.quantize is on"),
     "network.type": transforms.choose_handler(
@@ -265,6 +377,7 @@ HANDLERS: dict[str, transforms.Handler] = {
     "train.disable_sampling": transforms.set_if_enabled("run.sample_every", 0),
     # samples, saving
     **transforms.same_handler(_convert_sample_size, "sample.width sample.height"),
+    "sample.num_frames": _convert_sample_frames,
     **transforms.same_handler(_convert_samples, "sample.prompts sample.samples"),
 }
 _DEFAULTS = {
@@ -289,6 +402,9 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
     pictures.drop_new_adapter_settings(draft)
     pictures.set_default_preset(draft, source.get("train.dtype") or "bf16")
     draft.set_defaults(pictures.COMMON_DEFAULTS | _DEFAULTS)
+    if draft.lowercase_value("model.arch") == "wan22_14b":
+        draft.set_default("diffusion.expert", _trained_expert(draft))
+    clips.set_sample_size(draft, *_sample_size(draft))
     if "run.adapters_every" not in draft.settings:
         draft.settings.pop("run.adapters_keep", None)
     sources_by_setting: dict[str, list[dict[str, Any]]] = {
@@ -301,16 +417,19 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
                 setting = "images.regularisation"
             else:
                 setting = "images.train"
-            sizes = (
-                pictures.parse_resolutions(entry["resolution"]) if entry.get("resolution") else ()
-            )
+            sizes = _resolutions(draft, entry["resolution"]) if entry.get("resolution") else ()
             paths = _list_paths(entry, "control_path")
             if paths:
                 controls = {"controls": paths[0] if len(paths) == 1 else paths}
             else:
                 controls = {}
             sources_by_setting[setting].append(
-                pictures.picture_source(folder, repeats=entry.get("num_repeats"), resolution=sizes)
+                pictures.picture_source(
+                    folder,
+                    repeats=entry.get("num_repeats"),
+                    resolution=sizes,
+                    frames=_frame_count(entry.get("num_frames", 1)),
+                )
                 | controls
             )
     pictures.set_sources(draft, sources_by_setting)

@@ -114,9 +114,11 @@ def _parse_samples(text: str) -> list[Any]:
         if "n" in flags:
             sample["negative"] = flags["n"].strip()
         if sides := [int(flags[side]) for side in ("w", "h") if side in flags]:
-            sample["size"] = max(sides)
+            is_square = len(set(sides)) == 1
+            sample["size"] = sides[0] if is_square else f"{sides[0]}x{sides[1]}"
         for flag, key, convert in (
             ("s", "steps", int),
+            ("f", "frames", int),
             ("d", "seed", int),
             ("l", "guidance", float),
         ):

@@ -117,7 +117,7 @@ def kohya_dataset_keys(file_name: object, config: Path) -> Iterator[SourceKey]:
         isinstance(file_name, str)
         and (file := find_file(file_name, Path("."), config.parent)) is not None
     ):
-        yield from _kohya_subset_keys(_read_tree(file, read_toml), f"{file.name}: ")
+        yield from _kohya_subset_keys(read_tree(file, read_toml), f"{file.name}: ")
 
 
 def _kohya_subset_keys(tree: Tree, label_prefix: str) -> Iterator[SourceKey]:
@@ -204,7 +204,7 @@ def _onetrainer_keys(tree: Tree, path: Path) -> Iterator[SourceKey]:
         label = Path(file_name).name
         file = find_file(file_name, path.parent, Path("."))
         if file is not None:
-            concept_tree = _read_tree(file, read_json)
+            concept_tree = read_tree(file, read_json)
             concepts = concept_tree.data
             position = ()
     for i, concept in enumerate(concepts or []):
@@ -230,7 +230,8 @@ def find_file(file_name: str, *folders: Path) -> Path | None:
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
-def _read_tree(file: Path, reader: Callable[[str], Tree]) -> Tree:
+def read_tree(file: Path, reader: Callable[[str], Tree]) -> Tree:
+    """Reads a file that a configuration names. Raises UsageError."""
     try:
         return reader(file.read_text(encoding="utf-8-sig"))
     except UnreadableError as error:
@@ -331,7 +332,7 @@ def _simpletuner_dataset_keys(file_name: object, config: Path) -> Iterator[Sourc
         is None
     ):
         return
-    tree = _read_tree(file, read_json)
+    tree = read_tree(file, read_json)
     if not isinstance(tree.data, list) or not all(isinstance(entry, dict) for entry in tree.data):
         raise UsageError(f"{file}: expected a list of datasets")
     for i, entry in enumerate(tree.data):
@@ -402,9 +403,12 @@ def picture_source(
     weight: Any = 1.0,
     resolution: Sequence[int] = (),
     draw: Any = None,
+    frames: int = 1,
 ) -> dict[str, Any]:
-    """Returns an entry of `images.train`, with only the settings that differ from the defaults."""
-    settings: dict[str, Any] = {"name": str(name)}
+    """Returns an entry of `images.train`, with only the settings that differ from the defaults.
+    `frames` is always included; `set_sources` removes it if it is that of the run.
+    """
+    settings: dict[str, Any] = {"name": str(name), "frames": frames}
     if caption:
         settings["caption"] = str(caption)
     if (repeat_count := round(float(repeats or 1))) > 1:
@@ -421,10 +425,12 @@ def picture_source(
 def set_sources(draft: ConfigDraft, sources_by_setting: Mapping[str, list[dict[str, Any]]]) -> None:
     """Sets `images.train` and similar settings, and leaves out everything that is not needed. If
     the only resolution of a source is the resolution of the run, the entry of this source contains
-    no resolution.
+    no resolution. The same applies to the number of frames.
     """
     for setting, sources in sources_by_setting.items():
         for source in sources:
+            if source.get("frames") == draft.settings.get("images.frames", 1):
+                del source["frames"]
             if source.get("resolution") == [draft.settings.get("images.resolution")]:
                 del source["resolution"]
             elif len(source.get("resolution", ())) == 1:

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ..precision.packing import DTYPES_ON_LOAD
-from . import pictures, transforms
+from . import clips, pictures, transforms
 from .source import Source
 from .transforms import ConfigDraft, SourceKey
 
-FLOW_FAMILIES = ("flux", "flux2", "sd3", "qwen_image", "z_image", "chroma", "sana", "auraflow")
+CLIP_FAMILIES = ("wan", "ltxvideo")  # the families for videos that Isotype trains
+FLOW_FAMILIES = (
+    *("flux", "flux2", "sd3", "qwen_image", "z_image", "chroma", "sana", "auraflow"),
+    *CLIP_FAMILIES,
+)
 FAMILIES = (*FLOW_FAMILIES, "pixart_sigma", "sdxl", "sd1x", "sd2x")
 ATTENTION_TARGETS = [
     "to_k",
@@ -27,9 +31,7 @@ ATTENTION_TARGETS = [
 ]
 VIDEO_FAMILIES = (
     *(
-        "wan",
         "wan_s2v",
-        "ltxvideo",
         "ltxvideo2",
         "hunyuanvideo",
         "sanavideo",
@@ -44,6 +46,9 @@ DEFAULT_MODELS = {  # (family, flavour) -> the model that SimpleTuner uses if th
     ("flux", "dev"): "black-forest-labs/FLUX.1-dev", ("flux", "schnell"): "black-forest-labs/FLUX.1-schnell",
     ("sd3", "medium"): "stabilityai/stable-diffusion-3.5-medium", ("sd3", "large"): "stabilityai/stable-diffusion-3.5-large",
     ("sdxl", "base-1.0"): "stabilityai/stable-diffusion-xl-base-1.0",
+    ("wan", "t2v-480p-1.3b-2.1"): "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", ("wan", "t2v-480p-14b-2.1"): "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    ("wan", "ti2v-5b-2.2"): "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    ("ltxvideo", "0.9.5"): "Lightricks/LTX-Video-0.9.5", ("ltxvideo", "0.9.0"): "Lightricks/LTX-Video",
 }  # fmt: skip
 # findings that do not stop a translation, because the result already does what they advise
 HARMLESS_CODES = ("CF020",)
@@ -104,16 +109,8 @@ def refusal_reason(source: Source) -> str | None:
             f"{locations['base_model_precision']}: {base_precision} is not offered: no_change (bf16), fp8-quanto,"
             " int8-quanto, or nf4-bnb"
         )
-    video_keys = [
-        name
-        for name, value in values.items()
-        if name.startswith(f"{pictures.DATASET_PREFIX}.") and str(value) in ("video", "audio")
-    ]
-    if family in VIDEO_FAMILIES or any(name.endswith(".dataset_type") for name in video_keys):
-        return (
-            f"{locations['model_family' if family in VIDEO_FAMILIES else video_keys[0]]}: video is not offered:"
-            " Isotype trains on pictures"
-        )
+    if reason := _video_refusal(family, values, locations):
+        return reason
     if family and family not in FAMILIES:
         return f"{locations['model_family']}: {family} is not offered: {', '.join(FAMILIES)}"
     if transforms.is_enabled(values.get("train_text_encoder", False)):
@@ -122,6 +119,46 @@ def refusal_reason(source: Source) -> str | None:
             " those of SDXL and Stable Diffusion"
         )
     return None
+
+
+def _video_refusal(family: str, values: dict[str, Any], locations: dict[str, str]) -> str | None:
+    """Returns an explanation if the model or a dataset is for videos or audio and cannot be
+    trained.
+    """
+    if family in VIDEO_FAMILIES:
+        return (
+            f"{locations['model_family']}: {family} is not offered: of the models for videos,"
+            f" {' and '.join(CLIP_FAMILIES)} are"
+        )
+    flavour = str(values.get("model_flavour") or "").lower()
+    if family in CLIP_FAMILIES and flavour.startswith(("i2v", "flf2v", "vace", "s2v")):
+        return f"{locations['model_flavour']}: {flavour} is not offered: {clips.NO_PICTURE_NOTE}"
+    other_kinds = {"audio"} if family in CLIP_FAMILIES else {"audio", "video"}
+    for name, value in values.items():
+        is_kind = name.startswith(f"{pictures.DATASET_PREFIX}.") and name.endswith(".dataset_type")
+        if is_kind and str(value) in other_kinds:
+            return (
+                f"{locations[name]}: {value} is not offered: {family or 'this model'} is trained on"
+                " captions and pictures or clips"
+            )
+    return None
+
+
+def _set_clip_defaults(
+    draft: ConfigDraft, sources_by_setting: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Sets `images.frames` if the datasets do not contain the setting `video`, and the size of
+    samples that are not squares.
+    """
+    frame_counts = [
+        source["frames"] for sources in sources_by_setting.values() for source in sources
+    ]
+    if max(frame_counts, default=1) > 1:
+        draft.set_default("images.frames", max(frame_counts))
+    size = str(draft.source_values.get("validation_resolution") or "")
+    width, _, height = size.partition(",")[0].lower().partition("x")
+    if width.isdigit() and height.isdigit():
+        clips.set_sample_size(draft, int(width), int(height))
 
 
 def _convert_lr_end(draft: ConfigDraft, source_key: SourceKey) -> None:
@@ -190,9 +227,7 @@ def _parse_pixels(value: Any, kind: object) -> int:
 def _convert_sample_size(draft: ConfigDraft, source_key: SourceKey) -> None:
     width, _, height = str(source_key.value).partition(",")[0].lower().partition("x")
     if height and height != width:
-        draft.set(
-            source_key, "run.sample_size", max(int(width), int(height)), "samples are squares"
-        )
+        draft.report_changed(source_key, f"size: {width}x{height} of each prompt")
     else:
         unit = "pixel" if float(width) > 16 else "area"
         draft.set(source_key, "run.sample_size", _parse_pixels(width, unit))
@@ -284,7 +319,7 @@ def _convert_dataset(draft: ConfigDraft, source_key: SourceKey) -> None:
             draft.set(source_key, "images.masks", str(source_key.value))
         else:
             draft.report_no_effect(source_key, "a mask belongs to the picture of its name")
-    elif kind not in ("image", "eval"):
+    elif kind not in ("image", "video", "eval"):
         draft.report_not_offered(source_key, f"{kind} datasets")
     elif storage not in ("local", "csv"):
         draft.report_not_offered(
@@ -338,6 +373,40 @@ def _convert_resolution(draft: ConfigDraft, source_key: SourceKey) -> None:
         )
     else:
         draft.set(source_key, "images.resolution", size)
+
+
+def _is_video(draft: ConfigDraft, source_key: SourceKey) -> bool:
+    return str(_dataset_of_key(draft, source_key).get("dataset_type")) == "video"
+
+
+def _frame_count(draft: ConfigDraft, entry: dict[str, Any]) -> int:
+    """Returns the number of frames of a dataset's clips; 1 for a dataset of pictures. If the file
+    sets none, SimpleTuner uses 5 seconds at `framerate`, which is 25 by default.
+    """
+    if str(entry.get("dataset_type")) != "video":
+        return 1
+    settings = entry.get("video")
+    settings = settings if isinstance(settings, dict) else {}
+    default = 5 * int(draft.source_values.get("framerate") or 25)
+    frames = settings.get("num_frames") or settings.get("min_frames") or default
+    step = clips.frame_step(draft.source_values.get("model_family"))
+    return clips.frame_counts(frames, step)[-1]
+
+
+def _convert_video(draft: ConfigDraft, source_key: SourceKey) -> None:
+    """Translates the settings `num_frames`, `min_frames`, ... of a dataset of videos."""
+    entry = _dataset_of_key(draft, source_key)
+    notes = [clips.HEAD_NOTE]
+    if "num_frames" not in source_key.value:
+        notes.append("all clips of a source have the same number of frames")
+    if transforms.is_enabled(source_key.value.get("is_i2v")):
+        notes.append(clips.NO_PICTURE_NOTE)
+    clips.set_frames(draft, source_key, _frame_count(draft, entry), "; ".join(notes))
+
+
+def _convert_sample_frames(draft: ConfigDraft, source_key: SourceKey) -> None:
+    step = clips.frame_step(draft.source_values.get("model_family"))
+    draft.set(source_key, "run.sample_frames", clips.frame_counts(source_key.value, step)[-1])
 
 
 def _is_square_crop(draft: ConfigDraft, source_key: SourceKey) -> bool:
@@ -410,6 +479,10 @@ _DATASET_KEYS: dict[str, transforms.Handler] = {
         "crop crop_aspect",
     ),
     "crop_style": _convert_crop_style,
+    "video": transforms.choose_handler(
+        _is_video, _convert_video, transforms.report_no_effect("pictures")
+    ),
+    "audio": transforms.report_not_offered("videos have no sound"),
     "conditioning_data": transforms.report_changed("images.masks, where it holds masks"),
     "probability": transforms.accept_only(
         "1 1.0", "switched off", "repeats of a source make its pictures come more often"
@@ -438,8 +511,9 @@ _NO_EFFECT = {
         " instance_prompt lora_type grad_clip_method ema_device ema_cpu_only ema_update_interval"
         " ema_validation flux_guidance_max attention_mechanism train_text_encoder controlnet"
         " control disable_benchmark debug_* print_* i_know_what_i_am_doing disable_*"
-        " override_dataset_config logging_dir dynamo_* env simpletuner_* user_*"
-        " enable_xformers_memory_efficient_attention set_grads_to_none framerate enable_watermark"
+        " strict_epoch_limit lora_format trust_remote_code pretrained_t5_model_name_or_path"
+        " ramtorch_* override_dataset_config logging_dir dynamo_* env simpletuner_* user_*"
+        " enable_xformers_memory_efficient_attention set_grads_to_none enable_watermark"
     ),
 }
 _NOT_OFFERED = {
@@ -447,6 +521,7 @@ _NOT_OFFERED = {
     "adapter.dora is for language models": "use_dora",
     pictures.ADAM_SETTINGS_NOTE: "optimizer_config",
     "run.samples takes prompts": "validation_prompt_library",
+    "parallel.kind: shard splits the weights over processes": "context_parallel_*",
     "each prompt gives one picture: name it twice in run.samples": "num_validation_images",
     "samples have run.sample_steps, run.sample_size, run.sample_guidance": (
         "validation_* num_eval_images evaluation_type"
@@ -500,6 +575,7 @@ HANDLERS: dict[str, transforms.Handler] = {
         transforms.report_changed("gradients are accumulated in fp32 (precision.grads)"),
     ),
     "pretrained_vae_model_name_or_path": pictures.set_vae,
+    "ramtorch": transforms.set_if_enabled("model.offload", "blocks"),
     "vae_dtype": transforms.convert_choice(
         "precision.vae",
         {"fp32": "fp32", "bf16": "bf16"},
@@ -557,6 +633,15 @@ HANDLERS: dict[str, transforms.Handler] = {
         "0 0.0 None False", "switched off", "run.sample_guidance, which is not rescaled"
     ),
     "validation_resolution": _convert_sample_size,
+    "framerate": transforms.choose_handler(
+        lambda draft, _: str(draft.source_values.get("model_family")) in CLIP_FAMILIES,
+        transforms.convert_to("images.frame_rate", float, "of training clips and samples"),
+        transforms.report_no_effect(transforms.IRRELEVANT_NOTE),
+    ),
+    "validation_num_video_frames": _convert_sample_frames,
+    "wan_validation_load_other_stage": transforms.report_no_effect(
+        "samples use both denoisers of Wan 2.2"
+    ),
     "validation_disable": transforms.set_if_enabled("run.sample_every", 0),
     "validation_negative_prompt": transforms.report_changed(
         "guidance starts from the empty prompt"
@@ -610,7 +695,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
         if (
             folder is not None
             and is_used
-            and str(entry.get("dataset_type", "image")) in ("image", "eval")
+            and str(entry.get("dataset_type", "image")) in ("image", "video", "eval")
         ):
             name = (
                 table.get("path") if isinstance(table, dict) else entry.get("csv_file")
@@ -618,8 +703,11 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
             caption = entry.get("instance_prompt") if _has_instance_prompt(entry) else None
             repeats = 1 if setting == "images.eval" else 1 + float(entry.get("repeats") or 0)
             sources_by_setting.setdefault(setting, []).append(
-                pictures.picture_source(name, caption=caption, repeats=repeats)
+                pictures.picture_source(
+                    name, caption=caption, repeats=repeats, frames=_frame_count(draft, entry)
+                )
             )
+    _set_clip_defaults(draft, sources_by_setting)
     pictures.set_sources(draft, sources_by_setting)
     if "images.train" not in draft.settings and not pictures.collect_datasets(draft):
         dataset_file = draft.source_values.get("data_backend_config") or "data_backend_config"

@@ -18,6 +18,7 @@ from ..doctor.check.python_calls import Call, UnknownValue, read_notebook
 from ..doctor.check.text_files import UnreadableError, parse_scalar, read_json, read_toml, read_yaml
 from ..doctor.check.tools import identify_tool
 from ..errors import UsageError
+from . import clips
 from .pictures import (
     detect_program_tool,
     detect_tree_tool,
@@ -200,6 +201,8 @@ def read_source(path: Path, requested_tool: str | None = None) -> Source:
     tool = identify_tool(tree.data, path.name)
     if "simpletuner" in (requested_tool, tool):
         return Source(str(path), "simpletuner", simpletuner_keys(tree, path))
+    if (video_tool := clips.detect_video_tool(tree.data)) is not None:
+        return Source(str(path), video_tool, list(clips.read_video_keys(video_tool, tree, path)))
     if (picture_tool := detect_tree_tool(tree, tool)) is not None:
         picture_keys = read_picture_keys(picture_tool, tree, path)
         dataset_file = next(
@@ -413,6 +416,8 @@ def _command_source(
     options = {source_key.name: source_key.value for source_key in keys}
     tool = _COMMAND_TOOLS.get(program.executable) or identify_tool(options)
     picture_tool = detect_program_tool(program.script)
+    if clips.is_musubi_program(program.script):
+        picture_tool = clips.MUSUBI
     # programs of other tools may also be named `train.py`, as kohya's is
     is_text_program = program.script.endswith("train.py") and (
         tool in _TEXT_TOOLS or config is not None
@@ -468,14 +473,15 @@ def _add_config_keys(
 
 
 def _read_picture_command(tool: str, keys: list[SourceKey], path: Path, script: str) -> Source:
-    """Reads a command of kohya's or of diffusers' scripts, with the files that it names."""
+    """Reads a command of a script for pictures or videos, with the files that it names."""
     values = {source_key.name: source_key.value for source_key in keys}
-    if tool == "kohya":
+    if tool in ("kohya", clips.MUSUBI):
         file = path.parent / str(values.get("config_file"))
         if file.is_file():
             file_keys = read_source(file).keys
             keys = [*keys, *(key for key in file_keys if key.name not in values)]
-        keys += kohya_dataset_keys(values.get("dataset_config"), path)
+        read_datasets = kohya_dataset_keys if tool == "kohya" else clips.read_musubi_datasets
+        keys += read_datasets(values.get("dataset_config"), path)
     return Source(str(path), tool, keys, method=script)
 
 

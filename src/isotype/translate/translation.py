@@ -23,9 +23,11 @@ from . import (
     ai_toolkit,
     axolotl,
     diffusers_scripts,
+    diffusion_pipe,
     hugging_face,
     kohya,
     llamafactory,
+    musubi,
     onetrainer,
     simpletuner,
     torchtune,
@@ -60,10 +62,19 @@ TOOLS: dict[str, Any] = {
     "ai-toolkit": ai_toolkit,
     "onetrainer": onetrainer,
     "diffusers": diffusers_scripts,
+    "musubi-tuner": musubi,
+    "diffusion-pipe": diffusion_pipe,
 }
 # tools whose tables choose the preset themselves; for other tools it follows from the record of
 # `isotype doctor check`
-_OWN_PRECISION_TOOLS = (kohya, ai_toolkit, onetrainer, diffusers_scripts)
+_OWN_PRECISION_TOOLS = (
+    kohya,
+    ai_toolkit,
+    onetrainer,
+    diffusers_scripts,
+    musubi,
+    diffusion_pipe,
+)
 _PICTURE_TOOLS = (simpletuner, *_OWN_PRECISION_TOOLS)
 _TOOL_TITLES = {
     "trl": "TRL",

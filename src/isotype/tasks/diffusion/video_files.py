@@ -16,11 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from ...config.kind import VIDEO_SUFFIXES as PYAV_SUFFIXES
 from ...data.pictures import MAX_PIXELS, BadPicture, bad_picture_reason
 from ...environment.install import install_command
 from ...errors import UsageError
 
-PYAV_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 VIDEO_SUFFIXES = (*PYAV_SUFFIXES, ".gif")
 
 
@@ -28,12 +28,18 @@ def is_video(path: Path) -> bool:
     return path.suffix.lower() in VIDEO_SUFFIXES
 
 
+def missing_pyav(videos: Iterable[Path]) -> bool:
+    """Returns True if some of the videos can be read only with PyAV, and PyAV is missing."""
+    return find_spec("av") is None and any(path.suffix.lower() in PYAV_SUFFIXES for path in videos)
+
+
 def refuse_without_pyav(videos: Iterable[Path]) -> None:
     """Raises UsageError if some of the videos can be read only with PyAV, and PyAV is missing."""
+    videos = list(videos)
+    if not missing_pyav(videos):
+        return
     suffixes = Counter(path.suffix.lower() for path in videos)
     needs_pyav = {suffix: count for suffix, count in suffixes.items() if suffix in PYAV_SUFFIXES}
-    if not needs_pyav or find_spec("av") is not None:
-        return
     files = ", ".join(f"{count} {suffix}" for suffix, count in sorted(needs_pyav.items()))
     raise UsageError(
         f"images.frames: video files ({files}) are read with PyAV, which is not installed",
