@@ -137,6 +137,7 @@ INNER = {
     "isotype.ops.attention": "Documents attention_attention=attention attention_reference",
     "isotype.ops.attention.gpu": "gpu=",
     "isotype.ops.backend": "backend=",
+    "isotype.ops.builds": "builds=",
     "isotype.ops.contract": "OpContract",
     "isotype.ops.cpp": "cpp= _kernels cpu_compiler",
     "isotype.ops.cross_entropy.op": "CROSS_ENTROPY cross_entropy_reference",

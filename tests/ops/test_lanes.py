@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from isotype.ops import cpp as ops_cpp
-from tests.api import kernel_folder, temporary_folder
+from tests.api import builds, kernel_folder, temporary_folder
 
-pytestmark = pytest.mark.skipif(ops_cpp.cpu_compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(builds.cpu_compiler() is None, reason="no C++ compiler")
 
 
 class Probe(ops_cpp.CppKernels):
@@ -79,11 +79,22 @@ def test_every_narrow_value_is_widened_exactly_and_narrowing_is_pytorchs_to_near
     same(y, x.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_last_values_of_a_row_are_converted_and_nothing_after_them_is_written(probe, dtype):
+    for count in range(1, 35):
+        for source, target in ((dtype, torch.float32), (torch.float32, dtype)):
+            x = torch.linspace(-3, 5, count).to(source)
+            y = torch.full((count + 20,), 77.0, dtype=target)
+            probe("convert", source, target, x, y, count)
+            assert torch.equal(y[:count], x.to(target))
+            assert (y[count:] == 77.0).all()
+
+
 def test_a_source_is_built_once_and_a_long_build_prints_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path / "new" / "folder"))
-    monkeypatch.setattr(ops_cpp, "BUILD_MESSAGE_DELAY_S", 0.0)
+    monkeypatch.setattr(builds, "BUILD_MESSAGE_DELAY_S", 0.0)
     source = Path(__file__).parent / "lanes_probe.cpp"
-    ops_cpp.load_or_build_library(source)
+    builds.load_or_build_library(source)
     (built,) = (tmp_path / "new" / "folder").glob("*.so")
     assert built.parent.stat().st_mode & 0o077 == 0
     assert (
@@ -91,7 +102,7 @@ def test_a_source_is_built_once_and_a_long_build_prints_a_line(tmp_path, monkeyp
         in capsys.readouterr().err
     )
     before = built.stat().st_ino
-    ops_cpp.load_or_build_library(source)
+    builds.load_or_build_library(source)
     assert built.stat().st_ino == before
     assert not list(built.parent.glob("*.tmp"))
     assert capsys.readouterr().err == ""
@@ -106,7 +117,7 @@ def kept(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "kept"
     monkeypatch.setenv("ISOTYPE_CACHE", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ops_cpp.load_or_build_library(PROBE)
+    builds.load_or_build_library(PROBE)
     return folder
 
 
@@ -125,7 +136,7 @@ def planted(folder: Path) -> Path:
     )
     library = only_library(folder)
     library.unlink()
-    compiler = ops_cpp.cpu_compiler()
+    compiler = builds.cpu_compiler()
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
     return trace
 
@@ -135,7 +146,7 @@ def test_a_library_where_others_can_write_is_not_loaded(way, kept, tmp_path, mon
     trace = planted(kept)
     name = only_library(kept)
     content = name.read_bytes()
-    digest = ops_cpp.checksum(content)  # a stranger can compute it too
+    digest = builds.checksum(content)  # a stranger can compute it too
     name.rename(name.with_name(f"{name.stem.rpartition('-')[0]}-{digest}.so"))
     if way == "folder":
         kept.chmod(0o777)
@@ -150,7 +161,7 @@ def test_a_library_where_others_can_write_is_not_loaded(way, kept, tmp_path, mon
         monkeypatch.setenv("ISOTYPE_CACHE", str(shared / "link"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept" / "home"))
     kernel_folder.warn_of_shared_folder.cache_clear()
-    ops_cpp.load_or_build_library(PROBE)
+    builds.load_or_build_library(PROBE)
     assert not trace.exists()
     assert "kept elsewhere: others can write into" in capsys.readouterr().err
 
@@ -163,8 +174,8 @@ def test_a_planted_link_in_the_temporary_folder_is_not_followed(kept, tmp_path, 
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("ISOTYPE_CACHE", "none")
     temporary_folder().symlink_to(kept)
-    with pytest.raises(ops_cpp.BuildError, match=r"that only this user can change"):
-        ops_cpp.load_or_build_library(PROBE)
+    with pytest.raises(builds.BuildError, match=r"that only this user can change"):
+        builds.load_or_build_library(PROBE)
     assert not trace.exists()
 
 
@@ -178,11 +189,11 @@ def test_a_library_that_others_can_write_or_that_is_damaged_is_built_again(kept)
             library.write_bytes(library.read_bytes()[:-1] + b"?")
         else:
             library.write_bytes(library.read_bytes()[:1000])
-        ops_cpp.load_or_build_library(PROBE)
+        builds.load_or_build_library(PROBE)
         rebuilt = only_library(kept)
         assert rebuilt.stat().st_mode & 0o077 == 0
         assert rebuilt.stat().st_mtime_ns > written
-        assert ops_cpp.checksum(rebuilt.read_bytes()) == rebuilt.stem.rpartition("-")[2]
+        assert builds.checksum(rebuilt.read_bytes()) == rebuilt.stem.rpartition("-")[2]
 
 
 def test_a_good_library_stays_where_it_cannot_be_loaded_now(kept, monkeypatch):
@@ -192,7 +203,7 @@ def test_a_good_library_stays_where_it_cannot_be_loaded_now(kept, monkeypatch):
     def without_descriptors(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file: Too many open files")
 
-    monkeypatch.setattr(ops_cpp.ctypes, "CDLL", without_descriptors)
-    with pytest.raises(ops_cpp.BuildError, match=r"does not load: .*Too many open files"):
-        ops_cpp.load_or_build_library(PROBE)
+    monkeypatch.setattr(builds.ctypes, "CDLL", without_descriptors)
+    with pytest.raises(builds.BuildError, match=r"does not load: .*Too many open files"):
+        builds.load_or_build_library(PROBE)
     assert library.read_bytes() == content

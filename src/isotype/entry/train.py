@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(__file__).parents[1]
 SectionLike: TypeAlias = str | Path | Mapping[str, Any] | Section | None
+# the device files of the drivers of NVIDIA (on Windows' Linux too) and of AMD
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 SOURCE = "isotype.train()"
 CHANGE_HINT = "give changes as sections: train={'steps': 200}"
 # section -> the key that is set by a plain name or path
@@ -221,14 +224,12 @@ def start(
 
 
 def _start_kernel_builds(config: RunConfig) -> None:
-    """Starts to load or build the C++ kernels of a run on a CPU, before the imports of the run."""
-    import torch
-
+    """Starts to build the C++ kernels of a run on a CPU, before the imports of the run."""
     if not config.model.optimize:
         return
-    if config.model.device != "cpu" and torch.cuda.is_available():
+    if config.model.device != "cpu" and _has_gpu():
         return
-    from ..ops.cpp import COMMON_OPS, op_source, start_builds
+    from ..ops.builds import COMMON_OPS, op_source, start_builds
 
     sources = [op_source(op) for op in COMMON_OPS]
     if config.adapter.kind == "lora":
@@ -236,6 +237,17 @@ def _start_kernel_builds(config: RunConfig) -> None:
     if config.precision.preset == "bf16-pure":
         sources.append(op_source("adamw"))
     start_builds(sources)
+
+
+def _has_gpu() -> bool:
+    """Whether torch can use a GPU. The import of torch takes a second, so torch is asked only if
+    this machine may have a GPU.
+    """
+    if sys.platform == "linux" and not any(map(os.path.exists, GPU_FILES)):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _find_push_repository(loaded: LoadedConfig, resume: Path | None) -> str | None:

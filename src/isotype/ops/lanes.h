@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
 #endif
 
@@ -92,8 +92,27 @@ inline f32 load(const T* p) {
   return Narrow<T>::widen(v);
 }
 
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+inline __mmask16 first_lanes(int64_t count) { return count >= LANES ? (__mmask16)-1 : (__mmask16)((1u << count) - 1); }
+inline f32 load_first(const float* p, __mmask16 mask) { return (f32)_mm512_maskz_loadu_ps(mask, p); }
+template <class T>
+inline f32 load_first(const T* p, __mmask16 mask) {
+  return Narrow<T>::widen((u16)_mm256_maskz_loadu_epi16(mask, p));
+}
+inline void store_first(float* p, f32 x, __mmask16 mask) { _mm512_mask_storeu_ps(p, mask, (__m512)x); }
+template <class T>
+inline void store_first(T* p, f32 x, __mmask16 mask) {
+  _mm256_mask_storeu_epi16(p, mask, (__m256i)Narrow<T>::narrow(x));
+}
+#endif
+
 template <class T>
 inline f32 load(const T* p, int64_t count, float rest) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __mmask16 mask = first_lanes(count);
+  const f32 first = load_first(p, mask);
+  return rest == 0.0f ? first : (f32)_mm512_mask_mov_ps(_mm512_set1_ps(rest), mask, (__m512)first);
+#endif
   if (count >= LANES) return load(p);
   typename Narrow<T>::V v = {};
   std::memcpy(&v, p, count * sizeof(T));
@@ -110,6 +129,9 @@ inline void store(T* p, f32 x) {
 
 template <class T>
 inline void store(T* p, f32 x, int64_t count) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  return store_first(p, x, first_lanes(count));
+#endif
   if (count >= LANES) return store(p, x);
   const auto v = Narrow<T>::narrow(x);
   std::memcpy(p, &v, count * sizeof(T));

@@ -19,7 +19,8 @@ from ..ops.backend import (
     triton_blocked_reason,
     wrong_triton_kernels,
 )
-from ..ops.cpp import COMMON_OPS, missing_kernels_reason, wrong_kernels
+from ..ops.builds import COMMON_OPS
+from ..ops.cpp import missing_kernels_reason, wrong_kernels
 from ..precision import Precision
 from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
 from .forwards import PLACED_KEY

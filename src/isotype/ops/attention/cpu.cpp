@@ -6,6 +6,7 @@
 // the layout that the next product reads. Products take pairs of bf16 along the summed dimension
 // and add in fp32. This is one instruction for 32 values with AVX512-BF16, and two multiply-adds
 // per vector elsewhere.
+#pragma GCC optimize("O3")
 #include <algorithm>
 #include <cmath>
 #include <vector>
