@@ -193,6 +193,19 @@ COMFYUI_PIXART = {
     "caption_channels": 24,
     "pe_interpolation": 1,
 }
+LTX2 = {
+    "in_channels": 4,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "cross_attention_dim": 32,
+    "caption_channels": 32,
+    "audio_in_channels": 8,
+    "audio_out_channels": 8,
+    "audio_num_attention_heads": 2,
+    "audio_attention_head_dim": 8,
+    "audio_cross_attention_dim": 16,
+}
 CASES: dict[str, Case] = {
     "FluxPipeline": Case(("FluxTransformer2DModel", FLUX_TRANSFORMER), ("Flux", FLUX)),
     "FluxKontextPipeline": Case(("FluxTransformer2DModel", FLUX_TRANSFORMER), ("Flux", FLUX)),
@@ -672,6 +685,11 @@ CASES: dict[str, Case] = {
         ),
         "convert_ltx_transformer_checkpoint_to_diffusers",
     ),
+    "LTX2Pipeline": Case(
+        ("LTX2VideoTransformer3DModel", LTX2),
+        ("LTXAV", LTX2 | {"image_model": "ltxav"}),
+        "convert_ltx2_transformer_to_diffusers",
+    ),
 }
 
 
@@ -725,6 +743,7 @@ def adapted_denoiser(case: Case, family: Family, kind: str) -> PeftModel:
         for name, layer in module.named_modules()
         if isinstance(layer, nn.Linear)
     ]
+    targets = [name for name in targets if not any(part in name for part in family.frozen_layers)]
     targets += encoder_targets(denoiser, family)
     common = {
         "r": RANK,

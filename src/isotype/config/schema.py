@@ -250,8 +250,8 @@ class ImagesSection(Section):
     """
     frames: PositiveInt = 1
     """For models that generate videos: the number of frames of a training clip. It must be 1 plus a
-    multiple of the number of frames that the VAE combines (4 for Wan, 8 for LTX-Video). With a
-    value above 1, each video file is a clip, and so is each subfolder that contains pictures. These
+    multiple of the number of frames that the VAE combines (4 for Wan, 8 for LTX). With a value
+    above 1, each video file is a clip, and so is each subfolder that contains pictures. These
     pictures are its frames, in the order of the numbers in their names. The captions are in a .txt
     file beside the video file or the subfolder, which has the same name. Only the first frames of a
     longer clip are used. A source can have its own `frames`: with `{name: FOLDER, frames: 1}` the
@@ -259,8 +259,8 @@ class ImagesSection(Section):
     """
     frame_rate: PositiveFloat | None = None
     """For models that generate videos: the number of frames per second of the clips and of the
-    samples. By default the rate that the pipeline of the model uses (16 for Wan, 25 for LTX-Video).
-    Frames of video files that have another rate are left out or repeated.
+    samples. By default the rate that the pipeline of the model uses (16 for Wan, 25 for LTX-Video,
+    24 for LTX-2). Frames of video files that have another rate are left out or repeated.
     """
     max_aspect: Annotated[float, Field(ge=1.0, le=8.0)] = 1.0
     """With a value above 1, pictures keep their aspect ratio up to this limit, both wide and tall

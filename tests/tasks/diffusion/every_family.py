@@ -49,6 +49,7 @@ PIPELINES = {
     "Kandinsky5T2IPipeline": "kandinsky5",
     "WanPipeline": "wan",
     "LTXPipeline": "ltx",
+    "LTX2Pipeline": "ltx2",
 }
 
 

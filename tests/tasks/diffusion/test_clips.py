@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import LTXPipeline
+from diffusers import LTX2Pipeline, LTXPipeline
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -128,6 +128,12 @@ def test_rows_of_a_table_name_clips(clips):
             r"images.regularisation\[0\].draw: the model draws pictures, and frames is 5",
         ),
         ("flux", {"images": {"frame_rate": 8}}, "images.frame_rate: has no effect: FluxPipeline"),
+        pytest.param(
+            "ltx2",
+            {"adapter": {"kind": "none"}, "precision": {"preset": "bf16-mixed"}},
+            "adapter.kind: none: the loss of LTX2Pipeline does not depend on the layers for sound",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_settings_that_fit_no_clip_are_refused(studio, drawn, model, sections, message):
@@ -149,7 +155,25 @@ def plain_ltx(model, batch, noisy):
     return LTXPipeline._unpack_latents(made, frames, height, width)
 
 
-@pytest.mark.parametrize(("name", "plain"), [("wan", plain_wan), ("ltx", plain_ltx)])
+def plain_ltx2(model, batch, noisy):
+    frames, height, width = noisy.shape[2:]
+    text, sound = batch.text, torch.ones(len(noisy), 3, 8).to(noisy)
+    made = model(
+        LTX2Pipeline._pack_latents(noisy), sound, text["text"], text["audio"], batch.sigma * 1000, sigma=batch.sigma * 1000,
+        encoder_attention_mask=text["mask"], audio_encoder_attention_mask=text["mask"], num_frames=frames, height=height, width=width,
+        fps=12.0, audio_num_frames=3, isolate_modalities=True, return_dict=False,
+    )[0]  # fmt: skip
+    return LTX2Pipeline._unpack_latents(made, frames, height, width)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("wan", plain_wan),
+        ("ltx", plain_ltx),
+        pytest.param("ltx2", plain_ltx2, marks=pytest.mark.full),
+    ],
+)
 def test_the_loss_of_a_clip_is_that_of_diffusers_in_fp64(studio, drawn, clips, name, plain):
     loaded = drawn(
         model=getattr(studio, name),

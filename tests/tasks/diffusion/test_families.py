@@ -17,6 +17,7 @@ from diffusers import (
     Ideogram4Pipeline,
     Krea2Pipeline,
     LongCatImagePipeline,
+    LTX2Pipeline,
     LTXPipeline,
     QwenImagePipeline,
 )
@@ -272,9 +273,24 @@ def plain_ltx(model, batch):
     return squared_error(LTXPipeline._unpack_latents(made, 1, h, w).squeeze(2), target)
 
 
+def plain_ltx2(model, batch):
+    """With another number of sound tokens, which are not zeros: the video does not depend on them."""
+    noisy, target = flow(batch)
+    n, _, h, w = noisy.shape
+    sound = torch.ones(n, 3, 8).to(noisy)
+    text = batch.text
+    made = model(
+        LTX2Pipeline._pack_latents(noisy.unsqueeze(2)), sound, text["text"], text["audio"], batch.sigma * 1000, sigma=batch.sigma * 1000,
+        encoder_attention_mask=text["mask"], audio_encoder_attention_mask=text["mask"], num_frames=1, height=h, width=w, fps=24.0,
+        audio_num_frames=3, isolate_modalities=True, return_dict=False,
+    )[0]  # fmt: skip
+    return squared_error(LTX2Pipeline._unpack_latents(made, 1, h, w).squeeze(2), target)
+
+
 PLAIN = {
     "qwen": plain_qwen, "z_image": plain_z_image, "klein": plain_klein, "chroma": plain_chroma, "sd1": plain_sd1, "sana": plain_sana,
     "auraflow": plain_auraflow, "lumina2": plain_lumina2, "hidream": plain_hidream, "wan": plain_wan, "ltx": plain_ltx,
+    "ltx2": plain_ltx2,
     "kontext": plain_kontext, "qwen_edit": plain_qwen_edit, "qwen_edit_plus": plain_qwen_edit,
     "krea2": plain_krea2, "ernie_image": plain_ernie_image, "ideogram4": plain_ideogram4, "longcat": plain_longcat,
     "kandinsky5": plain_kandinsky5,
@@ -288,6 +304,7 @@ FULL = (
     "z_image",
     "kontext",
     "ltx",
+    "ltx2",
     "hidream",
     "lumina2",
     "chroma",
@@ -483,7 +500,7 @@ def test_blocks_that_a_denoiser_does_not_name_are_recomputed(
 
 
 def test_another_pipeline_is_refused_by_name(tmp_path):
-    for name in ("FluxFillPipeline", "LTX2Pipeline", "NoSuchPipeline"):
+    for name in ("FluxFillPipeline", "LTX2ConditionPipeline", "NoSuchPipeline"):
         (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
         reason = REFUSED.get(name, "is not supported: expected one of")
         with pytest.raises(UsageError, match=f"{name}.*{re.escape(reason)}"):

@@ -11,6 +11,7 @@ import torch
 import transformers
 from benchmarks.diffusion_matrix import qwen_image as qwen_transformer
 from benchmarks.diffusion_matrix import sana as sana_transformer
+from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 
 from tests import vlms
 from tests.vlms import tiny_vlm
@@ -296,6 +297,42 @@ def ltx(folder: Path) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
+def ltx2(folder: Path) -> None:
+    """Without the VAE and the vocoder of its sound, which are never loaded."""
+    coder = diffusers.AutoencoderKLLTX2Video(
+        latent_channels=4, block_out_channels=(8,), decoder_block_out_channels=(8,), layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1), spatio_temporal_scaling=(True,), decoder_spatio_temporal_scaling=(True,),
+        down_block_types=("LTX2VideoDownBlock3D",), decoder_inject_noise=(False,) * 2, downsample_type=("spatiotemporal",),
+        upsample_type=("spatiotemporal",), upsample_residual=(False,), upsample_factor=(1,), patch_size=2, scaling_factor=1.5,
+    )  # fmt: skip
+    coder.latents_mean.normal_(std=0.2)
+    coder.latents_std.uniform_(0.5, 2.0)
+    words = tokenizer(8)
+    eye = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    text = {**TEXT, "num_hidden_layers": 2}
+    encoder = transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(text_config=text, vision_config=eye, mm_tokens_per_image=4)
+    )
+    heads = {
+        "video_connector_num_attention_heads": 2, "video_connector_attention_head_dim": 16, "audio_connector_num_attention_heads": 2,
+        "audio_connector_attention_head_dim": 16, "video_connector_num_layers": 1, "audio_connector_num_layers": 1,
+    }  # fmt: skip
+    diffusers.LTX2Pipeline(
+        transformer=diffusers.LTX2VideoTransformer3DModel(
+            in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, cross_attention_dim=24, num_layers=2,
+            caption_channels=2 * WIDTH, audio_in_channels=8, audio_out_channels=8, audio_num_attention_heads=2, audio_attention_head_dim=8,
+            audio_cross_attention_dim=16, vae_scale_factors=(2, 4, 4),
+        ),
+        vae=coder, audio_vae=None, vocoder=None, text_encoder=encoder, tokenizer=words, scheduler=dynamic(),
+        connectors=LTX2TextConnectors(
+            caption_channels=2 * WIDTH, text_proj_in_factor=3, video_connector_num_learnable_registers=4,
+            audio_connector_num_learnable_registers=4, **heads,
+        ),
+    ).save_pretrained(folder)  # fmt: skip
+
+
 def qwen3_vl(kind: type, layers: int) -> Any:
     """The text encoder of Krea 2 and Ideogram 4; it never sees a picture."""
     rope = {
@@ -424,7 +461,7 @@ MAKES = {
     make.__name__: make
     for make in (
         qwen, kontext, qwen_edit, qwen_edit_plus, qwen_edit_1024, z_image, flux2, klein, chroma, sd1, sana, auraflow, lumina2, hidream,
-        pixart_sigma, wan, wan_experts, ltx, krea2, ernie_image, ideogram4, longcat, kandinsky5,
+        pixart_sigma, wan, wan_experts, ltx, ltx2, krea2, ernie_image, ideogram4, longcat, kandinsky5,
     )
 }  # fmt: skip
 

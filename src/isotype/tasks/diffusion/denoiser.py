@@ -124,7 +124,11 @@ def adapter_targets(denoiser: Any, family: Family, config: RunConfig) -> list[st
     if configured != "all-linear":
         denoiser_targets = [configured] if isinstance(configured, str) else list(configured)
     else:
-        denoiser_targets = list(block_layers(denoiser, family.adapted_classes(denoiser)))
+        denoiser_targets = [
+            layer
+            for layer in block_layers(denoiser, family.adapted_classes(denoiser))
+            if not any(part in layer for part in family.frozen_layers)
+        ]
     encoder_layers = encoder_targets(denoiser, family, config.adapter.text_encoder_rate)
     return denoiser_targets + encoder_layers
 

@@ -60,6 +60,12 @@ def refuse_incompatible_settings(
     _refuse_start(config, folder, start_file)
     if adapter.kind != "none" and adapter.targets != "all-linear":
         _refuse_encoders(adapter.targets, folder)
+    if adapter.kind == "none" and family.frozen_layers:
+        raise UsageError(
+            f"adapter.kind: none: the loss of {family.pipeline} does not depend on the layers for"
+            " sound, and weight decay would shrink them",
+            fix="adapter.kind: lora",
+        )
     if adapter.kind == "lokr" and precision.packed:
         raise UsageError(
             f"adapter.kind: lokr: the base is packed ({precision.base}), and PEFT's LoKr needs"

@@ -22,6 +22,7 @@ from .ideogram4 import Ideogram4
 from .kandinsky5 import Kandinsky5
 from .krea2 import Krea2
 from .longcat_image import LongCatImage
+from .ltx2 import LTX2
 from .noise import SDXL, PixArtAlpha, PixArtSigma, StableDiffusion
 from .video import LTX, Wan, WanHighNoise, WanLowNoise
 
@@ -53,6 +54,7 @@ FAMILIES: dict[str, type[Family]] = {
         Kandinsky5,
         Wan,
         LTX,
+        LTX2,
     )
 }
 

@@ -305,6 +305,8 @@ class Family:
                            over processes, and get adapters
     adapted_block_classes  the classes of the modules whose linear layers get an adapter; empty if
                            these are the same as the classes of the blocks
+    frozen_layers          parts of the names of layers that get no adapter, because the loss does
+                           not depend on them; such a family is trained with adapters only
     guidance_argument      the pipeline's argument for the guidance scale
     frame_rate             the number of frames per second for which the pipeline is made; None if it
                            generates pictures and not videos
@@ -344,6 +346,7 @@ class Family:
     comfyui_fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     block_classes: ClassVar[tuple[str, ...]] = ()
     adapted_block_classes: ClassVar[tuple[str, ...]] = ()
+    frozen_layers: ClassVar[tuple[str, ...]] = ()
     guidance_argument: ClassVar[str] = "guidance_scale"
     frame_rate: ClassVar[float | None] = None
     other_denoiser: ClassVar[str] = ""
@@ -568,7 +571,10 @@ def tokens_to_latents(tokens_NTC: Tensor, height: int, width: int) -> Tensor:
 
 # --- pipelines of diffusers that are not trained, with the reason that the error names
 
-_VIDEO = "it makes videos; of the pipelines for videos, WanPipeline and LTXPipeline are trained"
+_VIDEO = (
+    "it makes videos; of the pipelines for videos, WanPipeline, LTXPipeline and"
+    " LTX2Pipeline are trained"
+)
 
 REFUSED: dict[str, str] = {
     "StableDiffusionInstructPix2PixPipeline": (
@@ -601,7 +607,12 @@ REFUSED: dict[str, str] = {
     "HunyuanDiTPipeline": "its captions have two masks and a style, which Isotype does not support",
     "WanImageToVideoPipeline": "its video continues a picture; use WanPipeline, which trains on clips",
     "LTXImageToVideoPipeline": "its video continues a picture; use LTXPipeline, which trains on clips",
-    "LTX2Pipeline": "it makes videos with sound; use LTXPipeline, which trains on clips",
+    "LTX2ImageToVideoPipeline": (
+        "its video continues a picture; use LTX2Pipeline, which trains on clips"
+    ),
+    "LTX2ConditionPipeline": (
+        "its video continues pictures or clips; use LTX2Pipeline, which trains on clips"
+    ),
     "Kandinsky5T2VPipeline": _VIDEO,
     "Kandinsky5I2VPipeline": _VIDEO,
     "HunyuanVideoPipeline": _VIDEO,
