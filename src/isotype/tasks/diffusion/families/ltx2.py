@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....errors import UsageError
-from ..pixels import Size
+from ..picture_sizes import Size
 from .family import (
     MASK_ARGUMENTS,
     Conditioning,
