@@ -144,7 +144,7 @@ class TensorSpec:
         if match is None:
             raise ValueError(f"tensor spec {text!r}: expected something like 'bf16[T D]'")
         dims = tuple(match["dims"].replace(",", " ").split())
-        if sum(d.startswith("*") or d == "..." for d in dims) > 1:
+        if sum(dim.startswith("*") or dim == "..." for dim in dims) > 1:
             raise ValueError(
                 f"tensor spec {text!r}: at most one of *name or ... may stand for a run of"
                 " dimensions"
@@ -195,7 +195,7 @@ class TensorSpec:
         added.
         """
         wildcard_index = next(
-            (i for i, d in enumerate(self.dims) if d.startswith("*") or d == "..."), None
+            (i for i, dim in enumerate(self.dims) if dim.startswith("*") or dim == "..."), None
         )
         fixed_count = len(self.dims) - (wildcard_index is not None)
         if (wildcard_index is None and len(shape) != fixed_count) or len(shape) < fixed_count:

@@ -138,12 +138,19 @@ def render_findings(findings: Sequence[Finding], *, subject: str) -> str:
     if not findings:
         return f"{subject}: no findings"
     ordered = sort_findings(findings)
-    blocks = [f.render() for f in ordered[:FULL_FINDINGS]]
+    blocks = [finding.render() for finding in ordered[:FULL_FINDINGS]]
     if remaining := ordered[FULL_FINDINGS:]:
-        blocks.append("\n".join(f"{f.severity} {f.code} {f.place}: {f.message}" for f in remaining))
+        blocks.append(
+            "\n".join(
+                f"{finding.severity} {finding.code} {finding.place}: {finding.message}"
+                for finding in remaining
+            )
+        )
     total = ", ".join(
         pluralise(n, str(severity))
-        for severity, n in sorted(Counter(f.severity for f in findings).items(), reverse=True)
+        for severity, n in sorted(
+            Counter(finding.severity for finding in findings).items(), reverse=True
+        )
     )
     return "\n\n".join([*blocks, f"{subject}: {total}"])
 
@@ -173,7 +180,7 @@ def print_findings(
         print(
             json.dumps(
                 {
-                    "findings": [f.to_dict() for f in sort_findings(findings)],
+                    "findings": [finding.to_dict() for finding in sort_findings(findings)],
                     **extra,
                     "version": __version__,
                 },
@@ -182,4 +189,4 @@ def print_findings(
         )
     else:
         print(render_findings(findings, subject=subject))
-    return int(any(f.severity >= fail_on for f in findings))
+    return int(any(finding.severity >= fail_on for finding in findings))

@@ -403,7 +403,7 @@ def _format_environment(environment: dict[str, Any]) -> str:
             f"{device['memory'] / (1 << 30):.1f} GiB" if device.get("memory") else "",
         ]
         lines.append(
-            f"device    {device['name']} ({device['kind']}): {', '.join(f for f in facts if f)}"
+            f"device    {device['name']} ({device['kind']}): {', '.join(fact for fact in facts if fact)}"
         )
     if torch:
         if torch["cuda"]:
@@ -732,10 +732,10 @@ def kernels(
     )
     visible = report.findings
     if not json_output:
-        notes = [f for f in visible if f.severity == Severity.NOTE]
+        notes = [finding for finding in visible if finding.severity == Severity.NOTE]
         # notes about inferred signatures are all that a file without a build() gives
         hidden = notes if len(notes) < len(visible) else []
-        visible = [f for f in visible if f not in hidden]
+        visible = [finding for finding in visible if finding not in hidden]
         for remark in dict.fromkeys(report.remarks):
             print(f"  {remark}")
         if hidden:

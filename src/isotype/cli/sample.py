@@ -169,7 +169,9 @@ def _draw(
     weights_name, pictures = draw_pictures(run, texts, seed=seed, controls=controls)
     folder = split_run_and_adapter(run)[0] / "drawn"
     folder.mkdir(exist_ok=True)
-    first = 1 + max((int(p.stem) for p in folder.iterdir() if p.stem.isdecimal()), default=0)
+    first = 1 + max(
+        (int(file.stem) for file in folder.iterdir() if file.stem.isdecimal()), default=0
+    )
     samples: list[dict[str, str]] = []
     for number, picture in enumerate(pictures, start=first):
         suffix, content = picture.file

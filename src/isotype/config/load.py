@@ -260,7 +260,7 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         names = []
         if path.parent.is_dir():
-            names = [p.name for p in path.parent.glob("*.y*ml")]
+            names = [file.name for file in path.parent.glob("*.y*ml")]
         near = closest_file_name(path.name, names)
         if near:
             hint = f", did you mean {path.parent / near}?"
@@ -441,7 +441,9 @@ def _misquoted_name_message(key: str, name: str, source: str) -> str | None:
         setting = _write_setting(key, straight, source)
         return f"{source} {key}: {name} has typographic quotes, which are no quotes of YAML; write {setting}"
     if any(character in name for character in _ESCAPES):
-        path = "".join(f"\\{_ESCAPES[c]}" if c in _ESCAPES else c for c in name)
+        path = "".join(
+            f"\\{_ESCAPES[character]}" if character in _ESCAPES else character for character in name
+        )
         return f"{source} {_backslash_message(f'{key}: ', path)}"
     return None
 

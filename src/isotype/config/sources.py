@@ -230,7 +230,7 @@ def closest_model_hint(name: str) -> str:
     """
     try:
         path = Path(name).expanduser()
-        models = [p.name for p in path.parent.iterdir() if (p / "config.json").is_file()]
+        models = [file.name for file in path.parent.iterdir() if (file / "config.json").is_file()]
     # a name with a NUL raises ValueError, and ~ of an unknown user raises RuntimeError
     except (OSError, ValueError, RuntimeError):
         return ""
@@ -536,7 +536,7 @@ def _build_picture_source(
         ("repeats", settings.get("repeats", 1)),
         ("draw", settings.get("draw", 1)),
         ("frames", settings["frames"]),
-        *(("resolution", r) for r in resolution),
+        *(("resolution", side) for side in resolution),
     ]
     for key, number in numbers:
         _require_positive_integer(f"{location}.{key}", number)

@@ -63,8 +63,8 @@ def read_sections(text: str) -> Iterator[tuple[Entry, list[Entry] | None]]:
         )
         if isinstance(value_node, MappingNode):
             child_entries = [
-                Entry(_read_key(k), _read_node(v), k.start_mark.line + 1)
-                for k, v in value_node.value
+                Entry(_read_key(key_node), _read_node(item_node), key_node.start_mark.line + 1)
+                for key_node, item_node in value_node.value
             ]
         else:
             child_entries = None
@@ -137,7 +137,8 @@ def _read_node(node: Node, depth: int = 0, count: list[int] | None = None) -> An
         raise YamlError(f"{node.value!r}: {problem}", line) from None
     # Python represents bytes of a file name that are not UTF-8 as U+DC80 to U+DCFF
     if isinstance(value, str) and any(
-        "\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in value
+        "\ud800" <= character <= "\udfff" and not "\udc80" <= character <= "\udcff"
+        for character in value
     ):
         raise YamlError("half of a surrogate pair is not text", line)
     return value
@@ -162,7 +163,7 @@ def write_value(value: Any) -> str:
             + "}"
         )
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_write_flow(v) for v in value) + "]"
+        return "[" + ", ".join(_write_flow(item) for item in value) + "]"
     return _write_text(str(value))
 
 
@@ -186,7 +187,9 @@ def _write_float(value: float) -> str:
 
 def _write_text(text: str, *, flow: bool = False) -> str:
     is_plain = (
-        text.isascii() and text.isprintable() and not (flow and any(c in text for c in ",[]{}:"))
+        text.isascii()
+        and text.isprintable()
+        and not (flow and any(mark in text for mark in ",[]{}:"))
     )
     if (
         is_plain
@@ -200,7 +203,7 @@ def _write_text(text: str, *, flow: bool = False) -> str:
                 return text
         except YamlError:
             pass
-    return '"' + "".join(_escape(c) for c in text) + '"'
+    return '"' + "".join(_escape(character) for character in text) + '"'
 
 
 def _escape(character: str) -> str:

@@ -134,7 +134,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         rules = backend.to_str()
     else:
         rules = json.dumps(sorted(tokenizer.get_vocab().items()))
-    added = {i: repr(t) for i, t in tokenizer.added_tokens_decoder.items()}
+    added = {i: repr(token) for i, token in tokenizer.added_tokens_decoder.items()}
     settings = {
         k: str(v)
         for k, v in sorted(tokenizer.init_kwargs.items())

@@ -275,8 +275,8 @@ class ChatTemplate:
         """Returns the indices of the assistant's turns that the model learns."""
         return [
             i
-            for i, m in enumerate(example.messages or ())
-            if m["role"] == "assistant" and i >= example.learn_from and is_learnt(m)
+            for i, message in enumerate(example.messages or ())
+            if message["role"] == "assistant" and i >= example.learn_from and is_learnt(message)
         ]
 
     def render(
@@ -368,11 +368,12 @@ class ChatTemplate:
             for turn in turns
         ]
         messages_without_calls = [
-            {key: value for key, value in m.items() if key != "tool_calls"} for m in messages
+            {key: value for key, value in message.items() if key != "tool_calls"}
+            for message in messages
         ]
-        has_missing_calls = any(m.get("tool_calls") for m in messages) and self._renders_same(
-            text, messages_without_calls, tools, location
-        )
+        has_missing_calls = any(
+            message.get("tool_calls") for message in messages
+        ) and self._renders_same(text, messages_without_calls, tools, location)
         has_missing_tools = bool(tools) and self._renders_same(text, messages, None, location)
         return (
             {role for role, is_thought in missing if not is_thought},
@@ -547,11 +548,11 @@ def split_into_parts(messages: Sequence[Message]) -> list[Message]:
     """Returns the conversation in a form in which each text content is a list with one part."""
     return [
         (
-            m | {"content": [{"type": "text", "text": m["content"]}]}
-            if isinstance(m.get("content"), str)
-            else m
+            message | {"content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message.get("content"), str)
+            else message
         )
-        for m in messages
+        for message in messages
     ]
 
 

@@ -60,7 +60,9 @@ def convert_chat_messages(
         )
     if is_sharegpt(messages):
         return convert_sharegpt_messages(messages, key, location)
-    return tuple(_convert_message(m, f"{key}[{i}]", location) for i, m in enumerate(messages))
+    return tuple(
+        _convert_message(message, f"{key}[{i}]", location) for i, message in enumerate(messages)
+    )
 
 
 def is_sharegpt(turns: Sequence[Any]) -> bool:
@@ -290,7 +292,9 @@ def extract_pictures(
     pictures: list[Any] = []
     turns: list[Message] = []
     has_placeholders = any(
-        PICTURE_PLACEHOLDER in m["content"] for m in messages if isinstance(m["content"], str)
+        PICTURE_PLACEHOLDER in message["content"]
+        for message in messages
+        if isinstance(message["content"], str)
     )
     for i, message in enumerate(messages):
         parts = message["content"]
@@ -545,11 +549,11 @@ def hide_thought_tags(messages: Sequence[Message]) -> list[Message]:
     last = last_question_index(messages)
     return [
         (
-            m | {"content": _replace_all(m["content"], _HIDDEN_TAGS)}
-            if m["role"] == "assistant" and i < last
-            else m
+            message | {"content": _replace_all(message["content"], _HIDDEN_TAGS)}
+            if message["role"] == "assistant" and i < last
+            else message
         )
-        for i, m in enumerate(messages)
+        for i, message in enumerate(messages)
     ]
 
 

@@ -157,7 +157,9 @@ class Encoder:
             self.suffix_ids: list[int] = []
         else:
             self.suffix_ids = [tokenizer.eos_token_id]
-        self.special_tokens = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
+        self.special_tokens = {
+            i: token.content for i, token in tokenizer.added_tokens_decoder.items()
+        }
         special_texts = [text for text in self.special_tokens.values() if len(text) > 2]
         self._special_pattern = (
             re.compile("|".join(map(re.escape, special_texts))) if special_texts else None
@@ -165,14 +167,15 @@ class Encoder:
         # tokens that separate the texts on both sides, whatever these texts are
         self._separator_ids = {
             i
-            for i, t in tokenizer.added_tokens_decoder.items()
-            if t.special and not (t.single_word or t.lstrip or t.rstrip or t.normalized)
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+            and not (token.single_word or token.lstrip or token.rstrip or token.normalized)
         }
         self._role_ids: dict[str, list[int]] = {}
         self._special_ids = {
             i
-            for i, t in tokenizer.added_tokens_decoder.items()
-            if t.special and i != tokenizer.unk_token_id
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if token.special and i != tokenizer.unk_token_id
         }
         if max_length < len(self.prefix_ids) + 2:
             raise UsageError(
@@ -243,7 +246,7 @@ class Encoder:
         if not batch:
             return
         encoded = self._tokenize_texts(
-            [r.text for r in rendered], [self._span_edges(r) for r in rendered]
+            [row.text for row in rendered], [self._span_edges(row) for row in rendered]
         )
         prompts = iter(self._tokenize_prompts(rendered, encoded))
         for source, r, (ids, offsets) in zip(batch, rendered, encoded):
@@ -264,11 +267,11 @@ class Encoder:
         """
         prompts: list[list[int] | None] = []
         texts = []
-        for r, (ids, offsets) in zip(rendered, encoded):
-            for span in r.spans:
-                prompt = self._prompt_from_row(r.text, ids, offsets, span.start)
+        for row, (ids, offsets) in zip(rendered, encoded):
+            for span in row.spans:
+                prompt = self._prompt_from_row(row.text, ids, offsets, span.start)
                 if prompt is None:
-                    texts.append(r.text[: span.start])
+                    texts.append(row.text[: span.start])
                 prompts.append(prompt)
         if not texts:
             return [prompt for prompt in prompts if prompt is not None]
@@ -329,7 +332,7 @@ class Encoder:
         if (
             self.pictures is not None
             and not example.pictures
-            and any(_has_picture_placeholder(m) for m in messages)
+            and any(_has_picture_placeholder(message) for message in messages)
         ):
             raise RowError(
                 f"{location}: a placeholder {PICTURE_PLACEHOLDER} in the text, and the row has no picture"
@@ -338,7 +341,7 @@ class Encoder:
         pattern = self._special_pattern
         if pattern is not None:
             tally.special_in_content += any(
-                pattern.search(str(m.get("content"))) is not None for m in messages
+                pattern.search(str(message.get("content"))) is not None for message in messages
             )
         roles, calls, tools, reasoning = template.find_omissions(
             messages, example.tools, text, location

@@ -224,8 +224,8 @@ def _left_out_notes(name: str, side: dict[str, Any], max_length: int) -> list[st
         rows = pluralise(sum(counts.values()), f"bad {name} row is", f"bad {name} rows are")
         notes.append(f"{rows} left out (data.on_bad_row: skip): {kinds}")
     notes += [
-        f"{pluralise(d['rows'], f'{name} row')} dropped: {d['why']} (first: {d['first']})"
-        for d in side["dropped"]
+        f"{pluralise(dropped['rows'], f'{name} row')} dropped: {dropped['why']} (first: {dropped['first']})"
+        for dropped in side["dropped"]
     ]
     return notes
 

@@ -133,7 +133,8 @@ def find_files(spec: SourceSpec) -> tuple[list[File], list[str]]:
     notes += _note_splits(name, data_paths, root)
     accept_empty = len(data_paths) > 1
     files = [
-        File(require_file(str(p), endings, accept_empty=accept_empty), str(p)) for p in data_paths
+        File(require_file(str(path), endings, accept_empty=accept_empty), str(path))
+        for path in data_paths
     ]
     return files, notes
 
@@ -226,7 +227,9 @@ def _note_left_out(
 
 def summarise_paths(paths: Iterable[Path], root: Path) -> str:
     """Returns a text with at most three of the paths, relative to a folder."""
-    names = sorted(str(p.relative_to(root)) if p.is_relative_to(root) else str(p) for p in paths)
+    names = sorted(
+        str(path.relative_to(root)) if path.is_relative_to(root) else str(path) for path in paths
+    )
     return ", ".join(names[:3] + ["..."] * (len(names) > 3))
 
 

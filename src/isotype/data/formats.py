@@ -401,7 +401,7 @@ def _check_row(
         key = "conversations"
         messages = convert_sharegpt_messages(row[key], key, location)
     messages = add_system_prompt(messages, row.get("system"), location)
-    if needs_answer and not any(m["role"] == "assistant" for m in messages):
+    if needs_answer and not any(message["role"] == "assistant" for message in messages):
         raise RowError(f"{location}: {key} has no assistant turn: the row has no target")
     return Example(location, messages=messages, tools=read_tools(row, location))
 
@@ -638,7 +638,7 @@ def _pair_example(row: Mapping[str, Any], location: str, answer: str = "completi
     if isinstance(prompt, list):
         prompt_turns = convert_chat_messages(prompt, "prompt", location, may_be_empty=True)
         answer_turns = convert_chat_messages(completion, answer, location)
-        if not any(m["role"] == "assistant" for m in answer_turns):
+        if not any(turn["role"] == "assistant" for turn in answer_turns):
             raise RowError(f"{location}: {answer} has no assistant turn: the row has no target")
     else:
         prompt = _check_text(row["prompt"], "prompt", location, may_be_empty=True)

@@ -102,7 +102,9 @@ def load_data(
         train, evaluation = _hold_out(train, data.eval_split, seed, rows_per_example)
     if not len(train):
         reason = "; ".join([*tallies[0].dropped, *total_tally.bad.kinds]) or "no rows"
-        raise UsageError(f"{', '.join(s.name for s in sources)}: no training row is left: {reason}")
+        raise UsageError(
+            f"{', '.join(source.name for source in sources)}: no training row is left: {reason}"
+        )
 
     shares = _source_shares(sources, train, data.limit)
     packed = pack_rows(train, data.max_length) if data.packing else None
@@ -346,12 +348,13 @@ def _hold_out(
 
 
 def _source_shares(sources: Sequence[Source], train: TokenRows, limit: int | None) -> list[Share]:
-    if not any(s.spec.weight for s in sources):
+    if not any(source.spec.weight for source in sources):
         return []
     shares = [
-        Share(len(train.block_row_numbers(i)), s.spec.weight or 1.0) for i, s in enumerate(sources)
+        Share(len(train.block_row_numbers(i)), source.spec.weight or 1.0)
+        for i, source in enumerate(sources)
     ]
-    empty = [s.name for s, share in zip(sources, shares) if not share.rows]
+    empty = [source.name for source, share in zip(sources, shares) if not share.rows]
     if empty:
         fix = None if limit is None else _SOURCE_LIMITS_FIX
         raise UsageError(

@@ -136,7 +136,8 @@ def _chat_prompt(
 ) -> SamplePrompt:
     rendered = template.render(messages, tools=tools, generation_prompt=True, location=location)
     question: Any = next(
-        (m["content"] for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"]
+        (message["content"] for message in reversed(messages) if message["role"] == "user"),
+        messages[-1]["content"],
     )
     if isinstance(question, str):
         question = question

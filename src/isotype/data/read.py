@@ -110,7 +110,7 @@ def require_file(
         if message := missing_name_hint(name):
             raise UsageError(f"{name}: no such file", fix=message)
         if path.parent.is_dir():
-            names = [p.name for p in path.parent.iterdir() if file_suffix(p) in endings]
+            names = [file.name for file in path.parent.iterdir() if file_suffix(file) in endings]
         else:
             names = []
         closest_name = closest_file_name(path.name, names)

@@ -358,9 +358,9 @@ def _rows_per_source(shares: Sequence[Share]) -> list[int]:
     """Returns the number of rows of each source in an epoch. Shares are rounded down; the remaining
     rows go to the sources with the largest remainders.
     """
-    rows = sum(s.rows for s in shares)
-    weight = sum(s.weight for s in shares)
-    exact = [rows * s.weight / weight for s in shares]
+    rows = sum(share.rows for share in shares)
+    weight = sum(share.weight for share in shares)
+    exact = [rows * share.weight / weight for share in shares]
     quotas = [int(q) for q in exact]
     for k in sorted(range(len(shares)), key=lambda k: quotas[k] - exact[k])[: rows - sum(quotas)]:
         quotas[k] += 1

@@ -303,7 +303,7 @@ class StdlibSource(Source):
         return {
             "sha256": (
                 hashlib.sha256(
-                    json.dumps([(p.question, p.answer) for p in stdlib_pairs()]).encode()
+                    json.dumps([(pair.question, pair.answer) for pair in stdlib_pairs()]).encode()
                 ).hexdigest()
             )
         }

@@ -197,7 +197,7 @@ def _summary(doc: str) -> str | None:
     """Returns the first paragraph of a docstring as one line of prose. If the first paragraph is
     only a signature, returns the second paragraph. Returns None if the paragraph is not prose.
     """
-    paragraphs = [" ".join(p.split()) for p in re.split(r"\n\s*\n", doc)]
+    paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", doc)]
     text = paragraphs[0]
     if (
         re.match(r"^[\w.]+\(.*\)( ->.*)?( --? .*)?$", text)
@@ -216,7 +216,7 @@ def _summary(doc: str) -> str | None:
         or not text[0].isalpha()
     ):
         return None
-    letters = sum(c.isalpha() or c.isspace() for c in text) / len(text)
+    letters = sum(character.isalpha() or character.isspace() for character in text) / len(text)
     if letters < 0.8 or len(text.split()) < 4:
         return None
     text = text[0].upper() + text[1:] if not re.match(r"\w*[._(=]", text) else text

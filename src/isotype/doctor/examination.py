@@ -93,7 +93,9 @@ def _list_files(path: Path) -> Iterator[Path]:
         return
     for directory, folders, names in os.walk(path):
         folders[:] = sorted(
-            f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS
+            folder
+            for folder in folders
+            if not folder.startswith(".") and folder not in SKIPPED_FOLDERS
         )
         yield from (file for name in sorted(names) if (file := Path(directory, name)).is_file())
 
@@ -145,9 +147,9 @@ def _explain_logs(logs: list[Path]) -> Examination:
     for log in logs:
         with log.open(encoding="utf-8", errors="replace") as lines:
             findings += [
-                f
-                for f in explain(lines, source=str(log))
-                if f.severity > Severity.NOTE or len(logs) == 1
+                finding
+                for finding in explain(lines, source=str(log))
+                if finding.severity > Severity.NOTE or len(logs) == 1
             ]
     return Examination("explain", pluralise(len(logs), "log"), findings)
 

@@ -71,7 +71,7 @@ class Candidate:
     @property
     def yaml(self) -> str:
         """The line of the configuration file that gives this precision."""
-        pairs = [s.removeprefix("precision.").replace("=", ": ") for s in self.settings]
+        pairs = [setting.removeprefix("precision.").replace("=", ": ") for setting in self.settings]
         return f"precision: {{{', '.join(pairs)}}}"
 
 
@@ -176,7 +176,9 @@ def compare_presets(
         print_line(f"left out  {name}: {reason}")
     if not candidates:
         raise UsageError("no precision is left to compare", fix="--presets")
-    reference = next((c for c in candidates if c.name == "fp32"), candidates[0])
+    reference = next(
+        (candidate for candidate in candidates if candidate.name == "fp32"), candidates[0]
+    )
     seed = loaded.config.train.seed
 
     def run(candidate: Candidate, seed_of_run: int) -> Trial:

@@ -328,12 +328,12 @@ def _find_published(name: str, memory: int) -> Hardware | None:
     compact_name = re.sub(r"[-_ ]", "", name.lower())
     variant = r"(?=$|sxm|pcie|oam|nvl|hbm|\d+gb)"
     cards = [
-        d
-        for key, d in DEVICES.items()
-        if d.memory and re.search(key.partition("-")[0] + variant, compact_name)
+        device
+        for key, device in DEVICES.items()
+        if device.memory and re.search(key.partition("-")[0] + variant, compact_name)
     ]
-    if "pcie" in compact_name and any("PCIe" in d.name for d in cards):
-        cards = [d for d in cards if "PCIe" in d.name]
+    if "pcie" in compact_name and any("PCIe" in card.name for card in cards):
+        cards = [card for card in cards if "PCIe" in card.name]
     return min(cards, key=lambda d: abs(d.memory - memory), default=None)
 
 

@@ -139,7 +139,7 @@ class KnownFault:
 
 def _has_device(*generations: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda environment: any(
-        d.get("generation", "").startswith(generations) for d in environment["devices"]
+        device.get("generation", "").startswith(generations) for device in environment["devices"]
     )
 
 
@@ -227,7 +227,7 @@ def _known_fault_findings(environment: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _device_findings(environment: Mapping[str, Any]) -> Iterator[Finding]:
     torch = environment["torch"]
-    gpus = [d for d in environment["devices"] if d["kind"] != "cpu"]
+    gpus = [device for device in environment["devices"] if device["kind"] != "cpu"]
     if not torch:
         yield Finding(
             code="EV003",

@@ -75,7 +75,9 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> MergeRe
     batch = random_batch(task, device)
     adapter_loss = _batch_loss(task, model, batch, precision)
     base_model = model.get_base_model()  # type: ignore[operator]  # a PeftModel's method
-    buffers = {name: b.detach().cpu().contiguous() for name, b in base_model.named_buffers()}
+    buffers = {
+        name: buffer.detach().cpu().contiguous() for name, buffer in base_model.named_buffers()
+    }
     encoders: dict[str, dict[str, Tensor]] = {}
     for name in [name for name in state if name.startswith(PREFIX)]:
         part, _, parameter_name = name.removeprefix(PREFIX).partition(".")
@@ -101,7 +103,7 @@ def merge_denoiser(run: Path, out: Path, *, dtype: str | None = None) -> MergeRe
         task.run.folder.save_other_parts(folder)
         (folder / part).mkdir()
         outline.save_config(folder / part)
-        tables = {name: b for name, b in buffers.items() if name in persistent}
+        tables = {name: buffer for name, buffer in buffers.items() if name in persistent}
         save_file(
             {**denoiser_state, **tables}, folder / part / MODEL_FILE, metadata={"format": "pt"}
         )

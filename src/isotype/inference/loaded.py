@@ -162,7 +162,7 @@ def find_result(run: Path, intermediate: Path | None) -> Path | None:
     if reason is not None:
         raise UsageError(
             f"{intermediate}: {reason}",
-            fix=f"one of {', '.join(f'step_{s}' for s in RunFolder(run).adapter_steps())}",
+            fix=f"one of {', '.join(f'step_{step}' for step in RunFolder(run).adapter_steps())}",
         )
     return intermediate.absolute()
 

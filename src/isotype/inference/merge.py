@@ -316,7 +316,7 @@ def refuse_unmergeable(model: nn.Module) -> None:
         if not isinstance(layer, BaseTunerLayer):
             continue
         has_several = len(layer.active_adapters) > 1 and any(
-            a in getattr(layer, "lora_variant", ()) for a in layer.active_adapters
+            adapter in getattr(layer, "lora_variant", ()) for adapter in layer.active_adapters
         )
         has_bias = any(getattr(layer, "lora_bias", {}).values())
         if type(layer) not in mergeable or has_several or has_bias:

@@ -55,14 +55,16 @@ class TurnTexts:
 
     def text(self, messages: list[dict[str, str]]) -> str:
         """Returns the text that the Go template writes for the messages."""
-        system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
+        system = "\n\n".join(
+            message["content"] for message in messages if message["role"] == "system"
+        )
         if system and self.system:
             text = self.system[0] + system + self.system[1]
         else:
             text = self.begin
         is_first_question = True
         last_role = ""
-        for message in (m for m in messages if m["role"] != "system"):
+        for message in (message for message in messages if message["role"] != "system"):
             if message["role"] != "user":
                 text += self.answer
             elif not is_first_question:

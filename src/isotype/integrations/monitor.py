@@ -240,7 +240,9 @@ class StepMonitor:
                 for p in self.model.parameters()
                 if p.requires_grad and (g := self.attachment.gradient(p)) is not None
             )
-            self._has_gradient = has_learning_rate and any(bool(g.any()) for g in gradients)
+            self._has_gradient = has_learning_rate and any(
+                bool(gradient.any()) for gradient in gradients
+            )
 
     def check_update(self, share_changed: float) -> None:
         """Checks each update until one has changed a weight.

@@ -140,11 +140,11 @@ def _token_row(row: dict[str, Any]) -> Row | None:
     if len(labels) != len(ids):  # an encoder-decoder model has labels of another length
         return None
     if attention_mask is not None:
-        positions = [k for k, is_set in enumerate(attention_mask) if is_set]
-        ids = tuple(ids[k] for k in positions)
-        labels = tuple(labels[k] for k in positions)
+        positions = [position for position, is_set in enumerate(attention_mask) if is_set]
+        ids = tuple(ids[position] for position in positions)
+        labels = tuple(labels[position] for position in positions)
     prompt_length = next(
-        (k for k, label in enumerate(labels) if label != IGNORE_INDEX), len(labels)
+        (position for position, label in enumerate(labels) if label != IGNORE_INDEX), len(labels)
     )
     return Row(ids, labels, prompt_length)
 

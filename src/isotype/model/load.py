@@ -327,8 +327,8 @@ def _load_in_file_dtype(
     # buffers may have been computed in the dtype in which the model was loaded; a later cast of the
     # weights does not change them
     if any(
-        b.is_floating_point() and full_name.rpartition(".")[2] not in _ALWAYS_FP32
-        for full_name, b in model.named_buffers()
+        buffer.is_floating_point() and full_name.rpartition(".")[2] not in _ALWAYS_FP32
+        for full_name, buffer in model.named_buffers()
     ):
         return None
     for part in (
@@ -383,7 +383,9 @@ def _load_pretrained(
             f"model {source.name}: {problem}",
             fix="take config.json again from where the files came",
         )
-    mismatched = {str(k[0] if isinstance(k, tuple) else k) for k in loading_info["mismatched_keys"]}
+    mismatched = {
+        str(key[0] if isinstance(key, tuple) else key) for key in loading_info["mismatched_keys"]
+    }
     absent = sorted({*loading_info["missing_keys"], *mismatched})
     if source.has_score_head:
         if not isinstance(getattr(model, SCORE, None), torch.nn.Linear):
@@ -598,8 +600,8 @@ def loading_error(name: str, source_kind: str, error: BaseException) -> UsageErr
         cause := causes[-1].__cause__ or causes[-1].__context__
     ) is not None and cause not in causes:
         causes.append(cause)
-    kinds = {type(c).__name__ for c in causes}
-    text = " ".join(str(c) for c in causes)
+    kinds = {type(cause).__name__ for cause in causes}
+    text = " ".join(str(cause) for cause in causes)
     absent = "backend tokenizer" in text or "does not appear to have a file named" in text
     if Path(name).exists() and not (Path(name) / "config.json").is_file():
         folder_content = _list_names(name) or "an empty folder"
@@ -706,5 +708,5 @@ def _damaged_folder_error(name: str, source_kind: str, error: BaseException) -> 
 
 def _list_names(name: str) -> str:
     if Path(name).is_dir():
-        return ", ".join(sorted(p.name for p in Path(name).iterdir())[:6])
+        return ", ".join(sorted(file.name for file in Path(name).iterdir())[:6])
     return "a file"

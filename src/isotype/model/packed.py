@@ -154,8 +154,8 @@ class _PackedQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         absent = [
             f"{full_name}.{name}"
-            for full_name, m in _placeholders(model)
-            for name, p in m.named_parameters()
+            for full_name, placeholder in _placeholders(model)
+            for name, p in placeholder.named_parameters()
             if p.is_meta
         ]
         if not absent:

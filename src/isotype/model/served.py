@@ -145,7 +145,14 @@ class ServedFormat:
         self.head = embedding if is_tied else head
         self.weights = self._find_weights(inner)
         columns = {weight_shape(weight)[1] for weight in self.weights.values()}
-        self.group = next((g for g in _INT4_GROUPS if not any(c % g for c in columns)), 0)
+        self.group = next(
+            (
+                group_size
+                for group_size in _INT4_GROUPS
+                if not any(column % group_size for column in columns)
+            ),
+            0,
+        )
         self._refuse_rows(columns)
         self.global_scales: dict[int, Tensor] = {}
         if name == "nvfp4":

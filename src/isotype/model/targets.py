@@ -131,7 +131,9 @@ def target_notes(model: PeftModel, section: AdapterSection) -> list[str]:
     """Returns messages about routers that have an adapter, and about linear layers to which
     `all-linear` gave no adapter.
     """
-    adapted = [name for name, m in _find_routers(model.get_base_model()) if hasattr(m, "lora_A")]
+    adapted = [
+        name for name, router in _find_routers(model.get_base_model()) if hasattr(router, "lora_A")
+    ]
     if adapted:
         notes = [
             f"adapter.targets: {_abbreviate(adapted)}: a router that is adapted: all-linear leaves"
@@ -147,23 +149,25 @@ def target_notes(model: PeftModel, section: AdapterSection) -> list[str]:
     base: Any = model.get_base_model()
     modules: list[nn.Module] = list(base.modules())
     wrapped = {
-        (m.parameter_name, m.get_base_layer())
-        for m in modules
-        if hasattr(m, "parameter_name") and isinstance(m, BaseTunerLayer)
+        (module.parameter_name, module.get_base_layer())
+        for module in modules
+        if hasattr(module, "parameter_name") and isinstance(module, BaseTunerLayer)
     }
     peft_modules = {
         id(part)
-        for m in modules
-        if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        for part in m.modules()
+        for module in modules
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        for part in module.modules()
     }
-    routers = {id(m) for _, m in _find_routers(base)}
+    routers = {id(router) for _, router in _find_routers(base)}
     parts = vision_parts(base)
     picture_layer_names = set() if parts is None else set(picture_layers(base, parts))
     unadapted = [
         n
-        for n, m in linear_layers(base, section)
-        if id(m) not in peft_modules and id(m) not in routers and n not in picture_layer_names
+        for n, layer in linear_layers(base, section)
+        if id(layer) not in peft_modules
+        and id(layer) not in routers
+        and n not in picture_layer_names
     ]
     unadapted += [
         name
@@ -203,10 +207,14 @@ def find_other_products(model: nn.Module) -> list[str]:
         and type(m).__module__.startswith("transformers.models.")
         and type(m).forward is not nn.Linear.forward
     }
-    layer_by_type = {type(m): m for m in family_layers.values()}
-    other_types = {kind for kind, m in layer_by_type.items() if not _is_matrix_product(m)}
+    layer_by_type = {type(layer): layer for layer in family_layers.values()}
+    other_types = {kind for kind, layer in layer_by_type.items() if not _is_matrix_product(layer)}
     return sorted(
-        {name.rpartition(".")[2] for name, m in family_layers.items() if type(m) in other_types}
+        {
+            name.rpartition(".")[2]
+            for name, layer in family_layers.items()
+            if type(layer) in other_types
+        }
     )
 
 
@@ -266,7 +274,7 @@ def choose_targets(
     if not stacked and parts is None:
         return "all-linear", parameters
     routers = {name for name, _ in _find_routers(model)}
-    layers = {name: m for name, m in linear_layers(model, section) if name not in routers}
+    layers = {name: layer for name, layer in linear_layers(model, section) if name not in routers}
     renamed = _names_renamed_by_peft(model, layers)
     # PEFT cannot read the shape of bitsandbytes' weights
     parameter_names = [
@@ -340,7 +348,7 @@ def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     one row of weights per expert.
     """
     for path, block in model.named_modules():
-        experts = [m for m in map(_base_module, block.children()) if has_stack(m)]
+        experts = [child for child in map(_base_module, block.children()) if has_stack(child)]
         if not experts:
             continue
         for name, child in block.named_children():
@@ -388,14 +396,14 @@ def _parameters_of_module(model: nn.Module, name: str) -> list[str]:
     """
     modules = [m for path, m in model.named_modules() if path == name or path.endswith(f".{name}")]
     family_modules = [
-        m
-        for m in modules
-        if type(m).__module__.startswith("transformers.models.")
-        and not isinstance(m, nn.Linear | nn.Embedding)
+        module
+        for module in modules
+        if type(module).__module__.startswith("transformers.models.")
+        and not isinstance(module, nn.Linear | nn.Embedding)
     ]
     if modules:
         if len(family_modules) == len(modules) and all(
-            _is_matrix(m._parameters.get("weight")) for m in family_modules
+            _is_matrix(module._parameters.get("weight")) for module in family_modules
         ):
             return [f"{name}.weight"]
         return []

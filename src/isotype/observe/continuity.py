@@ -82,7 +82,7 @@ def _find_rounding(old: Tensor, new: Tensor) -> str:
         return ""
     if old.shape == new.shape and (
         dtype_name := next(
-            (w for w in _ZERO_BITS if torch.equal(old.to(to_torch(w)).float(), new)), ""
+            (width for width in _ZERO_BITS if torch.equal(old.to(to_torch(width)).float(), new)), ""
         )
     ):
         return dtype_name  # works for a tensor with few elements too

@@ -438,7 +438,7 @@ class ContractChecker:
 
     def _declared_compute(self) -> str:
         """Returns the dtype that is declared for the code that runs now."""
-        if self._fp32_layers and any(c.module in self._fp32_layers for c in self.step.stack):
+        if self._fp32_layers and any(call.module in self._fp32_layers for call in self.step.stack):
             return "fp32"
         return self.compute
 

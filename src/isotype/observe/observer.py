@@ -147,7 +147,9 @@ class Observer:
         self._changes = ModelChanges(model)
         self._checker: ContractChecker | None = None
         self._buffers = {
-            full_name: b.dtype for full_name, b in model.named_buffers() if b.is_floating_point()
+            full_name: buffer.dtype
+            for full_name, buffer in model.named_buffers()
+            if buffer.is_floating_point()
         }
 
     def has_changed(self) -> bool:

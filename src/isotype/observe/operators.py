@@ -174,7 +174,8 @@ class Operator:
         self.kind = FOREIGN if self.foreign_name else _KINDS.get(base_name, ARITHMETIC)
         if schema:
             self.is_written = tuple(
-                a.alias_info is not None and a.alias_info.is_write for a in schema.arguments
+                argument.alias_info is not None and argument.alias_info.is_write
+                for argument in schema.arguments
             )
         else:
             self.is_written = ()
@@ -183,7 +184,7 @@ class Operator:
             self.kind == ARITHMETIC
             and schema
             and not any(self.is_written)
-            and not any("Tensor" in str(r.type) for r in schema.returns)
+            and not any("Tensor" in str(result.type) for result in schema.returns)
         ):
             self.kind = EXACT
         self.is_product = self.kind == PRODUCT and not base_name.endswith("_backward")
@@ -194,7 +195,8 @@ class Operator:
         )
         self.is_view = shares and not any(self.is_written) and not self.is_lift
         self.is_factory = self.is_lift or (
-            schema is not None and not any("Tensor" in str(a.type) for a in schema.arguments)
+            schema is not None
+            and not any("Tensor" in str(argument.type) for argument in schema.arguments)
         )
         self.on_call: Any = None
         self.on_return: Any = None

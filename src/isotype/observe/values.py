@@ -301,12 +301,15 @@ class Call:
         """
         schema = getattr(self.op.func, "_schema", None)
         arguments = schema.arguments if schema is not None else []
-        arguments_by_name = {**dict(zip((a.name for a in arguments), self.args)), **self.kwargs}
+        arguments_by_name = {
+            **dict(zip((argument.name for argument in arguments), self.args)),
+            **self.kwargs,
+        }
         scalars = [
-            arguments_by_name[a.name]
-            for a in arguments
-            if "number" in str(a.type)
-            and isinstance(arguments_by_name.get(a.name), int | float | complex)
+            arguments_by_name[argument.name]
+            for argument in arguments
+            if "number" in str(argument.type)
+            and isinstance(arguments_by_name.get(argument.name), int | float | complex)
         ]
         output = self.outputs[0]
         wider_scalars = [

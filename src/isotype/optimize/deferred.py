@@ -438,7 +438,7 @@ def _view(x: DeferredLogits, *shape: Any, **rest: Any) -> DeferredLogits | None:
     if (
         rest
         or len(sizes) < 2
-        or not all(isinstance(s, int) for s in sizes)
+        or not all(isinstance(size, int) for size in sizes)
         or sizes[-1] != vocabulary
     ):
         return None
@@ -451,7 +451,7 @@ def _select_rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
     if isinstance(index, Tensor):
         return _select_by_tensor(x, index)
     parts = index if isinstance(index, tuple) else (index,)
-    if not all(p is Ellipsis or type(p) in (slice, int) for p in parts):
+    if not all(part is Ellipsis or type(part) in (slice, int) for part in parts):
         return None
     dims = x.recipe.hidden.dim()
     # expand an ellipsis as Python does, to find the index of the vocabulary dimension
@@ -465,7 +465,7 @@ def _select_rows(x: DeferredLogits, index: Any) -> DeferredLogits | None:
     if (
         len(parts) > dims
         or (len(parts) == dims and parts[-1] != slice(None))
-        or sum(type(p) is int for p in parts) > dims - 2
+        or sum(type(part) is int for part in parts) > dims - 2
     ):
         return None
     return _replace_recipe(x, hidden=x.recipe.hidden[parts])

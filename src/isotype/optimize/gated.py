@@ -46,8 +46,8 @@ def activation_names(module: nn.Module) -> list[str]:
     """
     children = [
         n
-        for n, c in module.named_children()
-        if not list(c.parameters()) and n not in linear_sizes(module)
+        for n, child in module.named_children()
+        if not list(child.parameters()) and n not in linear_sizes(module)
     ]
     return children + [
         n

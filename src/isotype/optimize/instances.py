@@ -312,16 +312,22 @@ def rebuild_forward(forward: Any, replacements: list[Replacement]) -> Any:
     module of the forward has no such global variables, other code has replaced the forward. It is
     then returned unchanged.
     """
-    if rebuild_blocker(forward) or any(r.name not in forward.__globals__ for r in replacements):
+    if rebuild_blocker(forward) or any(
+        replacement.name not in forward.__globals__ for replacement in replacements
+    ):
         return forward
     name = ".".join(
-        ("isotype.optimize.globals_of", forward.__module__, *(r.form for r in replacements))
+        (
+            "isotype.optimize.globals_of",
+            forward.__module__,
+            *(replacement.form for replacement in replacements),
+        )
     )
     module = sys.modules.get(name)
     if module is None:
         module = ModuleType(
             name,
-            f"Globals of {forward.__module__} with {', '.join(r.name for r in replacements)}"
+            f"Globals of {forward.__module__} with {', '.join(replacement.name for replacement in replacements)}"
             " replaced.",
         )
         # the copy includes __builtins__, which Dynamo needs
@@ -333,7 +339,12 @@ def rebuild_forward(forward: Any, replacements: list[Replacement]) -> Any:
             }
         )
         module.__dict__.update(
-            {r.name: r.make(forward.__globals__[r.name], *r.options) for r in replacements}
+            {
+                replacement.name: replacement.make(
+                    forward.__globals__[replacement.name], *replacement.options
+                )
+                for replacement in replacements
+            }
         )
         sys.modules[name] = module
     function = FunctionType(

@@ -168,7 +168,7 @@ def compute_joint_attention(
     )
     value = join_projections(module, values, [])
     if tables is not None:
-        cos, sin = (t[..., ::2] for t in tables)
+        cos, sin = (table[..., ::2] for table in tables)
         rotated = rope(query, key, cos, sin, interleaved=True)
         query, key = (
             propagate_recomputable(new, _rotate, old, cos, sin)

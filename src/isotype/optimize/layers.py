@@ -49,12 +49,12 @@ def find_children(module: nn.Module) -> Children | str:
     ignored.
     """
     children = {
-        n: c
-        for n, c in module.named_children()
-        if not isinstance(c, nn.Identity) and not (type(c) is nn.Dropout and c.p == 0.0)
+        n: child
+        for n, child in module.named_children()
+        if not isinstance(child, nn.Identity) and not (type(child) is nn.Dropout and child.p == 0.0)
     }
-    norm_names = [n for n, c in children.items() if norms.is_candidate(c)]
-    attention = [n for n, c in children.items() if attention_implementation(c) is not None]
+    norm_names = [n for n, child in children.items() if norms.is_candidate(child)]
+    attention = [n for n, child in children.items() if attention_implementation(child) is not None]
     other_names = [n for n in children if n not in norm_names and n not in attention]
     if next(module.parameters(recurse=False), None) is not None:
         return "it has parameters of its own"
@@ -77,7 +77,7 @@ def is_candidate(module: nn.Module) -> bool:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return isinstance(module, GradientCheckpointingLayer) and any(
-        attention_implementation(c) is not None for c in module.children()
+        attention_implementation(child) is not None for child in module.children()
     )
 
 

@@ -49,8 +49,10 @@ class Manifest:
     def lines(self) -> list[str]:
         # in an entry, `part` is the kind of place in the model, and `kind` the module's class
         modules_by_entry: dict[tuple[str, str, str | None, str], list[str]] = {}
-        for e in self.entries:
-            modules_by_entry.setdefault((e.part, e.kind, e.op, e.reason), []).append(e.module)
+        for entry in self.entries:
+            modules_by_entry.setdefault(
+                (entry.part, entry.kind, entry.op, entry.reason), []
+            ).append(entry.module)
         rows = []
         for (part, class_name, op, reason), modules in modules_by_entry.items():
             location = modules[0] or "(the model)"

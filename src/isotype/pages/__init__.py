@@ -29,9 +29,9 @@ PAGE_MODULES = {
 def codes() -> list[str]:
     """Returns the codes of all faults that `isotype doctor explain CODE` can describe."""
     names = [
-        f.name.removesuffix(".md")
-        for f in resources.files(__name__).iterdir()
-        if f.name.endswith(".md")
+        file.name.removesuffix(".md")
+        for file in resources.files(__name__).iterdir()
+        if file.name.endswith(".md")
     ]
     for module in PAGE_MODULES.values():
         names += import_module(module).codes()

@@ -46,7 +46,7 @@ def keep_working_fixes(
     settings  the settings that the user wrote, by full key
     find      a function that returns what the rules report for given settings
     """
-    trial = _Trial(finding.code, settings, find, {f.code for f in find(settings)})
+    trial = _Trial(finding.code, settings, find, {finding.code for finding in find(settings)})
     fixes = []
     for text, remedy in parse_fix(finding.fix or ""):
         change = trial.complete(remedy)

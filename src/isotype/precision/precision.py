@@ -161,11 +161,11 @@ class Precision:
 
     def but(self, **overrides: str) -> Precision:
         """Returns a copy in which the given roles have new values."""
-        unknown = set(overrides) - {f.name for f in fields(self)}
+        unknown = set(overrides) - {role_field.name for role_field in fields(self)}
         if unknown:
             raise UsageError(
                 f"unknown role {', '.join(sorted(unknown))}: expected one of"
-                f" {' '.join(f.name for f in fields(self))}",
+                f" {' '.join(role_field.name for role_field in fields(self))}",
                 code="PR000",
             )
         return replace(self, **overrides)

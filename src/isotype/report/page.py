@@ -484,7 +484,7 @@ def _sources(split: dict[str, Any], weights: Any) -> list[dict[str, str]]:
         str(mixed.get("path")): mixed for mixed in list_or_empty(weights) if isinstance(mixed, dict)
     }
     for source, file in zip(
-        sources, (f for f in list_or_empty(split.get("files")) if isinstance(f, dict))
+        sources, (file for file in list_or_empty(split.get("files")) if isinstance(file, dict))
     ):
         rows = file.get("rows")
         rows_kept = file.get("kept")
@@ -669,10 +669,10 @@ def precision(record: RunRecord) -> dict[str, Any]:
     observed = dict_or_empty(record.precision.get("observed"))
     unobserved = dict_or_empty(record.precision.get("unobserved"))
     violations = rows_or_empty(record.precision.get("violations"), "code", "message", "declared")
-    violated_settings = " ".join(v["declared"] for v in violations)
+    violated_settings = " ".join(violation["declared"] for violation in violations)
     rows = []
-    for role in [r for r in ROLES if r in declared or r in observed] + [
-        r for r in {**declared, **observed} if r not in ROLES
+    for role in [role for role in ROLES if role in declared or role in observed] + [
+        role for role in {**declared, **observed} if role not in ROLES
     ]:
         if isinstance(declared.get(role), dict):
             setting = declared[role]
@@ -718,9 +718,9 @@ def precision(record: RunRecord) -> dict[str, Any]:
         ],
         "not_watched": [str(entry) for entry in list_or_empty(record.precision.get("not watched"))],
         "observed_at": [
-            format_number(float(s))
-            for s in list_or_empty(record.precision.get("observed_at"))
-            if isinstance(s, int)
+            format_number(float(seconds))
+            for seconds in list_or_empty(record.precision.get("observed_at"))
+            if isinstance(seconds, int)
         ],
     }
 
@@ -734,7 +734,9 @@ def preflight(record: RunRecord) -> dict[str, Any] | None:
         return None
     findings = rows_or_empty(recorded.get("findings"), "code", "severity", "message", "fix")
     skipped = rows_or_empty(recorded.get("skipped"), "code", "check", "reason")
-    ratings = {f["code"]: "bad" if f["severity"] == "error" else "warn" for f in findings}
+    ratings = {
+        finding["code"]: "bad" if finding["severity"] == "error" else "warn" for finding in findings
+    }
     checks = [
         {"code": code, "what": title, "rating": ratings.get(code, "good")}
         for code, title in dict_or_empty(recorded.get("checks")).items()

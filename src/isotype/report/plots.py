@@ -107,12 +107,12 @@ class Plot:
 
     @property
     def finite(self) -> list[Point]:
-        return [p for s in self.series for p in _finite(s.points)]
+        return [p for series in self.series for p in _finite(series.points)]
 
     @property
     def legend(self) -> list[Series]:
         """Returns the series that the legend shows. A single series needs no legend."""
-        labelled = [s for s in self.series if s.style != "faint"]
+        labelled = [series for series in self.series if series.style != "faint"]
         return labelled if len(labelled) > 1 else []
 
 
@@ -285,7 +285,7 @@ def _gradient_norm_plot(record: RunRecord) -> Plot:
     if not isinstance(clip, int | float) or clip <= 0:
         return _metric_plot(record, "grad_norm", "Gradient norm", note="Not clipped.")
     finite_values = [v for _, v in _finite(record.curve("grad_norm"))]
-    clipped_share = sum(v > clip for v in finite_values) / max(1, len(finite_values))
+    clipped_share = sum(value > clip for value in finite_values) / max(1, len(finite_values))
     note = f"Clipped above {format_number(float(clip))}: {format_percent(clipped_share)} of the steps were."
     return _metric_plot(
         record,
@@ -330,7 +330,9 @@ def nice_ticks(low: float, high: float) -> list[float]:
         high = high + pad
     step = (high - low) / 4
     magnitude = 10.0 ** math.floor(math.log10(step))
-    step = magnitude * next(m for m in (1, 2, 2.5, 5, 10) if m * magnitude >= step * 0.999)
+    step = magnitude * next(
+        factor for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= step * 0.999
+    )
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
     return [step * k for k in range(first, last + 1)]
@@ -419,7 +421,9 @@ class _Frame:
                 f' text-anchor="end">{text}</text>'
             )
         ticks = [
-            t for t in nice_ticks(self.x0, self.x1) if self.x0 <= t <= self.x1 and t == int(t)
+            tick
+            for tick in nice_ticks(self.x0, self.x1)
+            if self.x0 <= tick <= self.x1 and tick == int(tick)
         ] or [self.x0]
         for tick in ticks:
             parts.append(
@@ -506,7 +510,7 @@ class _Frame:
         ]
         edges = [
             self.left_margin,
-            *((a + b) / 2 for (a, _), (b, _) in pairwise(positions)),
+            *((left + right) / 2 for (left, _), (right, _) in pairwise(positions)),
             self.end,
         ]
         parts = []

@@ -38,7 +38,12 @@ def default_run_name(config: RunConfig) -> str:
         Path(first_source_name(config.data.train or config.images.train)).stem,
         time.strftime("%Y%m%d-%H%M%S"),
     ]
-    return "-".join("".join(c if c.isalnum() or c in "._" else "-" for c in part) for part in parts)
+    return "-".join(
+        "".join(
+            character if character.isalnum() or character in "._" else "-" for character in part
+        )
+        for part in parts
+    )
 
 
 class RunFolder:
@@ -58,7 +63,7 @@ class RunFolder:
 
     def adapter_steps(self) -> list[int]:
         """Returns the steps of `adapters/step_N`, in order."""
-        steps = (p.name.removeprefix("step_") for p in self.adapters.glob("step_*"))
+        steps = (folder.name.removeprefix("step_") for folder in self.adapters.glob("step_*"))
         return sorted(int(step) for step in steps if step.isdecimal())
 
     def write_json(self, name: str, content: Any) -> None:
@@ -181,10 +186,12 @@ def require_run(path: Path) -> Path:
     if (path / RESOLVED).is_file():
         return path
     if path.parent.is_dir():
-        sibling_runs = [p.parent.name for p in path.parent.glob(f"*/{RESOLVED}")]
+        sibling_runs = [file.parent.name for file in path.parent.glob(f"*/{RESOLVED}")]
     else:
         sibling_runs = []
-    nested_runs = sorted(p.parent for p in path.glob(f"*/{RESOLVED}")) if path.is_dir() else []
+    nested_runs = (
+        sorted(file.parent for file in path.glob(f"*/{RESOLVED}")) if path.is_dir() else []
+    )
     similar = get_close_matches(path.name, sibling_runs, n=1)
     if not path.exists():
         complaint = "no such folder"
@@ -195,7 +202,12 @@ def require_run(path: Path) -> Path:
             f"no {RESOLVED} there: not a run folder, or a run that stopped before its first step"
         )
     adapter = next(
-        (p for p in (path, path / "adapter") if (p / "adapter_config.json").is_file()), None
+        (
+            folder
+            for folder in (path, path / "adapter")
+            if (folder / "adapter_config.json").is_file()
+        ),
+        None,
     )
     if adapter is not None and not nested_runs:
         raise UsageError(

@@ -81,7 +81,9 @@ class GateResult:
     def verdict(self) -> str:
         if any(question.verdict == FAIL for question in self.questions):
             return FAIL
-        if any(q.verdict == NOT_ASKED and q.is_required for q in self.questions):
+        if any(
+            question.verdict == NOT_ASKED and question.is_required for question in self.questions
+        ):
             return NOT_ASKED
         return PASS
 
@@ -215,7 +217,9 @@ def _ask_conform(target: GateTarget, arguments: Any) -> tuple[list[Question], Re
         return [Question(name, NOT_ASKED, error.message) for name in _CODES], None
     questions = []
     for name, codes in _CODES.items():
-        question = Question(name, findings=[f for f in report.findings if f.code in codes])
+        question = Question(
+            name, findings=[finding for finding in report.findings if finding.code in codes]
+        )
         question.judge()
         questions.append(question)
     by_name = {question.name: question for question in questions}
@@ -237,7 +241,7 @@ def _ask_conform(target: GateTarget, arguments: Any) -> tuple[list[Question], Re
 
 def _describe_worst(measurements: Sequence[Measurement]) -> str:
     """Describes the result whose error is largest in relation to the error of the reference."""
-    comparable = [m for m in measurements if m.plain_error > 0]
+    comparable = [measurement for measurement in measurements if measurement.plain_error > 0]
     if not measurements:
         return ""
     if not comparable:

@@ -125,10 +125,10 @@ def repair_elementwise(original: Operation) -> Operation:
     """Wraps an operator so that bf16 operands are widened to fp32 and the result is rounded once."""
 
     def operator(self: Any, *operands: Any, **options: Any) -> Any:
-        if not any(is_bf16(o) for o in operands):
+        if not any(is_bf16(operand) for operand in operands):
             return original(self, *operands, **options)
         with np.errstate(all="ignore"):
-            result = original(self, *[_widen_bf16(o) for o in operands], **options)
+            result = original(self, *[_widen_bf16(operand) for operand in operands], **options)
         if result.data.dtype == np.bool_:
             return Handle(result.data, tl.int1)
         return Handle(narrow(result.data), tl.bfloat16)
@@ -388,9 +388,11 @@ def interpreted_libdevice(name: str, *arguments: Any) -> Any:
         raise NotImplementedError(
             f"libdevice.{name} has no CPU version; known: {', '.join(sorted(FUNCTIONS))}"
         )
-    tensors = [a for a in arguments if isinstance(a, tl.tensor)]
+    tensors = [argument for argument in arguments if isinstance(argument, tl.tensor)]
     types = [tensor.dtype for tensor in tensors]
-    unsupported_types = [t for t in types if t not in (tl.float32, tl.float64)]
+    unsupported_types = [
+        tensor_type for tensor_type in types if tensor_type not in (tl.float32, tl.float64)
+    ]
     if unsupported_types:
         raise ValueError(
             f"libdevice.{name}: input arg type does not match. Expect fp32 or fp64, got {unsupported_types[0]}"

@@ -148,8 +148,8 @@ def non_finite_error(
     elif not step and (
         bad_buffers := [
             name
-            for name, b in model.named_buffers()
-            if b.is_floating_point() and bool(b.isnan().any())
+            for name, buffer in model.named_buffers()
+            if buffer.is_floating_point() and bool(buffer.isnan().any())
         ]
     ):
         location = f"buffer {bad_buffers[0]} is not a number"

@@ -84,7 +84,7 @@ class Plan:
                 "why": self.resolved.preset_reason,
                 "roles": self.resolved.to_dict(),
             },
-            "warnings": [f.to_dict() for f in self.resolved.warnings],
+            "warnings": [warning.to_dict() for warning in self.resolved.warnings],
             "attention": self.attention,
             "parameters": {
                 "architecture": self.architecture,
@@ -157,7 +157,10 @@ class Plan:
             *self._memory_lines(),
             *self._alternative_lines(),
             *([] if self.processes is None else self.processes.lines()),
-            *[f"warning     {f.code} {f.message}; {f.fix}" for f in self.resolved.warnings],
+            *[
+                f"warning     {warning.code} {warning.message}; {warning.fix}"
+                for warning in self.resolved.warnings
+            ],
             *[f"note        {note}" for note in self.notes],
         ]
         return "\n".join(lines)
@@ -388,8 +391,8 @@ class ProcessesPlan:
             "micro_batches": self.micro_batches,
             "rows": self.rows,
             "kinds": {
-                kind: {"memory": m.to_dict(), "checkpointing": c.to_settings()}
-                for kind, (c, m) in self.kinds.items()
+                kind: {"memory": count.to_dict(), "checkpointing": c.to_settings()}
+                for kind, (c, count) in self.kinds.items()
             },
             "auto": {"kind": self.parallel.kind, "reason": self.parallel.reason},
         }

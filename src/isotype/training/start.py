@@ -96,18 +96,23 @@ def compare_settings(
         auto_preset=resolved.preset,
         auto_base=resolved.from_checkpoint,
     )
-    edited_keys = [c.key for c in changes if c.key not in loaded.command_line_keys]
+    edited_keys = [change.key for change in changes if change.key not in loaded.command_line_keys]
     if edited_keys and loaded.path == folder.path / RESOLVED:
         console.print_line(
             f"note      {folder.path / RESOLVED} was edited by hand: {', '.join(edited_keys)}"
         )
-    moved_paths = [c for c in changes if not loaded.consent and _is_compared_path(c, folder)]
+    moved_paths = [
+        change for change in changes if not loaded.consent and _is_compared_path(change, folder)
+    ]
     forbidden_changes = [
-        c for c in changes if not c.allowed and not loaded.consent and c not in moved_paths
+        change
+        for change in changes
+        if not change.allowed and not loaded.consent and change not in moved_paths
     ]
     if forbidden_changes:
         raise UsageError(
-            "resuming would be another run:\n" + "\n".join(f"  {c}" for c in forbidden_changes),
+            "resuming would be another run:\n"
+            + "\n".join(f"  {change}" for change in forbidden_changes),
             fix=_FIX,
         )
     reported = []
@@ -352,7 +357,11 @@ def _read_resumes(folder: RunFolder) -> tuple[list[int], list[dict[str, Any]]]:
     return (
         [step for step in steps if type(step) is int] if isinstance(steps, list) else [],
         (
-            [c for c in changes if isinstance(c, dict) and type(c.get("after_step")) is int]
+            [
+                change
+                for change in changes
+                if isinstance(change, dict) and type(change.get("after_step")) is int
+            ]
             if isinstance(changes, list)
             else []
         ),

@@ -169,7 +169,7 @@ class Stepper:
         sends_gradients  whether to send gradients to the other processes during the last backward;
                          all processes then call this method together
         """
-        weight = max(1, sum(b.weight for b in batches) if weight is None else weight)
+        weight = max(1, sum(batch.weight for batch in batches) if weight is None else weight)
         loss_total: Tensor | None = None
         self.measure_sums = None
         for number, batch in enumerate(batches, 1):
@@ -212,7 +212,9 @@ class Stepper:
         check_placed(self.model)
         weight, units = (
             int(n)
-            for n in self.world.sum([sum(b.weight for b in batches), sum(b.units for b in batches)])
+            for n in self.world.sum(
+                [sum(batch.weight for batch in batches), sum(batch.units for batch in batches)]
+            )
         )
         loss_tensor = self.accumulate(batches, weight, sends_gradients=True)
         reduced = self._reduce_across_ranks(loss_tensor)
@@ -390,12 +392,14 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Returns the L2 norm over all gradients, computed in fp32."""
     if not gradients:
         return torch.zeros(())
-    if all(g.dtype == torch.float32 for g in gradients):
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
         norms = torch._foreach_norm(list(gradients))
-    elif all(g.is_cpu for g in gradients):
+    elif all(gradient.is_cpu for gradient in gradients):
         norms = _norms_in_chunks(gradients)
     else:
-        norms = tuple(torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients)
+        norms = tuple(
+            torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients
+        )
     norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
     return norm
 

@@ -153,9 +153,11 @@ class Source:
         """
         return next(
             (
-                g
-                for g in self.keys
-                if any(g.name == p or g.name.startswith(p + ".") for p in prefixes)
+                key
+                for key in self.keys
+                if any(
+                    key.name == prefix or key.name.startswith(prefix + ".") for prefix in prefixes
+                )
             ),
             None,
         )
@@ -239,7 +241,10 @@ _MAPPING_VALUES = (
 
 def _read_program(text: str, path: Path, map_line: Callable[[int | None], int | None]) -> Source:
     calls = python_calls.read_calls(text)
-    keys = [SourceKey(g.name, g.value, map_line(g.line), g.name_in_file) for g in _call_keys(calls)]
+    keys = [
+        SourceKey(key.name, key.value, map_line(key.line), key.name_in_file)
+        for key in _call_keys(calls)
+    ]
     called_names = frozenset(
         name for call in calls for name in (call.name, call.owner.rpartition(".")[2]) if name
     )

@@ -278,9 +278,10 @@ def _check_source(
 
 def _redact_finding(finding: Finding) -> Finding:
     texts: dict[str, Any] = {
-        f.name: redact_text(text)
-        for f in fields(finding)
-        if f.name != "code" and isinstance(text := getattr(finding, f.name), str)
+        finding_field.name: redact_text(text)
+        for finding_field in fields(finding)
+        if finding_field.name != "code"
+        and isinstance(text := getattr(finding, finding_field.name), str)
     }
     return replace(
         finding, **texts, details=tuple((name, redact_text(text)) for name, text in finding.details)

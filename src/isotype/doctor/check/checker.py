@@ -67,7 +67,8 @@ def check(paths: Iterable[str], *, device: str | None = None) -> CheckResult:
             continue
         record = resolve_record(facts)
         if record.roles or any(
-            d.tool in MAIN_TOOLS or d.tool in ("accelerate", "deepspeed") for d in facts.documents
+            document.tool in MAIN_TOOLS or document.tool in ("accelerate", "deepspeed")
+            for document in facts.documents
         ):
             records.append(record)
         for rule in RULES.values():
@@ -119,7 +120,7 @@ def format_record(record: Record) -> str:
     if not rows:
         return ""
     documents = record.facts.documents
-    main = next((d for d in documents if d.tool in MAIN_TOOLS), documents[0])
+    main = next((document for document in documents if document.tool in MAIN_TOOLS), documents[0])
     tool = record.tool if main.tool == "hf" else main.tool
     lines = [f"what {main.file} will really do ({_TOOL_NAMES.get(tool, tool)})"]
     lines += [f"  {line}" for line in align_columns(rows)]
@@ -170,7 +171,11 @@ def group_runs(collection: Collection, device: str | None) -> list[Facts]:
     per run. Each file with the arguments of a trainer starts a run, to which other files may
     belong. The remaining files form separate runs.
     """
-    main_documents = [(folder, d) for folder, d in collection.documents if d.tool in MAIN_TOOLS]
+    main_documents = [
+        (folder, document)
+        for folder, document in collection.documents
+        if document.tool in MAIN_TOOLS
+    ]
     used_ids: set[int] = set()
     runs: list[Facts] = []
     for folder, main in main_documents:
@@ -193,7 +198,7 @@ def _documents_of_run(folder: Path, main: Document, collection: Collection) -> l
     are the options of the launcher, the files that `main` names, and the settings of other tools in
     the same folder, or in a folder above or below it.
     """
-    launchers = [d for _, d in collection.documents if _launches_main(d, main)]
+    launchers = [document for _, document in collection.documents if _launches_main(document, main)]
     referenced = _referenced_files(main, *launchers)
     by_tool: dict[str, list[Document]] = {}
     for candidate_folder, candidate in collection.documents:
@@ -204,16 +209,18 @@ def _documents_of_run(folder: Path, main: Document, collection: Collection) -> l
             by_tool.setdefault(candidate.tool, []).append(candidate)
     documents: list[Document] = []
     for tool, candidates in by_tool.items():
-        referenced_documents = [d for d in candidates if os.path.basename(d.file) in referenced]
-        same_folder = [d for d in candidates if _is_in_same_folder(d, main)]
+        referenced_documents = [
+            document for document in candidates if os.path.basename(document.file) in referenced
+        ]
+        same_folder = [document for document in candidates if _is_in_same_folder(document, main)]
         # the launcher's options take precedence over accelerate's file
         if tool == "accelerate" and launchers:
             documents += launchers
             selected_documents = referenced_documents or [
-                d for d in same_folder if not d.attributes.get("launcher")
+                document for document in same_folder if not document.attributes.get("launcher")
             ]
         else:
-            same_file = [d for d in candidates if d.file == main.file]
+            same_file = [document for document in candidates if document.file == main.file]
             selected_documents = referenced_documents or same_file or same_folder or candidates
         if (
             referenced_documents
@@ -246,14 +253,14 @@ def _launches_main(document: Document, main: Document) -> bool:
 
 
 def _first_line(document: Document) -> int:
-    return min((s.line or 0 for s in document.settings.values()), default=0)
+    return min((setting.line or 0 for setting in document.settings.values()), default=0)
 
 
 def _referenced_files(*documents: Document) -> set[str]:
     """Returns the names of the JSON and YAML files that occur as values of settings in these
     documents.
     """
-    values = [s.value for document in documents for s in document.settings.values()]
+    values = [setting.value for document in documents for setting in document.settings.values()]
     return {
         os.path.basename(value)
         for value in values
@@ -369,9 +376,9 @@ def collect_documents(paths: Iterable[str]) -> Collection:
 def _walk_configurations(folder: Path) -> Iterator[Path]:
     for directory, folders, files in os.walk(folder):
         folders[:] = sorted(
-            f
-            for f in folders
-            if f not in SKIPPED_FOLDERS and not f.startswith((".", "checkpoint-"))
+            folder
+            for folder in folders
+            if folder not in SKIPPED_FOLDERS and not folder.startswith((".", "checkpoint-"))
         )
         if set(files) >= _RUN_FILES:
             folders.clear()

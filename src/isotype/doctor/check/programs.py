@@ -126,7 +126,9 @@ class _ProgramReader:
             read_function(self, call)
 
     def finish(self) -> list[Document]:
-        if "GradScaler" in self.code.settings and all(d.tool != "model" for d in self.documents):
+        if "GradScaler" in self.code.settings and all(
+            document.tool != "model" for document in self.documents
+        ):
             for call, dtype in _casts_before_training(self.calls):
                 self._add_model_cast(call, dtype)
         for document, name in self._ambiguous:
@@ -143,7 +145,9 @@ class _ProgramReader:
         """
         document = None
         if tool not in ("hf", "lightning"):
-            document = next((d for d in self.documents if d.tool == tool), None)
+            document = next(
+                (document for document in self.documents if document.tool == tool), None
+            )
         if document is None:
             document = Document(tool, self.display_path, attributes={"reader": "python"})
             self.documents.append(document)
@@ -299,7 +303,7 @@ def _casts_before_training(
     """Returns the casts of models that the program itself defines. Examples are `model =
     Net().half()`, and `model.half()` before an optimizer is created with `model.parameters()`.
     """
-    trained = {c.owner: c.line for c in reversed(calls) if c.name == "parameters"}
+    trained = {call.owner: call.line for call in reversed(calls) if call.name == "parameters"}
     for call in calls:
         name = call.target or call.owner
         dtype = _cast_dtype(call)
@@ -342,9 +346,9 @@ _UNKNOWN_PACKAGES = {"composer", "fairseq", "megatron", "nemo", "openrlhf", "ver
 def _documents_from_command(command: shell.Command, display_path: str) -> list[Document]:
     argv = command.arguments
     lines = command.lines
-    program = next((i for i, w in enumerate(argv) if w.endswith(".py")), None)
+    program = next((i for i, argument in enumerate(argv) if argument.endswith(".py")), None)
     # DeepSpeed's launcher spells the option `--module`
-    flag = next((w for w in argv[:-1] if w in ("-m", "--module")), None)
+    flag = next((argument for argument in argv[:-1] if argument in ("-m", "--module")), None)
     module = argv.index(flag) + 1 if program is None and flag else None
     executable = argv[0].rpartition("/")[2]
     documents = []

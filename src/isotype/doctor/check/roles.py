@@ -598,7 +598,9 @@ _TOOLS_AS_READ = ("aitoolkit", "onetrainer", "ms-swift")
 
 
 def resolve_record(facts: Facts) -> Record:
-    tool = next((d.tool for d in facts.documents if d.tool in _ROLE_SETTERS), "hf")
+    tool = next(
+        (document.tool for document in facts.documents if document.tool in _ROLE_SETTERS), "hf"
+    )
     record = Record(tool, facts)
     record.device = _find_target_device(facts)
     _ROLE_SETTERS[tool](record)

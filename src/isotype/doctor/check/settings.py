@@ -167,10 +167,10 @@ class Facts:
     device: str | None = None
 
     def first_document(self, name: str) -> Document | None:
-        return next((d for d in self.documents if d.tool == name), None)
+        return next((document for document in self.documents if document.tool == name), None)
 
     def has(self, *tools: str) -> bool:
-        return any(d.tool in tools for d in self.documents)
+        return any(document.tool in tools for document in self.documents)
 
     def get(self, *names: str) -> Setting | None:
         """Returns the first of these settings whose value is not null, or None. Each name has the
@@ -191,7 +191,12 @@ class Facts:
         """Returns the setting if a file contains its key, even if the value is null."""
         tool, _, key = name.partition(".")
         return next(
-            (d.settings[key] for d in self.documents if d.tool == tool and key in d.settings), None
+            (
+                document.settings[key]
+                for document in self.documents
+                if document.tool == tool and key in document.settings
+            ),
+            None,
         )
 
     def value(self, *names: str, default: Any = None) -> Any:
@@ -237,7 +242,9 @@ class Facts:
         """Returns all settings whose names begin with `tool.key.`."""
         tool, _, key = prefix.partition(".")
         return [
-            s for name, s in self.tool_settings(tool) if name.startswith(f"{key}.") or name == key
+            setting
+            for name, setting in self.tool_settings(tool)
+            if name.startswith(f"{key}.") or name == key
         ]
 
 
@@ -397,7 +404,7 @@ def launcher_mode(facts: Facts) -> Setting | None:
 def detect_quantisation(record: Record, *prefixes: str) -> None:
     facts = record.facts
     for bits in (4, 8):
-        if flag := facts.first_enabled(*(f"{p}.load_in_{bits}bit" for p in prefixes)):
+        if flag := facts.first_enabled(*(f"{prefix}.load_in_{bits}bit" for prefix in prefixes)):
             record.quantised_bits = bits
             record.quantisation_setting = flag
             return
@@ -433,7 +440,7 @@ def detect_adapter(record: Record, *names: str) -> None:
         record.adapter_setting = setting
     elif facts.has("peft"):
         record.adapter = True
-        record.adapter_setting = next((s for _, s in facts.tool_settings("peft")), None)
+        record.adapter_setting = next((setting for _, setting in facts.tool_settings("peft")), None)
 
 
 def lightning_precision(facts: Facts) -> Setting | None:
@@ -455,7 +462,7 @@ def find_deepspeed(facts: Facts) -> Setting | None:
     if "deepspeed" in facts.lower_text("accelerate.distributed_type"):
         return facts.get("accelerate.distributed_type")
     references = (facts.get(f"{tool}.deepspeed") for tool in _TRAINER_TOOLS)
-    return next((s for s in references if s and s.value), None) or next(
+    return next((setting for setting in references if setting and setting.value), None) or next(
         iter(facts.nested_settings("hf.deepspeed")), None
     )
 
@@ -483,7 +490,11 @@ def zero_stage(facts: Facts) -> tuple[int | None, Setting | None]:
     ):
         return _parse_int(stage), stage
     for reference in filter(None, (facts.get(f"{tool}.deepspeed") for tool in _TRAINER_TOOLS)):
-        digits = [c for c in str(reference.value).rpartition("/")[2] if c in "0123"]
+        digits = [
+            character
+            for character in str(reference.value).rpartition("/")[2]
+            if character in "0123"
+        ]
         if isinstance(reference.value, str) and digits and "z" in reference.value.lower():
             return int(digits[0]), reference
     return None, None
@@ -533,14 +544,14 @@ def find_fsdp(facts: Facts) -> Setting | None:
         ):
             return setting
     config_settings = (
-        s
+        setting
         for tool in _TRAINER_TOOLS
-        for s in facts.nested_settings(f"{tool}.fsdp_config")
-        if s.value not in (None, {}, [])
+        for setting in facts.nested_settings(f"{tool}.fsdp_config")
+        if setting.value not in (None, {}, [])
     )
     if not facts.has("accelerate") and (setting := next(config_settings, None)):
         return setting
-    return next((s for _, s in facts.tool_settings("fsdp")), None)
+    return next((setting for _, setting in facts.tool_settings("fsdp")), None)
 
 
 def fsdp_version(facts: Facts) -> tuple[int | None, Setting | None]:

@@ -83,7 +83,9 @@ def identify_tool(data: Any, name: str = "") -> str | None:
         return None
     scores = _score_tools(data, keys, name.lower())
     best = max(scores.values())
-    if best >= 3 and not _has_enough_keys(data, keys, [t for t, s in scores.items() if s == best]):
+    if best >= 3 and not _has_enough_keys(
+        data, keys, [tool for tool, score in scores.items() if score == best]
+    ):
         return None
     if best == 0 or (best == 1 and "mixed_precision" not in keys):
         if keys & {"dtype", "torch_dtype", "model_name_or_path"}:
@@ -209,5 +211,5 @@ def _mentions_component(node: Any) -> bool:
     if isinstance(node, dict):
         return any(
             str(v).startswith("torchtune.") for k, v in node.items() if k == "_component_"
-        ) or any(_mentions_component(v) for v in node.values())
+        ) or any(_mentions_component(value) for value in node.values())
     return False

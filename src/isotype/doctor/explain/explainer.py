@@ -439,7 +439,9 @@ def describe_confidence(causes: Sequence[Cause], command: str) -> str:
     best_cause = causes[0]
     if decides_cause(causes):
         return f"decided by the text: {best_cause.evidence}"
-    close_rivals = [c for c in causes[1:] if best_cause.score - c.score < CLOSE_SCORE][:2]
+    close_rivals = [cause for cause in causes[1:] if best_cause.score - cause.score < CLOSE_SCORE][
+        :2
+    ]
     parts = ["open: nothing in the text decides"]
     if close_rivals:
         names = ", ".join(cause.name for cause in (best_cause, *close_rivals))

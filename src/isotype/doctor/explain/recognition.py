@@ -368,8 +368,8 @@ def infer_operator(situation: Situation) -> str:
         (r"rnn\.py|lstm|gru", "recurrent layer"),
     ):
         if any(
-            re.search(pattern, f"{f.function} {f.code} {f.file.rpartition('/')[2]}")
-            for f in reversed(inner_frames)
+            re.search(pattern, f"{frame.function} {frame.code} {frame.file.rpartition('/')[2]}")
+            for frame in reversed(inner_frames)
         ):
             return operator
     return "matrix product"

@@ -74,7 +74,7 @@ class Situation:
     @property
     def user_frame(self) -> Frame | None:
         """Returns the innermost frame of the user's code."""
-        return next((f for f in reversed(self.frames) if not is_library(f.file)), None)
+        return next((frame for frame in reversed(self.frames) if not is_library(frame.file)), None)
 
     @property
     def caller_frame(self) -> Frame | None:
@@ -83,9 +83,9 @@ class Situation:
         """
         return next(
             (
-                f
-                for f in reversed(self.frames)
-                if package_name(f.file) != "torch" and "/" in f.file.replace("\\", "/")
+                frame
+                for frame in reversed(self.frames)
+                if package_name(frame.file) != "torch" and "/" in frame.file.replace("\\", "/")
             ),
             None,
         )
@@ -100,9 +100,9 @@ class Situation:
         """Returns the innermost frame whose code, function or file matches the pattern."""
         return next(
             (
-                f
-                for f in reversed(self.frames)
-                if re.search(pattern, f"{f.file} {f.function} {f.code}")
+                frame
+                for frame in reversed(self.frames)
+                if re.search(pattern, f"{frame.file} {frame.function} {frame.code}")
             ),
             None,
         )
@@ -296,7 +296,7 @@ def read_situation(
         inner = frames[index + 1] if index + 1 < len(frames) else None
         for flag in _frame_flags(frame, outer, inner):
             evidence[flag] = frame
-    packages = frozenset(p for f in frames if (p := package_name(f.file)))
+    packages = frozenset(p for frame in frames if (p := package_name(frame.file)))
     return Situation(
         frames, evidence, packages, report_flags, None if frames else find_quoted_code(text)
     )
@@ -411,9 +411,9 @@ def _parse_tensor_call(node: ast.AST, frame: Frame) -> Call | None:
     arguments = [
         *node.args,
         *(
-            k.value
-            for k in node.keywords
-            if k.arg in ("input", "other", "mat2", "vec2", "weight", "grid", "tensor2")
+            keyword.value
+            for keyword in node.keywords
+            if keyword.arg in ("input", "other", "mat2", "vec2", "weight", "grid", "tensor2")
         ),
     ]
     tensors = [
@@ -455,7 +455,7 @@ class RecognisedError:
     @property
     def half(self) -> str:
         """Returns the 16-bit float dtype that the error names, or bf16 if it names none."""
-        return next((d for d in self.dtypes.values() if d in ("bf16", "fp16")), "bf16")
+        return next((dtype for dtype in self.dtypes.values() if dtype in ("bf16", "fp16")), "bf16")
 
     @property
     def torch_half(self) -> str:

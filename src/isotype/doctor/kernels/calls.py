@@ -129,7 +129,7 @@ def _mock_tensor(value: Any) -> Any:
     if isinstance(value, Tensor):
         return MockTensor(value.dtype)
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_mock_tensor(v) for v in value)
+        return type(value)(_mock_tensor(item) for item in value)
     return value
 
 
@@ -412,11 +412,11 @@ def compile_matrix(
             if not report.launches:
                 reason = next(iter(report.refused.values()), "the calls returned without one")
                 raise AssertionError(f"{name} launched no Triton kernel: {reason}")
-            findings += [f for f in report.findings if f not in findings]
-    failing = sort_findings(f for f in findings if f.severity >= threshold)
+            findings += [finding for finding in report.findings if finding not in findings]
+    failing = sort_findings(finding for finding in findings if finding.severity >= threshold)
     if failing:
         count = pluralise(len(failing), "finding")
         raise AssertionError(
             f"{name}: {count} for {', '.join(targets)}\n\n"
-            + "\n\n".join(f.render() for f in failing)
+            + "\n\n".join(finding.render() for finding in failing)
         )

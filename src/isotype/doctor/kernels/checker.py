@@ -77,8 +77,8 @@ class Report:
     refused: dict[str, str] = field(default_factory=dict)
 
     def add(self, report: Report) -> None:
-        self.findings += [f for f in report.findings if f not in self.findings]
-        self.kernels += [k for k in report.kernels if k not in self.kernels]
+        self.findings += [finding for finding in report.findings if finding not in self.findings]
+        self.kernels += [kernel for kernel in report.kernels if kernel not in self.kernels]
         self.compiled += report.compiled
         self.failed += report.failed
         self.usages += report.usages
@@ -165,25 +165,29 @@ def check_combinations(
 ) -> Report:
     """Checks every combination for every target."""
     parsed_targets, distinct_combinations = (
-        [parse_target(t) for t in targets],
+        [parse_target(target) for target in targets],
         remove_duplicates(add_fp64_combinations(combinations)),
     )
     if not parsed_targets:
         raise UsageError("no target architecture: name at least one, such as sm_90")
     observations = [
-        observe(function, c, target) for target in parsed_targets for c in distinct_combinations
+        observe(function, combination, target)
+        for target in parsed_targets
+        for combination in distinct_combinations
     ]
     findings, usages = build_findings(function, observations), list[str]()
     if binary:
         binary_findings, usages = check_machine_code(
-            function, [o for o in observations if not o.failed], parsed_targets
+            function,
+            [observation for observation in observations if not observation.failed],
+            parsed_targets,
         )
         findings += binary_findings
     return Report(
         findings,
         [function.__name__],
         len(observations),
-        sum(o.failed for o in observations),
+        sum(observation.failed for observation in observations),
         usages,
     )
 
@@ -231,7 +235,7 @@ def _is_due_to_guess(group: FaultGroup, observations: Sequence[Observation]) -> 
     if the failure is no dtype error, the combination was inferred from the source, and other
     combinations compile.
     """
-    some_compile = any(not o.failed for o in observations)
+    some_compile = any(not observation.failed for observation in observations)
     return (
         group.fault.severity is None
         and not group.fault.is_dtype
@@ -252,7 +256,7 @@ def _decide_severity(
         if (
             not group.fault.is_dtype
             or group.fault.is_row_statistic
-            or all(o.failed for o in observations)
+            or all(observation.failed for observation in observations)
         ):
             return Severity.NOTE
         if group.fault.code == "KN003" and _one_pointer_in_fp32_compiles(function, group):
@@ -287,12 +291,16 @@ def _build_finding(
     function: Any, group: FaultGroup, observations: Sequence[Observation]
 ) -> Finding:
     fault, failing = group.fault, group.observations
-    labels = list(dict.fromkeys(o.combination.label for o in failing))
-    if all(o.combination.counterpart and not o.failed for o in failing):
-        labels = list(dict.fromkeys(o.combination.counterpart for o in failing))
+    labels = list(dict.fromkeys(observation.combination.label for observation in failing))
+    if all(
+        observation.combination.counterpart and not observation.failed for observation in failing
+    ):
+        labels = list(dict.fromkeys(observation.combination.counterpart for observation in failing))
     passing = [
         label
-        for label in dict.fromkeys(o.combination.label for o in observations if not o.failed)
+        for label in dict.fromkeys(
+            observation.combination.label for observation in observations if not observation.failed
+        )
         if label not in labels
     ]
     details = [
@@ -308,7 +316,7 @@ def _build_finding(
         details.append(("seen with", join_names(labels)))
     details += [
         ("signature", failing[0].combination.type_summary),
-        ("targets", ", ".join(dict.fromkeys(o.target for o in failing))),
+        ("targets", ", ".join(dict.fromkeys(observation.target for observation in failing))),
     ]
     details += [("reach", group.reach.description)]
     if failing[0].failed:

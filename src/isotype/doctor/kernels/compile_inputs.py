@@ -170,7 +170,9 @@ def unwrap_kernel(kernel: Any) -> UnwrappedKernel:
     heuristics: dict[str, Any] = {}
     inner = kernel
     while isinstance(inner, KernelInterface) and not isinstance(inner, JITFunction):
-        configs = configs or [read_configuration(c) for c in getattr(inner, "configs", [])]
+        configs = configs or [
+            read_configuration(config) for config in getattr(inner, "configs", [])
+        ]
         heuristics |= getattr(inner, "values", {})
         inner = getattr(inner, "fn", None)
     if type(inner).__name__ == "InterpretedFunction":

@@ -37,18 +37,24 @@ def diagnose_math_dtype(site: FailureSite) -> Fault | None:
     match = re.search(r"Expected dtype (\[.*?\]) but got (\w+)", site.message)
     call = site.node
     if isinstance(call, ast.Call):
-        arguments = [*call.args, *(k.value for k in call.keywords)]
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
     else:
         arguments = []
     kind = _math_function(site)
     wrong_arguments = [
-        a for a in arguments if site.frame.dtypes.get(a) in (*LOW_PRECISION, "int32", "int64")
+        argument
+        for argument in arguments
+        if site.frame.dtypes.get(argument) in (*LOW_PRECISION, "int32", "int64")
     ]
     if not match and not (kind and wrong_arguments):
         return None
     # libdevice has no function for these dtypes, and its message only lists them
     argument = next(
-        (a for a in wrong_arguments if not match or site.frame.dtypes[a] == match[2]),
+        (
+            argument
+            for argument in wrong_arguments
+            if not match or site.frame.dtypes[argument] == match[2]
+        ),
         arguments[0] if arguments else None,
     )
     function = call_name(call) or "the function"
@@ -109,7 +115,7 @@ def diagnose_dot_operands(site: FailureSite) -> Fault | None:
     left_dtype, right_dtype = filter(None, match.groups())
     call = site.node
     if isinstance(call, ast.Call):
-        operands = [*call.args, *(k.value for k in call.keywords)][:2]
+        operands = [*call.args, *(keyword.value for keyword in call.keywords)][:2]
     else:
         operands = []
     if len(operands) < 2:
@@ -124,15 +130,15 @@ def diagnose_dot_operands(site: FailureSite) -> Fault | None:
         " one dtype"
     )
     cause += "".join(
-        f"; {n}: {o.text}{site.format_location(o)}"
-        for n, o in ((left_name, left_origin), (right_name, right_origin))
-        if o
+        f"; {n}: {origin.text}{site.format_location(origin)}"
+        for n, origin in ((left_name, left_origin), (right_name, right_origin))
+        if origin
     )
     promoted_operand = next(
         (
-            (n, o)
-            for n, o in ((left_name, left_origin), (right_name, right_origin))
-            if o and o.kind == "scalar"
+            (n, origin)
+            for n, origin in ((left_name, left_origin), (right_name, right_origin))
+            if origin and origin.kind == "scalar"
         ),
         None,
     )
@@ -152,8 +158,8 @@ def diagnose_dot_operands(site: FailureSite) -> Fault | None:
         message = f"tl.dot got {left_name} in {left_dtype} and {right_name} in {right_dtype}"
     computed_names = [
         n
-        for n, o in ((left_name, left_origin), (right_name, right_origin))
-        if o and o.kind not in ("load", "parameter")
+        for n, origin in ((left_name, left_origin), (right_name, right_origin))
+        if origin and origin.kind not in ("load", "parameter")
     ]
     variable = (
         promoted_operand[0]
@@ -215,7 +221,7 @@ def diagnose_branch(site: FailureSite) -> Fault | None:
     enclosing_branches = [
         n
         for n in site.frame.nodes()
-        if isinstance(n, ast.If) and any(c is site.node for c in ast.walk(n))
+        if isinstance(n, ast.If) and any(child is site.node for child in ast.walk(n))
     ]
     branch = enclosing_branches[-1] if enclosing_branches else None
     assignments = _find_assignments(site.frame, name, new_dtype, branch)
@@ -282,7 +288,10 @@ def diagnose_loop(site: FailureSite) -> Fault | None:
     statement = assignments[-1] if assignments else None
     line = site.frame.line(statement or site.node)
     entry_origin = _entry_origin(site.frame, name, site.node, entry_dtype)
-    value = next((b.value for b in reversed(site.frame.bindings) if b.node is statement), None)
+    value = next(
+        (binding.value for binding in reversed(site.frame.bindings) if binding.node is statement),
+        None,
+    )
     value_origin = find_origin(site.frame, value) if value is not None else None
     cause = f"a value carried round a run-time loop keeps one dtype: {name} enters as {entry_dtype}"
     if entry_origin:
@@ -395,7 +404,7 @@ def diagnose(kernel_name: str, file: str, line: int, observation: Observation) -
     assert observation.failed, "only failures are diagnosed"
     # the innermost function outside Triton's library
     failure = next(
-        (f for f in observation.failures if not f[0].is_triton_library),
+        (failure for failure in observation.failures if not failure[0].is_triton_library),
         next(iter(observation.failures), None),
     )
     if failure is None:
@@ -473,9 +482,9 @@ def _iterate_sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, s
                 continue
             dtype = next(
                 (
-                    b.dtype
-                    for b in reversed(frame.bindings)
-                    if b.node is statement and b.name == name
+                    binding.dtype
+                    for binding in reversed(frame.bindings)
+                    if binding.node is statement and binding.name == name
                 ),
                 None,
             )
@@ -540,7 +549,7 @@ def _accumulator_name(statement: ast.AST) -> str | None:
             assert isinstance(value, ast.Call)
             if any(
                 isinstance(a, ast.Name) and a.id == name
-                for a in [*value.args[2:], *(k.value for k in value.keywords)]
+                for a in [*value.args[2:], *(keyword.value for keyword in value.keywords)]
             ):
                 return name
     return None
@@ -556,7 +565,9 @@ def _is_carried_across(frame: Frame, name: str, loop: ast.AST) -> bool:
         for n in loop_nodes
     )
     is_bound_earlier = any(
-        b.name == name and b.node not in loop_nodes and is_assignment_to(b.node, name)
-        for b in frame.bindings
+        binding.name == name
+        and binding.node not in loop_nodes
+        and is_assignment_to(binding.node, name)
+        for binding in frame.bindings
     )
     return is_bound_earlier and not is_initialised_again

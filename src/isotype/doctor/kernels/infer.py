@@ -133,7 +133,7 @@ def _created_dtype(value: ast.AST) -> str | None:
         return None
     if value.func.attr == "float" and not value.args:
         return "*fp32"
-    candidates = [k.value for k in value.keywords if k.arg == "dtype"]
+    candidates = [keyword.value for keyword in value.keywords if keyword.arg == "dtype"]
     if value.func.attr == "to":
         candidates += value.args
     for candidate in candidates:
@@ -301,7 +301,7 @@ class _UseReader(ast.NodeVisitor):
                 if name == "arange":
                     self.uses.sizes |= parameters
         elif name in _DTYPE_METHODS:
-            dtypes = [k.value for k in node.keywords if k.arg == "dtype"]
+            dtypes = [keyword.value for keyword in node.keywords if keyword.arg == "dtype"]
             for value in [*node.args[-1:], *dtypes]:
                 if isinstance(value, ast.Name) and value.id in self.parameters:
                     self.uses.dtypes.add(value.id)

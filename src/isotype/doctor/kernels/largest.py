@@ -91,4 +91,6 @@ def _check_launch(
     report.failed += observation.failed
     findings = build_offset_findings(launch.function, shape, observation)
     places = {(finding.code, finding.place) for finding in report.findings}
-    report.findings += [f for f in findings if (f.code, f.place) not in places]
+    report.findings += [
+        finding for finding in findings if (finding.code, finding.place) not in places
+    ]

@@ -193,7 +193,9 @@ def _record_visits(observation: Observation) -> Iterator[None]:
         try:
             value = visit(generator, node)
         except Exception:
-            if node is not None and all(f is not frame for f, _ in observation.failures):
+            if node is not None and all(
+                failure is not frame for failure, _ in observation.failures
+            ):
                 observation.failures.append((frame, node))
             raise
         if isinstance(node, ast.expr) and (dtype := value_dtype(value)) is not None:
@@ -471,7 +473,7 @@ def _call_origin(frame: Frame, node: ast.Call, last_line: int | None, depth: int
     if name in ("zeros", "full"):
         return Origin("cast", f"made as {result} by `{text}`", line, text)
     if name != "dot":
-        for argument in [*node.args, *(k.value for k in node.keywords)]:
+        for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
             if frame.dtypes.get(argument) != result:
                 continue
             origin = find_origin(frame, argument, last_line=last_line, _depth=depth + 1)

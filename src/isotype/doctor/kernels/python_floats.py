@@ -47,8 +47,16 @@ def add_fp64_combinations(combinations: Sequence[Combination]) -> list[Combinati
 
 def drop_repeated_failures(observations: Sequence[Observation]) -> list[Observation]:
     """Removes the observations with fp64 scalars if the same launch fails with fp32 scalars too."""
-    failing = {(o.combination.label, o.target) for o in observations if o.failed}
-    return [o for o in observations if (o.combination.counterpart, o.target) not in failing]
+    failing = {
+        (observation.combination.label, observation.target)
+        for observation in observations
+        if observation.failed
+    }
+    return [
+        observation
+        for observation in observations
+        if (observation.combination.counterpart, observation.target) not in failing
+    ]
 
 
 def find_fp64_blocks(kernel: str, observation: Observation) -> list[Fault]:

@@ -49,7 +49,9 @@ def check_target(
     modules = load_modules(location, report.remarks)
     module = modules[0]
     resolved_targets = (
-        requested_targets or [str(t) for t in getattr(module, "TARGETS", [])] or [DEFAULT_TARGET]
+        requested_targets
+        or [str(target) for target in getattr(module, "TARGETS", [])]
+        or [DEFAULT_TARGET]
     )
     if name:
         _check_name(module, name, location, resolved_targets, report)
@@ -92,9 +94,9 @@ def _import_modules(location: str, remarks: list[str]) -> list[ModuleType]:
         module = load_module(location, as_package_member=True)
         return [module, *_submodules(module)]
     files = sorted(
-        f
-        for f in Path(location).rglob("*.py")
-        if "triton" in f.read_text(encoding="utf-8", errors="replace")
+        file
+        for file in Path(location).rglob("*.py")
+        if "triton" in file.read_text(encoding="utf-8", errors="replace")
     )
     if not files:
         raise UsageError(f"{location}: no Python file in it names triton")
@@ -202,7 +204,8 @@ def _check_kernel(
         matrix if isinstance(matrix, Mapping) and matrix else getattr(module, "MATRIX", None)
     )
     is_matching = isinstance(signatures, Mapping) and all(
-        set(s) <= set(unwrap_kernel(kernel).function.arg_names) for s in signatures.values()
+        set(signature) <= set(unwrap_kernel(kernel).function.arg_names)
+        for signature in signatures.values()
     )
     report.add(
         check(

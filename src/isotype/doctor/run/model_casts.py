@@ -180,7 +180,7 @@ def _iterate_file_casts(
         optimizer_line = _line_of_call(tree, optimizer)
         for node in _iterate_casts(tree, module_frame, names, dtype):
             function = _enclosing_function(tree, node)
-            is_running = any(f.function == function for f in frames if f.file == file)
+            is_running = any(frame.function == function for frame in frames if frame.file == file)
             if node.lineno < optimizer_line and (is_running or not function):
                 continue
             location = f"{short_path(file)}:{node.lineno}"

@@ -493,10 +493,10 @@ def find_loss_weight(evidence: Evidence) -> Finding | None:
         return None
     # autocast casts bf16 and fp16 to fp32 for a loss, and leaves fp64 as it is
     needed_dtype = torch.float32 if evidence.autocast.is_on else operands[0].dtype
-    weights = [o for o in operands[1:] if o.label in ("weight", "pos_weight")]
-    different = [o for o in weights if o.dtype != needed_dtype]
+    weights = [operand for operand in operands[1:] if operand.label in ("weight", "pos_weight")]
+    different = [operand for operand in weights if operand.dtype != needed_dtype]
     if evidence.autocast.is_on:
-        different = [o for o in different if o.dtype == torch.float64]
+        different = [operand for operand in different if operand.dtype == torch.float64]
     if not different:
         return None
     weight = different[0]
@@ -799,7 +799,9 @@ def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
         dtype = region.dtype
         device = region.device or evidence.device
     else:
-        modes = [s for s in evidence.settings if _setting_dtype(str(s)) is not None]
+        modes = [
+            setting for setting in evidence.settings if _setting_dtype(str(setting)) is not None
+        ]
         if not modes:
             return None
         text = f"{modes[0]} runs the training forward under autocast"
@@ -926,7 +928,7 @@ def _find_promotion(operand: Operand, producer: Producer) -> Promotion | None:
     if not producer.is_proven or not producer.promotions:
         return None
     operation = find_widening_operation(operand.tensor)
-    matches = [p for p in producer.promotions if p.operation == operation]
+    matches = [promotion for promotion in producer.promotions if promotion.operation == operation]
     return matches[0] if matches else None
 
 

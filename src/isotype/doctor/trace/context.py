@@ -223,7 +223,11 @@ class Context:
         ):
             return False
         caller_frame = next(
-            (f for f in running_frames(1) if not f.f_code.co_filename.startswith(OBSERVER_FOLDERS)),
+            (
+                frame
+                for frame in running_frames(1)
+                if not frame.f_code.co_filename.startswith(OBSERVER_FOLDERS)
+            ),
             None,
         )
         return caller_frame is not None and caller_frame.f_code.co_name == "_engine_run_backward"

@@ -388,7 +388,7 @@ class Failures:
         state, ran_with_autocast = context.autocast.describe_state()
         is_autocast_on = torch.is_autocast_enabled(device)
         is_generating = not is_autocast_on and any(
-            s.function.rpartition(".")[2] in ("generate", "_sample") for s in stack
+            site.function.rpartition(".")[2] in ("generate", "_sample") for site in stack
         )
         call_name = context.call_name()
         title = f"{call_name} ({name})" if call_name and call_name != name.strip("_") else name
@@ -663,7 +663,7 @@ def _explain_mixed_unit(
         evidence,
         symbol=groups[odd_dtype][0],
         kind="uniform",
-        dtypes=" and ".join(format_dtype(d) for d in groups),
+        dtypes=" and ".join(format_dtype(dtype) for dtype in groups),
         odd=format_dtype(odd_dtype),
         usual=format_dtype(usual_dtype),
         adapters="LoRA adapters" if has_adapters else "",
@@ -741,7 +741,8 @@ def _explain_by_tensors(
         odd_operand, operands, name, device=context.device, autocast_call=autocast_call
     )
     chains = tuple(
-        o.describe_chain() for o in sorted(operands, key=lambda o: o is not odd_operand)[:4]
+        operand.describe_chain()
+        for operand in sorted(operands, key=lambda o: o is not odd_operand)[:4]
     )
     return _check_finding(
         context,

@@ -82,9 +82,11 @@ class Change:
 
     def __str__(self) -> str:
         outer_sites = [
-            s for s in self.stack[self.stack.index(self.site) + 1 :] if not is_library_file(s.file)
+            site
+            for site in self.stack[self.stack.index(self.site) + 1 :]
+            if not is_library_file(site.file)
         ][:2]
-        callers = "".join(f", called from {s}" for s in outer_sites)
+        callers = "".join(f", called from {site}" for site in outer_sites)
         return (
             f"{self.name} changed from {format_dtype(self.old_dtype)} to {format_dtype(self.new_dtype)} at"
             f" {self.site}{callers}"
@@ -161,9 +163,9 @@ class Parameters(Watcher):
             key = owners.get(id(parameter), (0, ""))
             change = next(
                 (
-                    c
-                    for c in reversed(self._history.get(key, []))
-                    if c.loses_bits and c.new_dtype == parameter.dtype
+                    change
+                    for change in reversed(self._history.get(key, []))
+                    if change.loses_bits and change.new_dtype == parameter.dtype
                 ),
                 None,
             )
@@ -401,10 +403,13 @@ class DequantisedLayers(Watcher):
             return
         head = getattr(module, "get_output_embeddings", lambda: None)()
         layers = [m for m in module.modules() if m is not head and _is_frozen_linear(m)]
-        weights = [w for m in layers if isinstance(w := getattr(m, "weight", None), torch.Tensor)]
+        weights = [
+            w for layer in layers if isinstance(w := getattr(layer, "weight", None), torch.Tensor)
+        ]
         # Tensor subclasses of torchao report bf16 but hold quantised bytes
         if weights and all(
-            type(w.data) is torch.Tensor and w.dtype in _PLAIN_DTYPES for w in weights
+            type(weight.data) is torch.Tensor and weight.dtype in _PLAIN_DTYPES
+            for weight in weights
         ):
             settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
             library = str(

@@ -131,9 +131,9 @@ class Positions(Watcher):
         """
         origin = next(
             (
-                o
-                for o in self._context.provenance.get(angle).chain()
-                if o.site in self._casts and o.dtype in _MAX_EXACT
+                origin
+                for origin in self._context.provenance.get(angle).chain()
+                if origin.site in self._casts and origin.dtype in _MAX_EXACT
             ),
             None,
         )
@@ -153,11 +153,18 @@ class Positions(Watcher):
         if not self._context.stack or angle.ndim == 0:
             return None
         buffers = [
-            b
-            for b in self._context.stack[-1].module._buffers.values()
-            if b is not None and b.dtype in _MAX_EXACT
+            buffer
+            for buffer in self._context.stack[-1].module._buffers.values()
+            if buffer is not None and buffer.dtype in _MAX_EXACT
         ]
-        return next((b.dtype for b in buffers if b.ndim == 1 and _are_multiples(angle, b)), None)
+        return next(
+            (
+                buffer.dtype
+                for buffer in buffers
+                if buffer.ndim == 1 and _are_multiples(angle, buffer)
+            ),
+            None,
+        )
 
     def _record(
         self,

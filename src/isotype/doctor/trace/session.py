@@ -81,9 +81,9 @@ class trace:
         findings = list(self._silent_findings)
         if self._failure is not None:
             findings = [
-                f
-                for f in findings
-                if f.code != self._failure.code and f.cause != self._failure.cause
+                finding
+                for finding in findings
+                if finding.code != self._failure.code and finding.cause != self._failure.cause
             ]
             findings.insert(0, self._failure)
         return sort_findings(findings)
@@ -141,7 +141,11 @@ class Outcome:
         ):
             frames = reversed(traceback.extract_tb(self.error.__traceback__))
             frame = next(
-                (f for f in frames if not f.filename.startswith((*_ISOTYPE_FILES, TORCH_FOLDER))),
+                (
+                    frame
+                    for frame in frames
+                    if not frame.filename.startswith((*_ISOTYPE_FILES, TORCH_FOLDER))
+                ),
                 None,
             )
             location = Place(file=frame.filename, line=frame.lineno) if frame else Place()

@@ -250,7 +250,11 @@ class Tracer(Context):
         self.promotions = self._watchers[Promotions]
         # event -> the methods of the watchers that handle it
         self._events = {
-            event: [getattr(w, event) for w in self._watchers.values() if event in vars(type(w))]
+            event: [
+                getattr(watcher, event)
+                for watcher in self._watchers.values()
+                if event in vars(type(watcher))
+            ]
             for event in EVENTS
         }
         self._op_hooks = {

@@ -116,8 +116,8 @@ class Updates(Watcher):
         samples = []
         for index in [
             i
-            for i, t in enumerate(targets)
-            if t.dtype in NARROW_FLOATS and (t.numel() > 1 or not is_list)
+            for i, target in enumerate(targets)
+            if target.dtype in NARROW_FLOATS and (target.numel() > 1 or not is_list)
         ][:_MAX_LIST_ITEMS]:
             item_args = tuple(_list_item(a, index) for a in args) if is_list else args
             updated_tensor = self._watch_if_due(op, targets[index], item_args)
@@ -323,8 +323,8 @@ class Updates(Watcher):
         if lost_updates := groups["tensor"]:
             first = lost_updates[0]
             facts = {
-                "ops": ", ".join(dict.fromkeys(w.op for w in lost_updates)),
-                "shown": ", ".join(list(dict.fromkeys(w.name for w in lost_updates))[:4]),
+                "ops": ", ".join(dict.fromkeys(update.op for update in lost_updates)),
+                "shown": ", ".join(list(dict.fromkeys(update.name for update in lost_updates))[:4]),
             }
             findings.append(
                 make_finding(
@@ -341,11 +341,13 @@ class Updates(Watcher):
 def _lost_updates_finding(
     lost_updates: list[UpdatedTensor], states: list[UpdatedTensor]
 ) -> Finding:
-    decays = [w for w in lost_updates if "mul_" in w.op and "addcmul" not in w.op]
-    updates = [w for w in lost_updates if w not in decays] or decays
+    decays = [
+        update for update in lost_updates if "mul_" in update.op and "addcmul" not in update.op
+    ]
+    updates = [update for update in lost_updates if update not in decays] or decays
     first = updates[0]
     low_name = format_dtype(updates[0].dtype)
-    names = list(dict.fromkeys(w.name for w in updates))
+    names = list(dict.fromkeys(update.name for update in updates))
     details = site_detail("updated at", first.site)
     if decays and updates is not decays:
         rounds = (
@@ -354,7 +356,7 @@ def _lost_updates_finding(
         )
         details += (("weight decay", rounds),)
     if states:
-        ops = ", ".join(dict.fromkeys(w.op for w in states))
+        ops = ", ".join(dict.fromkeys(update.op for update in states))
         details += (
             (
                 "states",
@@ -371,7 +373,7 @@ def _lost_updates_finding(
         site_place(first.site, names[0]),
         details,
         **facts,
-        samples=sum(w.samples for w in updates),
+        samples=sum(update.samples for update in updates),
         **_loss_facts(updates),
     )
 
@@ -383,15 +385,17 @@ def _loss_facts(lost_updates: list[UpdatedTensor]) -> dict[str, Any]:
     """
     low_name = format_dtype(lost_updates[0].dtype)
     share = (
-        100 * sum(w.agreement for w in lost_updates) / sum(w.expected_norm for w in lost_updates)
+        100
+        * sum(update.agreement for update in lost_updates)
+        / sum(update.expected_norm for update in lost_updates)
     )
     return {
         "word": low_name,
         "unit": eps(low_name) / 2,
         "share": share,
         "still": 100
-        * sum(w.unchanged for w in lost_updates)
-        / sum(w.samples for w in lost_updates),
+        * sum(update.unchanged for update in lost_updates)
+        / sum(update.samples for update in lost_updates),
     }
 
 

@@ -51,7 +51,7 @@ def read_adapter(checkpoint: Checkpoint, ranges: Mapping[str, ValueRange]) -> Ad
     for module, matrices in pairs.items():
         if any(name in ranges and ranges[name].is_all_zero for name in matrices):
             facts.zero.append(module)
-    ranks = [min(checkpoint.tensors[a].shape) for a, _ in pairs.values()]
+    ranks = [min(checkpoint.tensors[a_tensor].shape) for a_tensor, _ in pairs.values()]
     if checkpoint.kind == ADAPTER:
         _read_folder(checkpoint, facts, ranks)
         return facts

@@ -189,7 +189,9 @@ class VllmServer(OpenAiServer):
             entries = answer["choices"][0].get("prompt_logprobs")
             if entries is None:
                 return None
-            return [float(entries[p][str(ids[p])]["logprob"]) for p in positions]
+            return [
+                float(entries[position][str(ids[position])]["logprob"]) for position in positions
+            ]
 
 
 class SglangServer(OpenAiServer):

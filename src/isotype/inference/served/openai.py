@@ -117,7 +117,7 @@ class OpenAiServer:
 
 def conversation(prompt: Prompt) -> dict[str, Any]:
     """Returns the fields of a request that contain the conversation."""
-    fields: dict[str, Any] = {"messages": [_openai_message(m) for m in prompt.messages]}
+    fields: dict[str, Any] = {"messages": [_openai_message(message) for message in prompt.messages]}
     if prompt.tools:
         fields["tools"] = prompt.tools
     if prompt.switches:

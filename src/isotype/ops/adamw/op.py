@@ -117,8 +117,16 @@ def _update_in_chunks(
         adamw_reference_(*tensors, hyperparameters, seed, first_index)
         return
     chunks = zip(*(t.view(-1).split(CHUNK) for t in tensors))
-    for number, (w, g, m, v) in enumerate(chunks):
-        adamw_reference_(w, g, m, v, hyperparameters, seed, first_index + number * CHUNK)
+    for number, (weight_chunk, gradient_chunk, mean_chunk, square_chunk) in enumerate(chunks):
+        adamw_reference_(
+            weight_chunk,
+            gradient_chunk,
+            mean_chunk,
+            square_chunk,
+            hyperparameters,
+            seed,
+            first_index + number * CHUNK,
+        )
 
 
 # --- the kernels

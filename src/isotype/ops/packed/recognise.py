@@ -238,7 +238,11 @@ def _matching_block(
     cannot be computed from the shapes, since the last block may be smaller.
     """
     blocks = [(rows, shape[1] if columns == -1 else columns) for rows, columns in packing.blocks]
-    matching = [b for b in blocks if tuple(actual) == (-(-shape[0] // b[0]), -(-shape[1] // b[1]))]
+    matching = [
+        block
+        for block in blocks
+        if tuple(actual) == (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    ]
     if len(matching) != 1:
         block_texts = " or ".join(f"{rows} x {columns}" for rows, columns in blocks)
         problem = "fits no block" if not matching else "fits two blocks"

@@ -162,7 +162,7 @@ def seal(folder: Path, known_checksums: Mapping[str, dict[str, Any]] | None = No
 
     known_checksums  sizes and checksums of the files that other processes have written and synced
     """
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SEAL)
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != SEAL)
     names = [(file.relative_to(folder).as_posix(), file) for file in files]
     checksums = {
         name: known_checksums[name]

@@ -102,7 +102,7 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     version, internal, gauss = random.getstate()
     return tensors, {
         "python": [version, list(internal), gauss],
-        "numpy": [kind, [int(w) for w in keys], *rest],
+        "numpy": [kind, [int(key) for key in keys], *rest],
     }
 
 
@@ -144,8 +144,8 @@ def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
     persistent = set(model.state_dict(keep_vars=True))
     tensors = {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
     return tensors | {
-        f"buffer.{name}": b
-        for name, b in model.named_buffers()
+        f"buffer.{name}": buffer
+        for name, buffer in model.named_buffers()
         if name in persistent and "quant" not in name and "absmax" not in name
     }
 

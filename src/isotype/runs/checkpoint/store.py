@@ -63,7 +63,9 @@ class CheckpointStore:
         if not self.folder.is_dir():
             return []
         return sorted(
-            int(m[1]) for p in self.folder.iterdir() if (m := _STEP.match(p.name)) and p.is_dir()
+            int(m[1])
+            for folder in self.folder.iterdir()
+            if (m := _STEP.match(folder.name)) and folder.is_dir()
         )
 
     def path(self, step: int) -> Path:

@@ -426,7 +426,9 @@ def evaluate(
     lowest, highest = noise_range
     edges = [lowest + (highest - lowest) * k / draws for k in range(draws + 1)]
     levels = [lowest + (highest - lowest) * ((k + 0.5) / draws) for k in range(draws)]
-    parts = [f"t{round(1000 * a)}_{round(1000 * b)}" for a, b in itertools.pairwise(edges)]
+    parts = [
+        f"t{round(1000 * low)}_{round(1000 * high)}" for low, high in itertools.pairwise(edges)
+    ]
     all_draws = [
         (i * draws + k, row, levels[k]) for i, row in enumerate(rows) for k in range(draws)
     ]

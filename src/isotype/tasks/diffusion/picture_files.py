@@ -317,7 +317,9 @@ def list_files(folder: Path) -> list[Path]:
     """Returns the files of a folder and its subfolders. Run folders are left out, because they
     contain sample pictures.
     """
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    files = sorted(
+        file for file in folder.rglob("*") if file.is_file() and not file.name.startswith(".")
+    )
     return exclude_runs(files, folder)[0]
 
 
@@ -422,8 +424,8 @@ def pictures_by_name(folder: Path) -> dict[str, Path]:
     example as their masks.
     """
     return {
-        p.relative_to(folder).with_suffix("").as_posix(): p
-        for p in readable_pictures(list_files(folder))
+        picture.relative_to(folder).with_suffix("").as_posix(): picture
+        for picture in readable_pictures(list_files(folder))
     }
 
 

@@ -191,8 +191,8 @@ def collect_pictures(
             epoch_order(len(train), seed=seed, epoch=0, shuffle=True)[:held_out_count]
         )
         train, evaluation = (
-            [p for i, p in enumerate(train) if i not in held_out_indices],
-            [p for i, p in enumerate(train) if i in held_out_indices],
+            [picture for i, picture in enumerate(train) if i not in held_out_indices],
+            [picture for i, picture in enumerate(train) if i in held_out_indices],
         )
     train, regularisation, eval_pictures = map(
         _split_by_resolution,

@@ -232,10 +232,10 @@ class PipelineFolder:
     def files(self, part: str) -> list[Path]:
         """Returns the files with the settings and weights of the VAE or of a text encoder."""
         self._fetch(part)
-        part_files = [p for p in (self.path / part).rglob("*") if p.is_file()]
+        part_files = [file for file in (self.path / part).rglob("*") if file.is_file()]
         if part == "vae" and self.vae_path is not None:
             if self.vae_path.is_dir():
-                return [p for p in self.vae_path.rglob("*") if p.is_file()]
+                return [file for file in self.vae_path.rglob("*") if file.is_file()]
             return [*part_files, self.vae_path]
         if self.file is not None and part in self.parts_outside:
             return [*part_files, self.file]
@@ -411,8 +411,8 @@ class PipelineFolder:
         """
         narrow_names = {
             name
-            for name, b in denoiser.named_buffers()
-            if b.is_floating_point() and b.dtype in (torch.bfloat16, torch.float16)
+            for name, buffer in denoiser.named_buffers()
+            if buffer.is_floating_point() and buffer.dtype in (torch.bfloat16, torch.float16)
         }
         if not narrow_names:
             return

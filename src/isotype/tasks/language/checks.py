@@ -322,7 +322,9 @@ def check_positions(subject: PreflightSubject) -> Iterator[Finding]:
     tables = [
         (n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m is not tokens
     ]
-    table = next((n for n, m in tables if 0 <= m.num_embeddings - position_count <= 2), None)
+    table = next(
+        (n for n, module in tables if 0 <= module.num_embeddings - position_count <= 2), None
+    )
     yield Finding(
         code="PF020",
         severity=Severity.ERROR if table else Severity.WARNING,

@@ -134,7 +134,7 @@ class Kto(Preference):
     def collate(self, rows: Sequence[Answer], *, pad_id: int, device_type: str) -> AnswerBatch:
         answers, partners = (
             collate(side, pad_id=pad_id, device_type=device_type)
-            for side in zip(*((a.row, a.partner) for a in rows))
+            for side in zip(*((answer.row, answer.partner) for answer in rows))
         )
         return AnswerBatch(
             answers,

@@ -567,8 +567,8 @@ def flops_per_token(model: nn.Module, config: Any) -> float:
     for name, module in model.named_modules():
         experts = next(
             (
-                m.num_experts
-                for path, m in stacked_experts.items()
+                module.num_experts
+                for path, module in stacked_experts.items()
                 if name == path or name.startswith(f"{path}.")
             ),
             experts_per_token,

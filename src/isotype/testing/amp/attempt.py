@@ -76,7 +76,7 @@ def record_backward_calls() -> Iterator[list[BackwardCall]]:
         def apply(ctx: Any, *grads: Any) -> Any:
             incoming = grads[0] if boxed else grads
             call = BackwardCall(ctx._forward_cls)
-            call.incoming = [g for g in incoming if isinstance(g, Tensor)]
+            call.incoming = [gradient for gradient in incoming if isinstance(gradient, Tensor)]
             for node, index in ctx.next_functions:
                 leaf = getattr(node, "variable", None)
                 call.leaves.append(leaf)

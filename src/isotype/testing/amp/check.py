@@ -83,11 +83,11 @@ class Report:
 
     def at_least(self, severity: Severity) -> list[Finding]:
         """Returns the findings at or above `severity`."""
-        return [f for f in self.findings if f.severity >= severity]
+        return [finding for finding in self.findings if finding.severity >= severity]
 
     def codes(self, severity: Severity = Severity.WARNING) -> list[str]:
         """Returns the codes of the findings at or above `severity`, without duplicates."""
-        return sorted({f.code for f in self.at_least(severity)})
+        return sorted({finding.code for finding in self.at_least(severity)})
 
     def render(self) -> str:
         """Returns the report as text."""
@@ -194,7 +194,9 @@ def ampcheck(
         tried=sum(check.tried for check in checks),
         refused=tuple(refused.items()),
         skipped=tuple(dict.fromkeys(skipped)),
-        measurements=tuple(m for check in checks for m in check.numerics.measurements),
+        measurements=tuple(
+            measurement for check in checks for measurement in check.numerics.measurements
+        ),
         compared_in=checks[-1].numerics.compared_in if checks else "",
     )
     if raises and report.at_least(fail_on):
@@ -345,13 +347,17 @@ class _Check:
         rounded before they are used.
         """
         settings_to_check = [
-            s for s in outcomes if not s.is_backward_in_autocast and s.is_produced_by_trainer
+            setting
+            for setting in outcomes
+            if not setting.is_backward_in_autocast and setting.is_produced_by_trainer
         ]
         if self.reference is not None:
             faults, different_results = different_function_faults(self.numerics)
             self._record(faults, Setting(None))
             self.numerics.different_results = different_results
-        has_yardstick = self.reference is not None or any(o.functions for o in outcomes.values())
+        has_yardstick = self.reference is not None or any(
+            outcome.functions for outcome in outcomes.values()
+        )
         if has_yardstick and self.reference is None and not self.numerics.has_plain_twin:
             self.skipped.append(
                 "numerics: autograd does not differentiate the forward to the same gradients; give"
@@ -365,10 +371,12 @@ class _Check:
                 self._record(precision_faults(outcomes[setting], setting, self.numerics), setting)
         if any(finding.code == "AC006" for _, finding, _ in self.occurrences):
             return  # the check with more rows would report the same error
-        without_autocast = [s for s in settings_to_check if s.autocast is None]
-        with_autocast = [s for s in settings_to_check if s.autocast is not None]
+        without_autocast = [setting for setting in settings_to_check if setting.autocast is None]
+        with_autocast = [setting for setting in settings_to_check if setting.autocast is not None]
         uniform = [
-            s for s in without_autocast if len(self.sample.dtypes_in_play(s.group_dtypes)) == 1
+            setting
+            for setting in without_autocast
+            if len(self.sample.dtypes_in_play(setting.group_dtypes)) == 1
         ]
         for setting in uniform[:3]:
             if faults := rounded_weight_faults(self.numerics, setting):
@@ -379,7 +387,7 @@ class _Check:
         # one setting without autocast (the tensors as built if they are low-precision, else all
         # cast to a low dtype), and one with autocast
         for candidates in (without_autocast, with_autocast):
-            lowest = [s for s in candidates if s.lowest(self.sample) in LOW]
+            lowest = [setting for setting in candidates if setting.lowest(self.sample) in LOW]
             if not lowest:
                 continue
             faults, reason = long_sum_faults(self.numerics, lowest[0])

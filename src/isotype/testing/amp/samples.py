@@ -497,7 +497,7 @@ def _candidate_settings(
     for low in LOW:
         yield uniform_setting(sample, low, groups)
         yield uniform_setting(sample, low, groups, low)
-    weights = [g for g in groups if g.startswith(PARAM)]
+    weights = [group for group in groups if group.startswith(PARAM)]
     if weights and len(weights) < len(groups):
         for low in LOW:
             # activations that come from an autocast operator, and weights that are kept in fp32

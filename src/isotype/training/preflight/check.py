@@ -61,31 +61,34 @@ class Outcome:
 
     @property
     def refused(self) -> bool:
-        return any(f.severity >= Severity.ERROR for f in self.findings)
+        return any(finding.severity >= Severity.ERROR for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "refused": self.refused,
-            "findings": [f.to_dict() for f in sort_findings(self.findings)],
+            "findings": [finding.to_dict() for finding in sort_findings(self.findings)],
             "skipped": [
                 {"code": code, "check": CODES[code], "reason": reason}
                 for code, reason in self.skipped.items()
             ],
             "checks": {code: CODES[code] for code in self.checked_codes},
-            "seconds": {phase: round(s, 3) for phase, s in self.seconds.items()},
+            "seconds": {phase: round(seconds, 3) for phase, seconds in self.seconds.items()},
         }
 
     def header_rows(self) -> list[tuple[str, str]]:
         """Returns rows for the run's header. The rows contain a summary, each problem that was
         found, and each check that was skipped.
         """
-        passed = len(self.checked_codes) - len({f.code for f in self.findings})
+        passed = len(self.checked_codes) - len({finding.code for finding in self.findings})
         return [
             (
                 "preflight",
                 f"{passed} of {len(self.checked_codes)} checks passed in {sum(self.seconds.values()):.1f} s",
             ),
-            *[(str(f.severity), _format_finding(f)) for f in sort_findings(self.findings)],
+            *[
+                (str(finding.severity), _format_finding(finding))
+                for finding in sort_findings(self.findings)
+            ],
             *[
                 ("skipped", f"{code} {CODES[code]}: {reason}")
                 for code, reason in self.skipped.items()
@@ -122,7 +125,9 @@ def preflight(
         start_time = time.perf_counter()
         for check in (*checks.get(phase, ()), *task_checks.get(phase, ())):
             if check.codes[0] not in skipped:
-                outcome.findings += [f for f in check.run(subject) if f.code not in skipped]
+                outcome.findings += [
+                    finding for finding in check.run(subject) if finding.code not in skipped
+                ]
                 outcome.checked_codes += [code for code in check.codes if code not in skipped]
         outcome.seconds[phase] = time.perf_counter() - start_time
     outcome_content = outcome.to_dict()
@@ -148,9 +153,11 @@ def preflight(
 
 
 def refusal_error(outcome: Outcome) -> PreflightError:
-    errors = [f for f in sort_findings(outcome.findings) if f.severity >= Severity.ERROR]
-    codes = list(dict.fromkeys(f.code for f in errors))
-    findings_text = "\n".join(f.render() for f in sort_findings(outcome.findings))
+    errors = [
+        finding for finding in sort_findings(outcome.findings) if finding.severity >= Severity.ERROR
+    ]
+    codes = list(dict.fromkeys(finding.code for finding in errors))
+    findings_text = "\n".join(finding.render() for finding in sort_findings(outcome.findings))
     skip = next(
         (f', or --skip {code}="why it does not matter here"' for code in codes if code in CODES), ""
     )

@@ -360,7 +360,7 @@ def find_frozen_gradients(subject: PreflightSubject) -> Iterator[Finding]:
             f" a gradient, {first_name} first"
         ),
         observed=(
-            f"{sum(g.numel() * g.element_size() for g in gradients.values()):,} bytes of gradients that"
+            f"{sum(gradient.numel() * gradient.element_size() for gradient in gradients.values()):,} bytes of gradients that"
             " nothing reads or clears"
         ),
         cause=(

@@ -43,11 +43,11 @@ def autocast_around_backward(text: str, display_path: str) -> Iterator[Finding]:
     except (SyntaxError, ValueError, RecursionError):
         return  # `read_calls` reports it
     aliases = {
-        a.asname
+        alias.asname
         for n in ast.walk(tree)
         if isinstance(n, ast.ImportFrom)
-        for a in n.names
-        if a.name == "autocast" and a.asname
+        for alias in n.names
+        if alias.name == "autocast" and alias.asname
     }
     for region, symbol in _find_autocast_regions(tree, {"autocast", *aliases}):
         for call, is_disabled_between in _method_calls(region):
@@ -91,14 +91,15 @@ def _find_autocast_regions(
         context_expressions = [item.context_expr for item in node.items]
         entered_contexts = [  # stack.enter_context(torch.autocast(...))
             argument
-            for s in node.body
-            if isinstance(s, ast.Expr)
-            and isinstance(s.value, ast.Call)
-            and _last_name(s.value) == "enter_context"
-            for argument in s.value.args
+            for statement in node.body
+            if isinstance(statement, ast.Expr)
+            and isinstance(statement.value, ast.Call)
+            and _last_name(statement.value) == "enter_context"
+            for argument in statement.value.args
         ]
         return any(map(enables_autocast, (*context_expressions, *entered_contexts))) or any(
-            isinstance(e, ast.Name) and e.id in context_names for e in context_expressions
+            isinstance(expression, ast.Name) and expression.id in context_names
+            for expression in context_expressions
         )
 
     def visit(node: ast.AST, scope: str) -> Iterator[tuple[ast.With | ast.FunctionDef, str]]:
@@ -133,8 +134,10 @@ def _method_calls(region: ast.AST, is_disabled: bool = False) -> Iterator[tuple[
         else:
             context_expressions = []
         disables_autocast = any(
-            isinstance(e, ast.Call) and "autocast" in _last_name(e) and _is_disabled(e)
-            for e in context_expressions
+            isinstance(expression, ast.Call)
+            and "autocast" in _last_name(expression)
+            and _is_disabled(expression)
+            for expression in context_expressions
         )
         yield from _method_calls(child, is_disabled or disables_autocast)
 
@@ -180,8 +183,10 @@ def _has_zero_factor(call: ast.Call) -> bool:
 
 def _is_disabled(call: ast.Call) -> bool:
     """True if a literal argument switches autocast off, as in `autocast("cuda", enabled=False)`."""
-    enabled_values = [k.value for k in call.keywords if k.arg == "enabled"] + call.args[:1]
-    return any(isinstance(v, ast.Constant) and v.value is False for v in enabled_values)
+    enabled_values = [
+        keyword.value for keyword in call.keywords if keyword.arg == "enabled"
+    ] + call.args[:1]
+    return any(isinstance(value, ast.Constant) and value.value is False for value in enabled_values)
 
 
 def _last_name(node: ast.AST) -> str:

@@ -51,7 +51,11 @@ def make_finding(
     known_versions  the versions for which the rule is known
     """
     distinct_settings = list(
-        {(s.key, s.file, s.line): s for s in settings if s is not None}.values()
+        {
+            (setting.key, setting.file, setting.line): setting
+            for setting in settings
+            if setting is not None
+        }.values()
     )
     details: list[tuple[str, str]] = []
     for setting in distinct_settings:

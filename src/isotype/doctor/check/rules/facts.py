@@ -32,8 +32,8 @@ from ..tools import RULE_KEYS
 def _find_early_evaluation(record: Record) -> Setting | None:
     """Returns the program's first call of evaluate or predict, if the program calls train after it."""
     calls = [
-        (s.line or 0, name.partition("@")[0], s)
-        for name, s in record.facts.tool_settings("code")
+        (setting.line or 0, name.partition("@")[0], setting)
+        for name, setting in record.facts.tool_settings("code")
         if "@" in name
     ]
     calls.sort(key=lambda call: call[0])
@@ -102,11 +102,15 @@ def _find_rounded_activations(record: Record) -> Setting | None:
 
 def _find_precision_plugin(record: Record) -> Setting | None:
     candidates = (
-        (name, s, f"{s.value}{name}".lower().replace("trainer.precision", ""))
-        for name, s in record.facts.tool_settings("lightning")
+        (name, setting, f"{setting.value}{name}".lower().replace("trainer.precision", ""))
+        for name, setting in record.facts.tool_settings("lightning")
     )
     return next(
-        (s for name, s, text in candidates if "plugins" in name.split(".") and "precision" in text),
+        (
+            setting
+            for name, setting, text in candidates
+            if "plugins" in name.split(".") and "precision" in text
+        ),
         None,
     )
 
@@ -125,13 +129,14 @@ _RECORD_FACTS: dict[str, Callable[[Record], Any]] = {
     "precision plugin": _find_precision_plugin,
     "rounded activations": _find_rounded_activations,
     "undivided size": _find_indivisible_size,
-    "unsloth": lambda r: any(d.attributes.get("unsloth") for d in r.facts.documents),
+    "unsloth": lambda r: any(document.attributes.get("unsloth") for document in r.facts.documents),
     "device": lambda r: r.device,
     "fsdp": lambda r: find_fsdp(r.facts),
     "fsdp version": lambda r: fsdp_version(r.facts)[0],
     "fsdp version by": lambda r: fsdp_version(r.facts)[1],
     "made by": lambda r: next(
-        (made for d in r.facts.documents if (made := d.attributes.get("made_by"))), None
+        (made for document in r.facts.documents if (made := document.attributes.get("made_by"))),
+        None,
     ),
     "launcher": lambda r: launcher_mode(r.facts),
     "lightning precision": lambda r: lightning_precision(r.facts),
@@ -145,9 +150,9 @@ _RECORD_FACTS: dict[str, Callable[[Record], Any]] = {
     "zero stage by": lambda r: zero_stage(r.facts)[1],
     "precision with quanto": lambda r: next(
         (
-            s
-            for n, s in r.facts.tool_settings("simpletuner")
-            if n.endswith("_precision") and "quanto" in str(s.value)
+            setting
+            for n, setting in r.facts.tool_settings("simpletuner")
+            if n.endswith("_precision") and "quanto" in str(setting.value)
         ),
         None,
     ),

@@ -487,7 +487,9 @@ def preserved_gradients(models: Sequence[nn.Module]) -> Iterator[None]:
     """Within this block no parameter of the models has a gradient. The gradients are restored
     afterwards.
     """
-    gradients = [(parameter, parameter.grad) for m in models for parameter in m.parameters()]
+    gradients = [
+        (parameter, parameter.grad) for model in models for parameter in model.parameters()
+    ]
     for parameter, _ in gradients:
         parameter.grad = None
     try:

@@ -360,8 +360,8 @@ class SD3(Family):
         """
         return tuple(
             f"transformer_blocks.{i}.attn.add_q_proj"
-            for i, b in enumerate(denoiser.transformer_blocks)
-            if b.context_pre_only
+            for i, block in enumerate(denoiser.transformer_blocks)
+            if block.context_pre_only
         )
 
     def count_text_tokens(self, clip_length: int, max_length: int) -> int:
