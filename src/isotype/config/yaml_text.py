@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
-MAX_DEPTH = 32
+MAX_DEPTH = 32  # levels of nested values that are read
 MAX_VALUES = 10_000  # largest number of values of a key; with anchors, ten lines can mean billions
 
 

@@ -37,14 +37,14 @@ VERSION = 22  # must be raised whenever the same source gives other rows or othe
 # with `auto`, smaller sources are not cached: tokenising them takes a second
 MIN_CACHED_BYTES = 1_000_000
 LIMIT_VARIABLE = "ISOTYPE_CACHE_GB"
-DEFAULT_GB = 20.0
+DEFAULT_GB = 20.0  # largest size of the cache, in GB
 PICTURES_FOLDER = "pictures"  # name of a subfolder of the folder of entries
 # a picture that was read within this time (in seconds) is not removed: a run may read it again in
 # its next epoch
 IN_USE_SECONDS = 24 * 3600
 # seconds after which a partial file is regarded as left by a run that ended
 _STALE_SECONDS = 24 * 3600
-_CHUNK = 1 << 22
+_CHUNK = 1 << 22  # bytes of a file that are read at once
 # files with other names may be a user's weights
 _ENTRY_NAME = re.compile(r"[0-9a-f]{32}\.(safetensors|picture)")
 _DTYPE_CODES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL", "uint8": "U8"}

@@ -24,7 +24,7 @@ EncodedExample = tuple[Example, Row, bool]
 # a note on the answers' lengths is given if there are more than _MIN_PAIRS pairs, and if the same
 # side (chosen or rejected) is longer in more than the share _LENGTH_SHARE of them
 _MIN_PAIRS = 10
-_LENGTH_SHARE = 0.9
+_LENGTH_SHARE = 0.9  # the warning's limit for the share of pairs with the longer answer on one side
 
 
 class Pair(NamedTuple):

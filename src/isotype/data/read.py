@@ -216,7 +216,7 @@ def is_prose(path: Path) -> bool:
 
 # JSON rows begin like this: an object with a key, or a list of objects
 _JSON_ROWS = re.compile(r'\s*(\[\s*)?\{\s*"[^"\n]{1,100}"\s*:')
-_SAMPLED_LINES = 20
+_SAMPLED_LINES = 20  # first lines of a file by which its kind is detected
 
 
 def looks_like_json(path: Path, name: str) -> bool:

@@ -43,7 +43,7 @@ MAX_COMPRESSED_ARRAY_BYTES = 1 << 28  # largest unpacked size of a gzipped JSON 
 MAX_COLUMN_BYTES = 1 << 30
 MAX_COLUMN_RATIO = 20
 _LIST_ELEMENT_BYTES = 8  # a null in a list takes no space in the file, and this in memory
-_BATCH_BYTES = 1 << 28
+_BATCH_BYTES = 1 << 28  # memory of the rows that are read at once
 _BATCH_ROWS = 512  # number of rows of Parquet that are converted to Python objects at once
 # characters of one CSV cell; csv's own limit, 131072, is less than a long document
 _MAX_CELL_CHARACTERS = 1 << 27

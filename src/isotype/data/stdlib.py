@@ -34,7 +34,7 @@ _SKIPPED = {
 }
 # number of characters of an answer
 _MIN_CHARACTERS = 20
-_MAX_CHARACTERS = 480
+_MAX_CHARACTERS = 480  # of an answer
 
 _FUNCTION_QUESTIONS = (
     "What does `{name}` do?",

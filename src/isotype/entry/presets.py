@@ -28,7 +28,7 @@ from ..runs.metrics import read_all_rows
 from ..tasks.choose import plan_run
 from ..wording import align_columns
 
-STEPS = 30
+STEPS = 30  # steps of each run that is compared
 RESULT_FILE = "try.json"
 TABLE_FILE = "try.md"
 # formats to which Isotype quantises the frozen weights itself, beside the presets

@@ -17,7 +17,7 @@ from ..errors import UsageError
 # Seconds of the first attempt and of the pause after it. The second attempt takes up to
 # HF_HUB_ETAG_TIMEOUT.
 FIRST_TRY = 5.0
-PAUSE = 1.0
+PAUSE = 1.0  # seconds between two attempts
 _unreachable_by_endpoint: dict[str, bool] = {}  # by endpoint, as at the first check
 
 

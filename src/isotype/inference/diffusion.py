@@ -48,7 +48,7 @@ from ..training.task import Evaluation, eval_mode
 from .loaded import find_result, load_newest, result_name
 from .merge import MergeResult, merged_dtype, merged_state, refuse_other_loss
 
-COMPARED_ROWS = 4
+COMPARED_ROWS = 4  # rows on which the merged model is compared with the adapter
 # captions for text encoders that the run trained
 CAPTIONS = ("a red circle", "a photo of a dog in the snow", "a house on a hill", "")
 

@@ -164,7 +164,7 @@ class RoundingLoss:
         return bits.view(torch.float32)
 
 
-_HALF_STEP = 1 << 15
+_HALF_STEP = 1 << 15  # half the distance of two bf16 numbers, in units of the last fp32 bit
 _SUM_CHUNK = 1 << 22  # number of elements per chunk; a sum in another dtype copies its operand
 
 

@@ -48,7 +48,7 @@ from .quantised import bias_gradient
 # projection, in this order. KEEP_MASK is bool[T K], the elements of x that the dropout before A
 # keeps, or None
 WEIGHT, BIAS, A, B, KEEP_MASK = range(5)
-FIELDS_PER_PROJECTION = 5
+FIELDS_PER_PROJECTION = 5  # weight, A, B, bias and dropout mask
 
 # (all A in one tensor, the list of B), in the dtype of the products
 CastAdapters = tuple[Tensor, list[Tensor | None]]

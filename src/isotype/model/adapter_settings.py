@@ -23,7 +23,7 @@ from .value_ranges import MAX_CONFIG_BYTES, Range, describe_value
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
-PATTERN_SECONDS = 10.0
+PATTERN_SECONDS = 10.0  # time limit for matching the patterns of an adapter
 _FETCH_AGAIN = "get the adapter again from where it came"
 _RANK = Range(1, 1 << 16)
 _ALPHA = Range(-1e6, 1e6, is_integer=False)

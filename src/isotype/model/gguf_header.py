@@ -21,7 +21,7 @@ from typing import Any
 from ..ops.packed.ggml import BLOCKS
 
 _MAGIC = 0x46554747  # "GGUF"
-_VERSIONS = (2, 3)
+_VERSIONS = (2, 3)  # versions of the format that are read
 _ALIGNMENT = 32  # alignment of tensors in bytes, unless the file's header has another
 _STRING, _LIST = 8, 9
 # kinds of values, as `struct` names them
@@ -36,7 +36,7 @@ _KINDS = {
 _PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 # length of the longest list of numbers that is read; longer ones are vocabularies
 _MAX_LIST_LENGTH = 4096
-_MAX_ENTRIES = 1 << 20
+_MAX_ENTRIES = 1 << 20  # largest number of settings, and of tensors
 _MAX_VALUES = 1 << 40  # largest size of a tensor along one dimension
 # largest number of texts of a list; the largest vocabularies have fewer than 2**19 tokens
 _MAX_TEXTS = 1 << 20

@@ -36,12 +36,13 @@ COMPRESSED_FORMATS = ("fp8", "int8", "int4", "nvfp4", "mxfp4")
 """Formats of folders of compressed-tensors, which vLLM serves. Linear layers without the head are
 rounded; the embedding and the head keep the dtype of the model.
 """
+# numbers of columns that share a scale; the first that divides all rows
 _INT4_GROUPS = (128, 64, 32)
 GGUF_FORMATS = {"q8_0": "Q8_0", "q5_0": "Q5_0", "q4_0": "Q4_0"}
 GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 """Families of which whole models can be written as GGUF files."""
-DEFAULT_SERVE_FROM = 0.1
-BLOCK_SIZE = 32
+DEFAULT_SERVE_FROM = 0.1  # the share of the steps after which layers multiply by rounded weights
+BLOCK_SIZE = 32  # values that share a scale in the blocks of a GGUF file
 # types of the head that are wider than the type of the other matrices. llama-quantize writes Q6_K,
 # for which the package gguf has no quantiser
 _HEAD_TYPES = {"Q4_0": "Q8_0", "Q5_0": "Q8_0"}

@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import UsageError
 from ..runs.value_limits import check_limits
 
-MAX_CONFIG_BYTES = 32 << 20
+MAX_CONFIG_BYTES = 32 << 20  # largest size of adapter_config.json
 _FETCH_AGAIN = "get the file again from where it came"
 
 

@@ -43,7 +43,7 @@ from .record import CHANGED_CAUSE, TABLES_RULE, UNSEEN_REASONS, Observation
 from .tape import ModuleCall, StepTracker, mark_observing
 from .values import dense_values, floating_tensors, is_wrapper
 
-_MODULES_PER_CHECK = 128
+_MODULES_PER_CHECK = 128  # modules that one step checks; the next step checks the next ones
 
 
 def is_observed(step: int, *, every: int, seed: int, total: int) -> bool:

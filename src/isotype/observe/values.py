@@ -21,6 +21,7 @@ from .origin import AUTOGRAD, Caller, find_caller
 from .record import Observation
 from .tape import AFTER_BACKWARD, BACKWARD, LOSS, UPDATE
 
+# bits that say from which tensors a value was computed (`Lineage.sources`)
 INPUT = 1
 WEIGHT = 2
 BUFFER = 4

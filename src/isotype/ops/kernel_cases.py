@@ -64,7 +64,7 @@ from .tolerance import allowed_error, relative_error
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 SEED = 0  # of the random inputs
-IGNORED_LABEL = -100
+IGNORED_LABEL = -100  # the loss ignores rows with this label, as in PyTorch
 
 
 class CheckResult(TypedDict):

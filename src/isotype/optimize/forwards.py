@@ -65,7 +65,7 @@ def check_placed(model: nn.Module) -> None:
 
 # --- norms
 
-USUAL_EPSILON = 1e-6
+USUAL_EPSILON = 1e-6  # of a norm whose class has no attribute for it
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from .instances import (
 )
 
 PART_NAME = "gated mlp"  # the value of `Placement.part`
-_HIDDEN = 6
+_HIDDEN = 6  # sizes of a probe: hidden features and inner features
 _INNER = 10
 
 

@@ -42,7 +42,7 @@ from .manifest import Manifest
 from .trl_head import find_fused_head, find_trl_forward, fused_head_blocker, place_fused_head
 
 PART_NAME = "head"  # the value of `Placement.part`
-IGNORED = -100
+IGNORED = -100  # the loss ignores positions with this label, as in PyTorch
 _forwards = threading.local()
 
 BYPASSED_NOTE = (

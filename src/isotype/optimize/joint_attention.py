@@ -43,8 +43,8 @@ _PICTURE = ("to_q", "to_k", "to_v")
 _TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 _TABLES = "image_rotary_emb"
-_HEADS = 2
-_SIZE = 4
+_HEADS = 2  # of the probe
+_SIZE = 4  # features of a head of the probe
 
 
 @dataclass(frozen=True)

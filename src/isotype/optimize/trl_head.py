@@ -22,7 +22,7 @@ from ..instance_method import get_forward_settings, install_forward
 from ..ops import linear_log_probs
 from ..ops.backend import autocast_off
 
-IGNORED = -100
+IGNORED = -100  # the loss ignores positions with this label, as in PyTorch
 # TRL's name of a field -> the op's name
 FIELDS = {
     "entropy": "entropy",

@@ -21,10 +21,10 @@ from ..precision import PRESETS
 from ..precision.apply import apply_precision
 from .parts import ResultRow, Scale
 
-RANK = 16
+RANK = 16  # of the adapters
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TOKENS = 1024
-TINY_TOKENS = 24
+TOKENS = 1024  # of one input
+TINY_TOKENS = 24  # of one input if `Scale.is_tiny`
 SIZES_8B = {
     "vocab_size": 2048,  # the embedding is not checked here
     "hidden_size": 4096,

@@ -29,11 +29,11 @@ from .parts import ResultRow, Scale
 MIN_SHARE = 0.7  # NF4 on a random base learns least: 0.83 on a CPU
 FULL_PRESETS = ("bf16-mixed", "bf16-pure", "fp16-mixed")
 LORA_PRESETS = ("bf16-lora", "nf4-lora")
-STEPS = 60
-TINY_STEPS = 25
-RESUME_STEPS = 8
-FULL_RATE = 3e-3
-LORA_RATE = 1e-2
+STEPS = 60  # of a run
+TINY_STEPS = 25  # of a run if `Scale.is_tiny`
+RESUME_STEPS = 8  # of the run that is interrupted and resumed
+FULL_RATE = 3e-3  # learning rate of full fine-tuning
+LORA_RATE = 1e-2  # learning rate of LoRA
 
 
 class _StopAt(Callback):

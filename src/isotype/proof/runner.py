@@ -35,7 +35,7 @@ from .summary import (
 
 PROOF_FILE = "proof.json"
 TABLE_FILE = "proof.md"
-_MAX_MESSAGE = 300
+_MAX_MESSAGE = 300  # characters of an error message in the result
 
 
 def run_proof(

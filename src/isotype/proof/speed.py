@@ -47,9 +47,9 @@ from .learning import write_model
 from .parts import ResultRow, Scale
 
 Step = Callable[[], float]
-TOKENS = 2048
-TINY_TOKENS = 32
-WARMUP_STEPS = 3
+TOKENS = 2048  # of one step
+TINY_TOKENS = 32  # of one step if `Scale.is_tiny`
+WARMUP_STEPS = 3  # steps before the measurement
 MEASURED_STEPS = 7
 LEARNING_RATE = 1e-4
 GiB = 1 << 30

@@ -9,7 +9,7 @@ from typing import Any
 
 from .parts import PARTS
 
-FORMAT = 1
+FORMAT = 1  # version of the format of the result
 # the statuses of a part
 PASSED = "passed"
 FAILED = "failed"

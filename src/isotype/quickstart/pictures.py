@@ -61,8 +61,8 @@ _SHAPE_THRESHOLD = (
 )
 VOCABULARY = ("<pad>", "</s>", "<unk>", "a", *SHAPES, *COLOURS)
 TEXT_LENGTH = 6  # tokens of a caption, padded
-CLIP_WIDTH = 32
-T5_WIDTH = 64
+CLIP_WIDTH = 32  # hidden size of the CLIP text encoder
+T5_WIDTH = 64  # hidden size of the T5 text encoder
 
 
 def draw(

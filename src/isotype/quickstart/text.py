@@ -33,7 +33,7 @@ STAGES = (
 )
 TEXT = "text.txt"
 MODEL_FOLDER = "small"
-WINDOW = 256
+WINDOW = 256  # tokens of a training row
 END_OF_TEXT = "<|endoftext|>"
 TURN = "<|im_start|>"
 END_OF_TURN = "<|im_end|>"

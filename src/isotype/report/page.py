@@ -367,7 +367,7 @@ def adapter_files(record: RunRecord) -> dict[int, str]:
 
 
 _LEVEL = re.compile(r"eval_loss_t(\d+)_(\d+)")
-MAX_EVALUATIONS = 6
+MAX_EVALUATIONS = 6  # columns of a table of evaluations
 
 
 def noise_levels(record: RunRecord) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ EVEN_ROWS = 8_000  # about how many evenly spaced steps a thinned curve has
 BUCKETS = 1_000  # parts of a curve; each also keeps its extreme losses
 MAX_OTHER_ROWS = 20_000  # rows without a training loss, such as evaluations
 LAST_ROWS = 16  # rows that a summary reads; the last of them may have no finite loss
-_BLOCK_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 16  # bytes that are read at once from the end of the file
 
 
 class Metrics:

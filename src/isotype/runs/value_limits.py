@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 MAX_BYTES = 256 << 20  # per file; the metrics of a million steps take half of this
-MAX_DEPTH = 64
+MAX_DEPTH = 64  # levels of nested values that are read
 MAX_VALUES = 2_000_000  # per file; a value that YAML aliases repeat counts each time
 MAX_INTEGER = 10**40  # fits into a float
 

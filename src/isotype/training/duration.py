@@ -30,7 +30,7 @@ from .task import ModelOutline, StepOutline, Task, evaluation_batch_size
 STEP_OVERHEAD = 1.3
 # a generated token takes 1.4 times as long as reading the weights
 TOKEN_OVERHEAD = 1.4
-MEASURED_SECONDS = 0.1
+MEASURED_SECONDS = 0.1  # duration of one measurement
 
 
 def part_seconds(

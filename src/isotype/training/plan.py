@@ -362,7 +362,7 @@ def _schedule_facts(
     }
 
 
-GPUS_PER_MACHINE = 8
+GPUS_PER_MACHINE = 8  # assumed for a plan of more GPUs
 
 
 @dataclass(frozen=True)

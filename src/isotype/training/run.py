@@ -54,7 +54,7 @@ from .start import (
 from .task import Task
 from .trackers import Trackers
 
-INTERRUPTED_STATUS = 130
+INTERRUPTED_STATUS = 130  # exit status of a run that was stopped by Ctrl-C and saved
 
 
 def train(

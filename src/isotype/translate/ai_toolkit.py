@@ -160,7 +160,7 @@ def _trained_expert(draft: ConfigDraft) -> str:
     return "low_noise" if transforms.is_enabled(trains_low_noise) else "high_noise"
 
 
-_FULL_RANK = 100_000
+_FULL_RANK = 100_000  # larger than the side of any weight
 
 
 def _refuse_if_enabled(alternative: str) -> transforms.Handler:

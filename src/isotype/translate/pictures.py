@@ -362,6 +362,7 @@ set_random_crops = transforms.set_if_enabled("images.crop", 4, note=RANDOM_CROPS
 set_tag_orders = transforms.set_if_enabled(
     "images.tag_orders", 8, note="so many random orders of a caption's tags are encoded"
 )
+# the learning rate for AdamW in place of the rate of an optimizer that finds its own
 _ADAMW_RATE = 1e-4
 _RATE_FINDERS = ("prodigy", "dadapt", "automagic")
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")

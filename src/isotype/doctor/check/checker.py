@@ -315,7 +315,7 @@ _RUN_FILES = {
 }  # the files that a run of Isotype writes
 _TEST_FILE = re.compile(r"^test_.*\.py$|^conftest\.py$|_test\.py$")
 MAX_TEXT_BYTES = 8 << 20  # larger text files are not read
-MAX_FILES = 5000
+MAX_FILES = 5000  # configuration files of a folder that are read
 _TRAINING_KEYWORDS = re.compile(
     r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16"
 )

@@ -115,7 +115,7 @@ _FLOAT = re.compile(
 )
 
 
-MAX_VALUES = 200_000
+MAX_VALUES = 200_000  # values of a file that are read
 
 
 def read_yaml(text: str) -> Tree:

@@ -101,9 +101,10 @@ def identify_tool(data: Any, name: str = "") -> str | None:
     return next((tool for tool in _TIE_ORDER if tool in best_tools), best_tools[0])
 
 
+# in a file with at least this many keys, the tool is recognised only if it
 _MANY_KEYS = 12
-_MIN_KNOWN_SHARE = 0.25
-_MIN_DISTINCTIVE = 4
+_MIN_KNOWN_SHARE = 0.25  # knows this share of the keys,
+_MIN_DISTINCTIVE = 4  # or this many keys that belong to no other tool
 
 
 def _has_enough_keys(data: dict[str, Any], keys: set[str], tools: list[str]) -> bool:

@@ -184,8 +184,8 @@ def _rewrite_pytest(lines: Iterable[NumberedLine]) -> Iterator[NumberedLine]:
 MAX_MESSAGE_LINES = 80  # lines kept of an exception's text
 MAX_PASSAGE_LINES = 40  # lines of text without a traceback that are read as one passage
 MAX_FRAMES = 400  # of a longer traceback, such as a RecursionError's, both ends are kept
-MAX_LINE_LENGTH = 4000
-MAX_PREFIXES = 16
+MAX_LINE_LENGTH = 4000  # characters of a line that are read
+MAX_PREFIXES = 16  # different prefixes of lines (a rank, a timestamp) that are removed
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RANK_PREFIX = re.compile(

@@ -21,7 +21,7 @@ from .observe import observe
 from .offsets import MAX_INT32
 from .simulated_gpu import simulate_gpu
 
-MAX_REASON = 300
+MAX_REASON = 300  # characters of an error message that are shown
 
 
 def check_largest(

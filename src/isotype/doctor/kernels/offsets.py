@@ -31,7 +31,7 @@ MAX_INT32 = 2**31 - 1
 MIN_INT32 = -(2**31)
 MAX_OPERATIONS = 20_000  # evaluated operations of one program; nested loops multiply them
 MAX_PROGRAMS = 200  # up to this number, all programs are evaluated
-SAMPLED_PROGRAMS = 24
+SAMPLED_PROGRAMS = 24  # programs that are evaluated if there are more than MAX_PROGRAMS
 
 
 @dataclass(frozen=True)

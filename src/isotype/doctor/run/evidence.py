@@ -34,7 +34,7 @@ MENTIONS_DTYPE = re.compile(
 _OTHER_SUBJECTS = re.compile(
     r"out of memory|shapes? (?:of|cannot|mismatch)|same device|No such file"
 )
-_MAX_OPERANDS = 8
+_MAX_OPERANDS = 8  # operands of one operation that are examined
 
 
 @dataclass(frozen=True, slots=True, eq=False)

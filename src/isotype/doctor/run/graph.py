@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-_MAX_NODES = 200
+_MAX_NODES = 200  # nodes of the autograd graph that one search visits
 
 
 def find_widening_operation(tensor: torch.Tensor | None) -> str:

@@ -36,7 +36,7 @@ from .frames import CallFrame, make_module_frame, make_returned_frame
 from .hooks import describe_hook
 from .modules import ModelNames, floating_weight_dtypes
 
-_MAX_STEPS = 60
+_MAX_STEPS = 60  # operations that one search for the origin of a value follows
 _ITERATION_WRAPPERS = frozenset(("enumerate", "tqdm", "trange", "iter", "islice", "zip"))
 
 

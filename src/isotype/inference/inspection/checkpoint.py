@@ -23,7 +23,7 @@ SAFETENSORS = "safetensors file"
 GGUF = "GGUF file"
 CONFIG_FILE = "config.json"
 _FETCH_AGAIN = "get the file again from where it came"
-_MAX_SETTINGS_BYTES = 32 << 20
+_MAX_SETTINGS_BYTES = 32 << 20  # largest size of a JSON file of settings
 # the files of weights in the order in which transformers and diffusers look for them
 _FILE_STEMS = {MODEL: ("model", "diffusion_pytorch_model"), ADAPTER: ("adapter_model",)}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")

@@ -27,11 +27,11 @@ from ..verify.written_model import WrittenTensor
 from .checkpoint import open_checkpoint
 from .dense import DenseWeights, open_two
 
-_FP32_ERROR = 1e-5
+_FP32_ERROR = 1e-5  # rounding of fp32 sums, relative to the largest value
 _MAX_ROWS = 20
 # values that are a constant times the other side's: their cosine is at least this
 _SCALED_COSINE = 0.99
-_SCALED_FACTOR = 0.02
+_SCALED_FACTOR = 0.02  # and the constant differs from 1 by at least this
 _NARROW = {"F16": "fp16", "BF16": "bf16"}
 
 

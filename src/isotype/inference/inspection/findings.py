@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .loading import Loading
 
 _FETCH = "write the files again, or fetch them from where they came"
-_NAMES_SHOWN = 3
-_FP16_MAX = 65504.0
+_NAMES_SHOWN = 3  # names of tensors that a finding lists
+_FP16_MAX = 65504.0  # the largest finite number of fp16
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "token_embd.weight")
 
 

@@ -14,7 +14,7 @@ from .findings import Facts, find_faults
 from .tokens import read_tokens
 from .values import ValueRange, measure_values
 
-_COMPARED_BYTES = 4 << 20
+_COMPARED_BYTES = 4 << 20  # bytes of two tensors that are compared at once
 
 
 @dataclass

@@ -15,8 +15,8 @@ from .tokens import TokenSettings
 from .values import ValueRange
 
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")  # a number between dots or underscores
-_MAX_ROWS = 24
-_LABEL_WIDTH = 14
+_MAX_ROWS = 24  # rows of a table that are printed without --verbose
+_LABEL_WIDTH = 14  # characters of the column of labels
 
 
 @dataclass

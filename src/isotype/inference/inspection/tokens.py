@@ -18,7 +18,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER = "tokenizer"
 _TEMPLATE_FILE = "chat_template.jinja"
-_MAX_TOKENIZER_BYTES = 256 << 20
+_MAX_TOKENIZER_BYTES = 256 << 20  # largest size of tokenizer.json
 
 
 @dataclass

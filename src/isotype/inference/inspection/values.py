@@ -13,12 +13,12 @@ import numpy as np
 
 from .checkpoint import StoredTensor
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 4 << 20  # bytes of a tensor that are read at once
 _Array = np.ndarray[Any, Any]
 # values of this size and larger become infinite in fp16. The largest fp16 number is 65504, and
 # 65520 is halfway to the number that would follow it, 65536
 _FP16_OVERFLOW = 65520.0
-_FP16_SMALLEST_NORMAL = 2.0**-14
+_FP16_SMALLEST_NORMAL = 2.0**-14  # fp16 stores smaller values with fewer bits
 _FP16_ZERO = 2.0**-25  # values of this size and smaller become zero in fp16
 # the bits of an fp32 number that bf16 does not have; they are zero if the number is a bf16 number
 _BITS_BEYOND_BF16 = np.uint32(0xFFFF)

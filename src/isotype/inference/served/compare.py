@@ -28,7 +28,7 @@ _SMALLEST_EFFECT = 0.02
 # if one token alone has less than this share of the error, positions are the cause
 _POSITION_SHARE = 0.1
 _EXTRA_TOKENS = 8  # asked beyond the end of the expected answer
-_TEXT_SHOWN = 40
+_TEXT_SHOWN = 40  # characters of a text that are printed
 
 LogProbs = tuple[float, float, float]  # of one token: the server's, the trained model's, the base's
 

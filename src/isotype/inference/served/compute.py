@@ -34,7 +34,7 @@ from .expectation import (
 )
 from .server import Prompt
 
-_SINGLE_TOKENS = 4
+_SINGLE_TOKENS = 4  # prompts of one repeated token that are scored
 _COMPARED_ALTERNATIVES = 5  # most probable tokens of each position, as many as servers return
 _SYSTEM_TEXT = "Answer in one short sentence."
 _QUESTION = "What is the weather in Oslo?"

@@ -14,7 +14,7 @@ PROMPTS = 8  # prompts that are answered
 ANSWER_TOKENS = 32  # the longest answer that is compared
 SCORED_TOKENS = 512  # learnt tokens whose log-probability is asked, over all rows
 ALTERNATIVES = 20  # most probable tokens that are kept for each position
-STOP_PROBES = 4
+STOP_PROBES = 4  # answers whose end is compared
 
 
 @dataclass(frozen=True)

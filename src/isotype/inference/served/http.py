@@ -20,9 +20,9 @@ from ...wording import remove_control_characters
 from .server import RefusedError
 
 KEY_VARIABLE = "ISOTYPE_SERVER_KEY"
-DEFAULT_SECONDS = 60.0
+DEFAULT_SECONDS = 60.0  # time limit of a request
 _MAX_BYTES = 64 << 20  # of one answer
-_CHUNK = 1 << 16
+_CHUNK = 1 << 16  # bytes of an answer that are read at once
 _MESSAGE_LENGTH = 200  # characters of a server's message that are shown
 
 

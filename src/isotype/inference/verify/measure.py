@@ -45,8 +45,8 @@ from .tensors import (
 )
 from .written_model import WrittenModel, open_adapter_folder, open_folder
 
-DEFAULT_ROWS = 32
-MIN_KEPT = 0.9
+DEFAULT_ROWS = 32  # evaluation rows that are compared
+MIN_KEPT = 0.9  # share of the adapter's effect that the file must keep
 OLLAMA_FILE = "model.gguf"
 _SMALL_SHARE = 0.02  # of what was learnt; a smaller change of the loss is not split into groups
 RUN_DTYPES = "from the run's dtypes to fp32"

@@ -28,7 +28,7 @@ from ..run_weights import RunWeights, is_tied
 
 Reader = Callable[[str], Tensor]  # name of a weight -> its values
 _LOGITS_PER_BATCH = 1 << 25  # values of fp32 logits in one batch: 0.125 GB
-_TOKENS_PER_BATCH = 2048
+_TOKENS_PER_BATCH = 2048  # limit for the tokens of the rows that are computed together
 _TOKENS_PER_LOSS = 64  # tokens whose loss is computed at once
 
 

@@ -17,7 +17,7 @@ from ..loaded import LoadedRun
 from .tensors import Difference
 
 VERIFY_FILE = "verify.json"  # in the run folder: file name -> the last result for this file
-LINES_SHOWN = 8
+LINES_SHOWN = 8  # differences that are printed
 SMALLEST_GAIN = 1e-3  # of the loss; less counts as nothing learnt
 SMALLEST_SHOWN = 5e-5  # a change of the loss
 

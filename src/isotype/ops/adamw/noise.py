@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_32_BITS = (1 << 32) - 1
+_32_BITS = (1 << 32) - 1  # masks for unsigned numbers
 _64_BITS = (1 << 64) - 1
 
 

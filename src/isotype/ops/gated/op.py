@@ -54,7 +54,7 @@ _ACTIVATIONS: dict[Gated, Activation] = {
 }
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-_CUBIC_FACTOR = 0.044715
+_CUBIC_FACTOR = 0.044715  # the constant of GELU's approximation with tanh
 
 
 # --- reference

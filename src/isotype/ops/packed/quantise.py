@@ -110,13 +110,13 @@ _BLOCK_QUANTISERS: dict[str, Callable[[Tensor], Tensor]] = {
 # --- the formats of compressed-tensors. Scales have the dtype in which the library stores them
 
 _SCALE_DTYPE = torch.bfloat16  # of fp8, int8 and int4
-_E4M3_MAX = 448.0
-_FP4_MAX = 6.0
+_E4M3_MAX = 448.0  # the largest number of fp8 (e4m3)
+_FP4_MAX = 6.0  # the largest number of fp4
 NVFP4_LARGEST = _E4M3_MAX * _FP4_MAX
 """The largest magnitude of NVFP4, before it is divided by the global scale."""
 _FP4_EXPONENT = 2  # of the largest number, 6
-NVFP4_BLOCK = 16
-MXFP4_BLOCK = 32
+NVFP4_BLOCK = 16  # values that share a scale
+MXFP4_BLOCK = 32  # values that share a scale
 
 
 def pack_compressed(

@@ -21,8 +21,9 @@ from ..library import library_op
 from . import formats
 from .formats import AWQ_ORDER, KINDS, Layout, Tensors, decode_exponents, unpack_words, unpack_zeros
 
+# elements that are dequantised at once, so that they fit into a cache
 _CPU_PIECE_ELEMENTS = 1 << 18
-_GPU_PIECE_ELEMENTS = 1 << 26
+_GPU_PIECE_ELEMENTS = 1 << 26  # elements that are dequantised at once
 
 
 def elements_per_piece(tensor: Tensor) -> int:

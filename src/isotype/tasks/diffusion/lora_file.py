@@ -42,7 +42,7 @@ from .result import comfyui_name, module_setting, pipeline_class, replace_parts
 from .text_encoders import PREFIX, split_part
 
 SETTING = "adapter.start_from"
-_NAMES_SHOWN = 3
+_NAMES_SHOWN = 3  # names of tensors that a message lists
 
 
 @dataclass(frozen=True)

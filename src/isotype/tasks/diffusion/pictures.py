@@ -148,7 +148,7 @@ class RunPictures:
 
 
 FEWEST_TO_HOLD_OUT = 20  # pictures; of fewer none is held out by default
-DEFAULT_SHARE = 0.05
+DEFAULT_SHARE = 0.05  # of the pictures that are held out for evaluation
 
 
 def collect_pictures(

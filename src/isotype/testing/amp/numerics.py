@@ -520,11 +520,11 @@ def _precision_fault(
     return (code, *key[1:]), replace(finding, code=code)
 
 
-ROWS = 1024
+ROWS = 1024  # an output with fewer rows is not examined
 # the largest number of parameters of a checked module: in deeper modules the rounding errors of
 # activations do not average out
 MAX_PARAMETERS = 16
-MIN_COLUMNS = 8
+MIN_COLUMNS = 8  # an output with fewer columns is not examined
 # the smallest standard deviation of the columns' slopes that is reported, in machine epsilons: one
 # rounding of values between 1 and 2 has a standard deviation of 0.29
 MIN_SPREAD = 0.12

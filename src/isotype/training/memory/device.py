@@ -38,8 +38,8 @@ TRAINING_PROCESS_BYTES = 64 << 20
 _MAX_SIMULATIONS = 3
 # glibc's malloc.h
 _M_TRIM_THRESHOLD = -1
-_M_TOP_PAD = -2
-_M_MMAP_THRESHOLD = -3
+_M_TOP_PAD = -2  # bytes by which the heap grows beyond a request
+_M_MMAP_THRESHOLD = -3  # allocations of this size and larger are mapped on their own
 _RETURN_THRESHOLD = 128 << 10  # the initial threshold of glibc, which raises it unless it was set
 _is_returning = False
 

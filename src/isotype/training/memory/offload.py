@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ops.library import library_op
 from .checkpointed_call import call_and_recompute
 
-CALLS_ON_DEVICE = 2
+CALLS_ON_DEVICE = 2  # layers whose activations stay on the device
 MIN_OFFLOADED_BYTES = 1 << 14  # a smaller tensor is not offloaded, since it is not worth a copy
 
 

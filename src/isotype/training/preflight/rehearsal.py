@@ -51,6 +51,7 @@ STEP_ERRORS = (
     AssertionError,
     MemoryError,
 )
+# a shorter run is not timed, because timing would take too large a part of it
 MIN_TIMED_BATCHES = 50
 _MAX_NAMES = 3  # largest number of tensors that a finding names
 _LIBRARY_FOLDERS = (

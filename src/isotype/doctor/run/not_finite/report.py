@@ -27,8 +27,8 @@ _SOFTMAXES = frozenset(("_softmax", "_log_softmax", "_safe_softmax"))
 _EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "cosh", "sinh"))
 _STATISTICS = frozenset(("mean", "std", "var", "std_mean", "var_mean", "std_correction"))
 _HUGE = 1e15  # a value that no healthy model has
-_HUGE_WEIGHT = 1e4
-_EVENT_DETAILS = 5
+_HUGE_WEIGHT = 1e4  # a size of a weight that no healthy model has
+_EVENT_DETAILS = 5  # inputs of an operation that are shown
 _LOSS_SCALE = 64  # a smaller factor is the weight of a loss
 
 
