@@ -125,10 +125,11 @@ def read_lora_file(path: Path, pipeline: PipelineFolder, config: RunConfig) -> L
         adapter = config.adapter.model_copy(update={"text_encoders": True})
         config = config.model_copy(update={"adapter": adapter})
     layers = _adaptable_layers(outline_base(pipeline, config))
-    modules_by_name: dict[str, tuple[str, ...]] = {
-        file_name: (module,) for module in layers for file_name in _file_names(module, family)
-    }
-    modules_by_name |= _fused_modules(layers, family)
+    modules_by_name: dict[str, tuple[str, ...]] = {}
+    for module in layers:
+        for file_name in _file_names(module, family):
+            modules_by_name[file_name] = (module,)
+    modules_by_name.update(_fused_modules(layers, family))
     pairs, rest = _match(tensors, modules_by_name)
     if rest:
         converted = _convert_by_diffusers(path, rest, pipeline)

@@ -576,7 +576,9 @@ class UnusablePictures:
             fixes.append(
                 f"images.on_bad_row: skip leaves them out and lists them in the run's {BAD_ROWS_FILE}"
             )
-        raise UsageError("\n".join(lines), fix="; or ".join(fixes) or "repair or remove these files")
+        raise UsageError(
+            "\n".join(lines), fix="; or ".join(fixes) or "repair or remove these files"
+        )
 
 
 # --- captions: a trigger word, tags in random order, tags left out at random. Text is encoded once,
