@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from tests.api import (
     ReferenceModel,
     RunWeights,
+    TensorEntry,
     Verification,
     WrittenModel,
     WrittenTensor,
     _file_type,
-    _token_losses,
+    _score_tokens,
     compute_expectations,
     export_model,
     find_damage,
@@ -31,7 +32,10 @@ from tests.api import (
     load_evaluation,
     load_run,
     read_header,
+    read_tensor_values,
     tokenizer_keys,
+    verify_gguf_model,
+    verify_reference,
     verify_tensors,
 )
 from tests.api import gguf_file_FAMILIES as GGUF_FAMILIES
@@ -381,6 +385,62 @@ def test_the_head_of_the_reference_model_gets_learnt_positions_only(llama) -> No
     assert scores.loss == pytest.approx(float(sum(losses)) / learnt_count, rel=1e-6)
 
 
+class LogitRows(TorchDispatchMode):
+    """Records the largest number of rows in a result that has a column for each token."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        super().__init__()
+        self.vocabulary_size = vocabulary_size
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        has_logits = isinstance(result, torch.Tensor) and not func.is_view
+        if has_logits and result.shape[-1:] == (self.vocabulary_size,):
+            self.rows = max(self.rows, result.shape[:-1].numel())
+        return result
+
+
+def test_the_logits_of_a_batch_are_computed_in_parts(llama, monkeypatch) -> None:
+    """The logits of all learnt tokens of a batch need 1 GB for 1,024 tokens of 262,144."""
+    run = load_run(llama.run)
+    weights = RunWeights(run)
+    reference = ReferenceModel(run, weights)
+    reference.fill(weights.trained)
+    rows, _ = load_evaluation(run, 8)
+    batches = reference.batches(rows, None)
+    whole = reference.score(batches)
+    monkeypatch.setattr(verify_reference, "_TOKENS_PER_LOSS", 2)
+    with LogitRows(reference.config.vocab_size) as logits:
+        parts = reference.score(batches)
+    assert logits.rows == 2
+    assert torch.equal(parts.predictions, whole.predictions)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_0"])
+def test_a_tensor_of_a_gguf_file_is_read_in_parts(kind: str, tmp_path, monkeypatch) -> None:
+    quantisation = gguf.GGMLQuantizationType[kind]
+    values = np.random.default_rng(0).standard_normal((50, 64), dtype=np.float32)
+    blocks = gguf.quants.quantize(values, quantisation)
+    file = tmp_path / "blocks"
+    file.write_bytes(bytes(32) + blocks.tobytes())
+    entry = TensorEntry(kind, (5, 10, 64), 32, blocks.nbytes // 50)
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks, quantisation)).view(5, 10, 64)
+    assert torch.equal(read_tensor_values(file, entry), expected)
+    monkeypatch.setattr(verify_gguf_model, "_PART_BYTES", 3 * entry.row_bytes)
+    read = np.fromfile
+    sizes = []
+
+    def read_and_record(file: Any, dtype: Any, count: int) -> np.ndarray:
+        sizes.append(count)
+        return read(file, dtype, count)
+
+    monkeypatch.setattr(np, "fromfile", read_and_record)
+    assert torch.equal(read_tensor_values(file, entry), expected)
+    assert max(sizes) == 3 * entry.row_bytes
+
+
 class LargestResult(TorchDispatchMode):
     """Records the number of values in the largest result of an operator, without views."""
 
@@ -412,8 +472,9 @@ def test_losses_of_tokens_are_computed_in_parts() -> None:
     logits = torch.randn(200, 50, generator=generator)
     labels = torch.randint(50, (200,), generator=generator)
     with LargestResult() as largest:
-        losses = _token_losses(logits, labels)
+        losses, predictions = _score_tokens(logits, labels)
     assert torch.equal(losses, torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
+    assert torch.equal(predictions, logits.argmax(-1))
     assert largest.size <= 64 * 50
 
 

@@ -80,6 +80,16 @@ class RunWeights:
             return value
         return self.served.round(value, self.parameters[name])
 
+    def trained_without_widening(self, name: str) -> Tensor:
+        """Returns what `trained` returns, but in the dtype of the model if this needs no rounding.
+        The weight is then not copied.
+        """
+        parameter = self.parameters[name]
+        is_computed = self.served is not None or name in self.adapters
+        if is_computed or getattr(parameter, "quant_state", None) is not None:
+            return self.trained(name)
+        return parameter.detach()
+
     def trained_values(self, parameter: Tensor) -> Tensor:
         """Returns what `trained` returns, for a parameter of the model in place of its name."""
         name = next(name for name, value in self.parameters.items() if value is parameter)

@@ -11,7 +11,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -408,10 +407,9 @@ def _open_adapter_alone(checkpoint: Checkpoint) -> DenseWeights:
 def _open_gguf_alone(checkpoint: Checkpoint) -> DenseWeights:
     """Opens a GGUF file. The weights keep the names that they have in the file."""
     header = read_gguf_header(checkpoint.path)
-    content = np.memmap(checkpoint.path, mode="r")
     tensors = {
         name: WrittenTensor(
-            name, entry.kind, entry.shape, partial(read_tensor_values, content, entry)
+            name, entry.kind, entry.shape, partial(read_tensor_values, checkpoint.path, entry)
         )
         for name, entry in header.tensors.items()
     }

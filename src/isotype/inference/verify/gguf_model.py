@@ -4,6 +4,7 @@ dequantised, and rows and norms are converted back to the form that transformers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 _EXPERTS = ".experts."  # stacked weights of a mixture's experts
 _LORA_A = ".lora_a"
 _LORA_B = ".lora_b"
+_PART_BYTES = 1 << 19  # bytes of a tensor that are read and decoded at once
 
 
 def read_gguf_header(path: Path) -> Header:
@@ -75,7 +77,6 @@ def open_gguf(
         )
     text_config = config.get_text_config()
     name_map = gguf.get_tensor_name_map(architecture, text_config.num_hidden_layers)
-    content = np.memmap(path, mode="r")
     gguf_names = {}
     stacked_names = {}
     for name in names:
@@ -86,17 +87,17 @@ def open_gguf(
         elif gguf_name is not None:
             gguf_names[name] = gguf_name
     if header.fields.get("general.type") == "adapter":
-        return _open_adapter(header, content, family, text_config, gguf_names, read_base)
+        return _open_adapter(header, path, family, text_config, gguf_names, read_base)
     tensors = {}
     for name, gguf_name in gguf_names.items():
         entry = header.tensors.get(gguf_name)
         if entry is not None:
-            read = partial(_read_weight, content, entry, name, family, text_config)
+            read = partial(_read_weight, path, entry, name, family, text_config)
             tensors[name] = WrittenTensor(gguf_name, entry.kind, entry.shape, read)
     for name, parts in stacked_names.items():
         entries = [header.tensors[part] for part in parts if part in header.tensors]
         if entries and len(entries) == len(parts):
-            tensors[name] = _stacked_tensor(content, parts, entries)
+            tensors[name] = _stacked_tensor(path, parts, entries)
     stored_names = {
         *gguf_names.values(),
         *(part for parts in stacked_names.values() for part in parts),
@@ -108,7 +109,7 @@ def open_gguf(
         tensors,
         unexpected=sorted(unexpected),
         fields=header.fields,
-        rope_factors=None if rope_entry is None else read_tensor_values(content, rope_entry),
+        rope_factors=None if rope_entry is None else read_tensor_values(path, rope_entry),
     )
 
 
@@ -127,7 +128,7 @@ def _stacked_names(name: str, name_map: Any, header: Header) -> tuple[str, ...]:
 
 
 def _stacked_tensor(
-    content: np.ndarray[Any, Any], names: Sequence[str], entries: Sequence[TensorEntry]
+    path: Path, names: Sequence[str], entries: Sequence[TensorEntry]
 ) -> WrittenTensor:
     """Returns the tensor of a stacked weight with the dimensions [experts, rows of all parts,
     columns].
@@ -138,12 +139,12 @@ def _stacked_tensor(
     if len(first) == 3 and len(outer_shapes) == 1:
         shape = (first[0], sum(entry.shape[1] for entry in entries), first[2])
     coarsest = min(entries, key=lambda entry: entry.size)
-    read = partial(_read_stacked, content, entries)
+    read = partial(_read_stacked, path, entries)
     return WrittenTensor(" and ".join(names), coarsest.kind, shape, read)
 
 
-def _read_stacked(content: np.ndarray[Any, Any], entries: Sequence[TensorEntry]) -> Tensor:
-    return torch.cat([read_tensor_values(content, entry) for entry in entries], dim=1)
+def _read_stacked(path: Path, entries: Sequence[TensorEntry]) -> Tensor:
+    return torch.cat([read_tensor_values(path, entry) for entry in entries], dim=1)
 
 
 def _file_type(header: Header) -> str:
@@ -171,7 +172,7 @@ def _main_kind(header: Header) -> str:
 
 def _open_adapter(
     header: Header,
-    content: np.ndarray[Any, Any],
+    path: Path,
     family: Family,
     config: Any,
     gguf_names: Mapping[str, str],
@@ -188,8 +189,8 @@ def _open_adapter(
         b_name = gguf_name + _LORA_B
         if a_name not in header.tensors or b_name not in header.tensors:
             continue
-        a = read_tensor_values(content, header.tensors[a_name])
-        b = read_tensor_values(content, header.tensors[b_name])
+        a = read_tensor_values(path, header.tensors[a_name])
+        b = read_tensor_values(path, header.tensors[b_name])
         b = _restore_rows(b, name, config, family)
         pairs[name] = LoraPair(gguf_name, a, b, alpha / a.shape[0])
         used |= {a_name, b_name}
@@ -202,18 +203,31 @@ def _open_adapter(
     )
 
 
-def read_tensor_values(content: np.ndarray[Any, Any], entry: TensorEntry) -> Tensor:
-    raw = torch.from_numpy(np.array(content[entry.offset : entry.offset + entry.size]))
-    if entry.kind in BLOCKS:
-        rows = raw.view(-1, entry.row_bytes)
-        return decode_blocks(entry.kind, rows, torch.float32).view(entry.shape)
-    return raw.view(PLAIN_DTYPES[entry.kind]).view(entry.shape).float()
+def read_tensor_values(path: Path, entry: TensorEntry) -> Tensor:
+    """Returns the fp32 values of a tensor of a GGUF file. The file is read in parts and not mapped
+    into memory, so that only the values stay in memory.
+    """
+    values = torch.empty(math.prod(entry.shape[:-1]), entry.shape[-1])
+    with path.open("rb") as file:
+        file.seek(entry.offset)
+        for part in values.split(max(1, _PART_BYTES // max(1, entry.row_bytes))):
+            raw = np.fromfile(file, np.uint8, len(part) * entry.row_bytes)
+            part.copy_(_decode_rows(entry.kind, torch.from_numpy(raw).view(len(part), -1)))
+    return values.view(entry.shape)
 
 
-def _read_weight(
-    content: np.ndarray[Any, Any], entry: TensorEntry, name: str, family: Family, config: Any
-) -> Tensor:
-    value = read_tensor_values(content, entry)
+def _decode_rows(kind: str, rows: Tensor) -> Tensor:
+    """Decodes rows of a tensor.
+
+    rows  uint8[rows bytes]
+    """
+    if kind in BLOCKS:
+        return decode_blocks(kind, rows, torch.float32)
+    return rows.view(PLAIN_DTYPES[kind])
+
+
+def _read_weight(path: Path, entry: TensorEntry, name: str, family: Family, config: Any) -> Tensor:
+    value = read_tensor_values(path, entry)
     if family.norm_offset and name.endswith("norm.weight"):
         return value - family.norm_offset
     return _restore_rows(value, name, config, family)

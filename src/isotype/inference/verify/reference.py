@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 from ...data.pictures import Pictures
 from ...data.rows import IGNORE_INDEX, Row
 from ...model.architecture import auto_class
+from ...optimize.deferred import DeferredLogits, defer
 from ...precision.vision import vision_parts
 from ...tasks.language.batches import Batch, collate, model_inputs, split_by_pictures
 from ...training.memory.device import trim_freed_blocks
@@ -27,9 +28,9 @@ from ..loaded import LoadedRun
 from ..run_weights import RunWeights, is_tied
 
 Reader = Callable[[str], Tensor]  # name of a weight -> its values
-_LOGITS_PER_BATCH = 1 << 25  # values of fp32 logits in one batch: 0.125 GB
+_LOGITS_PER_BATCH = 1 << 25  # values of fp32 logits that are not deferred: 0.125 GB
 _TOKENS_PER_BATCH = 2048  # limit for the tokens of the rows that are computed together
-_TOKENS_PER_LOSS = 64  # tokens whose loss is computed at once
+_TOKENS_PER_LOSS = 32  # tokens whose loss is computed at once
 
 
 @dataclass(frozen=True)
@@ -180,17 +181,20 @@ class ReferenceModel:
             labels = batch.labels[:, 1:].to(self.device)
             is_learnt = labels != IGNORE_INDEX
             learnt_logits = self._learnt_logits(inputs, is_learnt)
-            token_losses = _token_losses(learnt_logits, labels[is_learnt])
+            token_losses, token_predictions = _score_tokens(learnt_logits, labels[is_learnt])
             rows = is_learnt.nonzero()[:, 0]
             row_losses = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
             losses.append(row_losses.index_add_(0, rows, token_losses.double()).cpu())
             counts.append(is_learnt.sum(1).cpu())
-            predictions.append(learnt_logits.argmax(-1).cpu())
+            predictions.append(token_predictions.cpu())
+            del learnt_logits
+            trim_freed_blocks()
         return Scores(torch.cat(losses), torch.cat(counts), torch.cat(predictions))
 
     def _learnt_logits(self, inputs: dict[str, Any], is_learnt: Tensor) -> Tensor:
-        """Computes the logits that predict learnt tokens. The head gets only the hidden states at
-        these positions, because the head and its logits are large.
+        """Returns the logits that predict learnt tokens. The head gets only the hidden states at
+        these positions. If the head is a plain linear layer, the logits are deferred: they are
+        computed when their rows are used.
 
         is_learnt  bool[rows tokens-1]
         ->         fp32[learnt tokens, vocabulary]
@@ -202,23 +206,25 @@ class ReferenceModel:
         hook = head.register_forward_pre_hook(
             lambda _, arguments: (arguments[0][:, :-1][is_learnt][None], *arguments[1:])
         )
-        with hook:
+        with hook, _deferring_head(head):
             learnt_logits: Tensor = self.model(**inputs).logits[0]
         return learnt_logits
 
     def batches(self, rows: Sequence[Row], pictures: Pictures | None) -> list[Batch]:
         """Returns the rows in batches, sorted by length. A batch is limited by its number of
-        tokens, and by the size of the logits at learnt positions.
+        tokens. If the logits are not deferred, it is also limited by their size at learnt
+        positions.
         """
         ordered = sorted(rows, key=lambda row: len(row.input_ids))
         groups: list[list[Row]] = [[]]
+        is_deferred = type(self.model.get_output_embeddings()) is nn.Linear
         most_learnt = _LOGITS_PER_BATCH // self.config.get_text_config().vocab_size
         learnt_count = 0
         for row in ordered:
             learnt_count += row.supervised
             token_count = (len(groups[-1]) + 1) * len(row.input_ids)
-            is_full = token_count > _TOKENS_PER_BATCH or learnt_count > most_learnt
-            if groups[-1] and is_full:
+            has_large_logits = learnt_count > most_learnt and not is_deferred
+            if groups[-1] and (token_count > _TOKENS_PER_BATCH or has_large_logits):
                 groups.append([])
                 learnt_count = row.supervised
             groups[-1].append(row)
@@ -229,14 +235,44 @@ class ReferenceModel:
         ]
 
 
-def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the loss of each token. Only a part of the logits is copied at a time.
+@contextmanager
+def _deferring_head(head: nn.Module) -> Iterator[None]:
+    """Returns a context manager within which a plain linear head returns deferred logits. The
+    weight stays in memory as long as these logits do.
+    """
+    instance: Any = head
+    if type(head) is not nn.Linear:
+        yield
+        return
+
+    def defer_logits(hidden: Tensor) -> Tensor:
+        bias = None if instance.bias is None else instance.bias.detach()
+        return defer(hidden, instance.weight.detach(), bias)
+
+    instance.forward = defer_logits
+    try:
+        yield
+    finally:
+        del instance.forward
+
+
+def _score_tokens(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the loss of each token, and the most probable token at its position. Only a part of
+    the logits is computed or copied at a time.
 
     logits  fp32[tokens, vocabulary]
     """
-    parts = zip(logits.split(_TOKENS_PER_LOSS), labels.split(_TOKENS_PER_LOSS), strict=True)
-    losses = [F.cross_entropy(part, part_labels, reduction="none") for part, part_labels in parts]
-    return torch.cat(losses)
+    # created first: malloc returns freed logits only if no tensor lies after them
+    losses = torch.empty(len(labels), device=labels.device)
+    predictions = torch.empty_like(labels)
+    for start in range(0, len(labels), _TOKENS_PER_LOSS):
+        tokens = slice(start, start + _TOKENS_PER_LOSS)
+        part = logits[tokens]
+        if isinstance(part, DeferredLogits):
+            part = part.materialise()
+        losses[tokens] = F.cross_entropy(part, labels[tokens], reduction="none")
+        predictions[tokens] = part.argmax(-1)
+    return losses, predictions
 
 
 def _stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...dtypes import to_torch
 from ...errors import UsageError
+from ...training.memory.device import trim_freed_blocks
 from ..run_weights import RunWeights
 from .reference import ReferenceModel
 from .written_model import WrittenModel, WrittenTensor
@@ -43,7 +44,7 @@ TENSOR_ROUNDING = {
 _FP32_ERROR = 2e-6
 _ADAPTER_ERROR = 1e-5
 _MIN_SHARE = 0.5  # of the change that a file could contain
-_PART_SIZE = 1 << 21  # values of a tensor that are compared at once
+_PART_SIZE = 1 << 19  # values of a tensor that are compared at once
 _ATTENTION = re.compile(r"(self_attn|attention|attn)\.")
 _EXPERTS = re.compile(r"\.(experts|shared_expert|block_sparse_moe)\b")
 
@@ -167,44 +168,58 @@ def fill_and_compare(
     _refuse_other_shapes(reference, weights, written)
     comparison = TensorComparison()
     for name in reference.names:
-        trained = weights.trained(name)
-        tensor = written.tensors.get(name)
-        message = _absence(tensor, name, trained, weights, written)
-        if message:
-            stored_name = tensor.name if tensor is not None else name
-            comparison.differences.append(Difference("tensor", stored_name, message))
-        if tensor is not None and not message:
-            value = tensor.read().to(trained.device)
-            comparison.read_names.add(name)
-            reference.fill(written.read, [name])
-        elif written.adapter_only:
-            value = weights.base(name)
-            reference.fill(weights.base, [name])
-        else:
-            value = cast_to_merge(trained, written.merge_dtype)
-            reference.fill(partial(_read_merged, weights, written), [name])
-        if tensor is not None and not message:
-            _compare_values(comparison, weights, written, name, value, trained)
-        if not _has_merged_values(value, trained, written.merge_dtype):
-            comparison.rounded_names.setdefault(tensor_group(name), []).append(name)
-        comparison.is_merge_exact &= _is_merge_exact(trained, written.merge_dtype)
+        _fill_and_compare_tensor(comparison, reference, weights, written, name)
+        # malloc keeps freed values; returning them after every small tensor takes a third more time
+        if math.prod(reference.shapes[name]) > 8 * _PART_SIZE:
+            trim_freed_blocks()
     for stored_name in written.unexpected:
         message = "the run's model has no such tensor"
         comparison.differences.append(Difference("tensor", stored_name, message))
     return comparison
 
 
+def _fill_and_compare_tensor(
+    comparison: TensorComparison,
+    reference: ReferenceModel,
+    weights: RunWeights,
+    written: WrittenModel,
+    name: str,
+) -> None:
+    trained = weights.trained_without_widening(name)
+    tensor = written.tensors.get(name)
+    message = _absence(tensor, name, trained, weights, written)
+    if message:
+        stored_name = tensor.name if tensor is not None else name
+        comparison.differences.append(Difference("tensor", stored_name, message))
+    if tensor is not None and not message:
+        value = tensor.read().to(trained.device)
+        comparison.read_names.add(name)
+        reference.fill(written.read, [name])
+    elif written.adapter_only:
+        value = weights.base(name)
+        reference.fill(weights.base, [name])
+    else:
+        value = cast_to_merge(trained, written.merge_dtype)
+        reference.fill(partial(_read_merged, weights, written), [name])
+    if tensor is not None and not message:
+        _compare_values(comparison, weights, written, name, value, trained)
+    if not _has_merged_values(value, trained, written.merge_dtype):
+        comparison.rounded_names.setdefault(tensor_group(name), []).append(name)
+    comparison.is_merge_exact &= _is_merge_exact(trained, written.merge_dtype)
+
+
 def _split(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yields the tensors in parts along their first dimension. All tensors have the same shape. The
-    comparison needs several intermediate results, which are as large as a part.
+    """Yields the tensors in fp32 parts along their first dimension. All tensors have the same
+    shape. The comparison needs several intermediate results, which are as large as a part.
     """
     first = tensors[0]
     if first.ndim == 0 or not first.numel():
-        yield tensors
+        yield tuple(tensor.float() for tensor in tensors)
         return
     row_size = first[0].numel()
     rows = max(1, _PART_SIZE // row_size)
-    yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+    for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
+        yield tuple(part.float() for part in parts)
 
 
 def _has_merged_values(value: Tensor, trained: Tensor, dtype: str) -> bool:
