@@ -17,6 +17,7 @@ from .sources import config_file
 LANGUAGE = "language"
 DIFFUSION = "diffusion"
 PIPELINE_FILE = "model_index.json"
+MODULAR_FILE = "modular_model_index.json"
 
 # keys, or sections ending in a dot, that only one kind of run has
 KEYS_OF_KIND: Mapping[str, tuple[str, ...]] = {
@@ -74,12 +75,17 @@ def detect_run_kind(config: RunConfig) -> str:
         return LANGUAGE
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if (folder / PIPELINE_FILE).is_file():
-            return DIFFUSION
-        return LANGUAGE
+        return DIFFUSION if is_pipeline(folder) else LANGUAGE
     if config.images.train is not None and config.data.train is None:
         return DIFFUSION
     return LANGUAGE
+
+
+def is_pipeline(folder: Path) -> bool:
+    """Returns whether a folder is a pipeline of diffusers. A modular pipeline is one too; it is
+    refused when it is opened.
+    """
+    return any((folder / name).is_file() for name in (PIPELINE_FILE, MODULAR_FILE))
 
 
 PICTURE_SUFFIXES = (
@@ -102,9 +108,7 @@ def guess_run_kind(model: str, data: str) -> str:
     folder = Path(model).expanduser()
     pictures = Path(data).expanduser()
     if folder.is_dir():
-        if (folder / PIPELINE_FILE).is_file():
-            return DIFFUSION
-        return LANGUAGE
+        return DIFFUSION if is_pipeline(folder) else LANGUAGE
     suffixes = (*PICTURE_SUFFIXES, *VIDEO_SUFFIXES)
     has_pictures = pictures.is_dir() and any(
         path.suffix.lower() in suffixes

@@ -505,6 +505,11 @@ def test_another_pipeline_is_refused_by_name(tmp_path):
         reason = REFUSED.get(name, "is not supported: expected one of")
         with pytest.raises(UsageError, match=f"{name}.*{re.escape(reason)}"):
             PipelineFolder.open(str(tmp_path))
-    (tmp_path / "model_index.json").rename(tmp_path / "modular_model_index.json")
+
+
+def test_a_modular_pipeline_is_refused_by_name(drawn, tmp_path):
+    """As FLUX.3's and Anima's, whose folder has no model_index.json."""
+    (tmp_path / "flux3").mkdir()
+    (tmp_path / "flux3/modular_model_index.json").write_text("{}")
     with pytest.raises(UsageError, match="a modular pipeline of diffusers"):
-        PipelineFolder.open(str(tmp_path))
+        plan_run(drawn(model=tmp_path / "flux3"))

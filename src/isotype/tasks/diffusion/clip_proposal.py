@@ -33,6 +33,7 @@ class _VideoModel:
 VIDEO_MODELS = {
     "WanPipeline": _VideoModel(4, "scale_factor_temporal", 16.0),
     "LTXPipeline": _VideoModel(8, "temporal_compression_ratio", 25.0),
+    "LTX2Pipeline": _VideoModel(8, "temporal_compression_ratio", 24.0),
 }
 MAX_FRAMES = 33  # about two seconds of Wan; longer clips need much more memory
 MAX_SIDE = 480
@@ -91,6 +92,8 @@ def _find_video_model(model: str) -> _VideoModel | None:
     if index:
         return VIDEO_MODELS.get(str(index.get("_class_name")))
     name = model.lower()
+    if "ltx2" in name.replace("-", ""):
+        return VIDEO_MODELS["LTX2Pipeline"]
     if "ltx" in name:
         return VIDEO_MODELS["LTXPipeline"]
     return VIDEO_MODELS["WanPipeline"] if "wan" in name else None

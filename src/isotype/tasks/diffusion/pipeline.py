@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ...config.kind import GGUF_FIX, GGUF_REFUSAL, PIPELINE_FILE
+from ...config.kind import GGUF_FIX, GGUF_REFUSAL, MODULAR_FILE, PIPELINE_FILE
 from ...config.sources import unknown_key
 from ...environment.hardware import out_of_memory_message
 from ...environment.hub import is_unreachable, print_status
@@ -45,7 +45,6 @@ from .single_file import (
 )
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
-MODULAR_FILE = "modular_model_index.json"
 _DOWNLOAD_AGAIN = "get the folder again from where it came, or save it anew with save_pretrained"
 
 
@@ -114,9 +113,9 @@ class PipelineFolder:
         if (path / MODULAR_FILE).is_file() and not (path / PIPELINE_FILE).is_file():
             raise UsageError(
                 f"model.name: {path}: a modular pipeline of diffusers ({MODULAR_FILE}), such as"
-                " FLUX.3 and Anima, is not trained: it has no pipeline class that encodes captions"
-                " and generates samples in separate calls",
-                fix=f"a folder of the same model with a {PIPELINE_FILE}",
+                " FLUX.3 and Anima, is not trained: its folder need not contain its parts, and it"
+                " has no settings of the scheduler",
+                fix=f"a pipeline with a {PIPELINE_FILE}",
             )
         try:
             index = json.loads((path / PIPELINE_FILE).read_text(encoding="utf-8"))
@@ -712,7 +711,8 @@ def fetch_settings(name: str, revision: str | None) -> Path:
     except Exception as error:  # whatever the hub's library raises
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             raise UsageError(
-                f"model.name: {name}: no {PIPELINE_FILE} on the hub: not a diffusers pipeline"
+                f"model.name: {name}: no {PIPELINE_FILE} on the hub: not a pipeline of diffusers, or"
+                " a modular one, which is not trained"
             ) from error
         raise loading_error(name, "model.name:", error) from error
 
