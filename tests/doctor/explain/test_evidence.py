@@ -456,3 +456,80 @@ def test_the_argument_of_an_embedding_is_ids():
     details = dict(explain([error])[0].details)
     assert details["sure"].startswith("decided")
     assert "or" not in details
+
+
+INDEX_PUT = "RuntimeError: Index put requires the source and destination dtypes match, got Half for the destination and Float for the source."
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "code", "cause"),
+    [
+        ("/home/me/moe-project/data.py", "scatter", "buffer[rows] = values", "source fp32"),
+        ("/home/me/gen.py", "sample_top_k", "logits[rows] = filtered", "source fp32"),
+        ("/home/me/.cache/huggingface/x.py", "add", "buffer[rows] = values", "source fp32"),
+        ("/home/me/moe.py", "forward", "out[rows] = values", "routing weights"),
+        ("/home/me/x.py", "forward", "inputs_embeds[rows] = image_features", "features of a tower"),
+        ("/home/me/x.py", "update", "self.cache[rows] = values", "KV cache"),
+    ],
+)
+def test_an_indexed_write_is_explained_by_its_line(file, function, code, cause):
+    finding = explain_traceback((file, 3, function, code), error=INDEX_PUT)
+    assert cause in finding.cause
+    assert is_decided(finding) == (cause != "source fp32")
+
+
+def test_the_word_image_somewhere_does_not_decide_an_indexed_write():
+    frame = (f"{LIB}/torchvision/ops/poolers.py", 3, "_roi_align", "result[level] = pooled")
+    train = ("/home/me/train.py", 9, "<module>", "loss = model(images, targets)")
+    assert not is_decided(explain_traceback(train, frame, error=INDEX_PUT))
+
+
+def test_frame_of_a_trainer_is_no_fused_function():
+    trainer = (f"{LIB}/unsloth/models/_utils.py", 9, "_unsloth_training_step", "self.step(model)")
+    own = ("/home/me/model.py", 4, "forward", "return self.proj(features)")
+    assert "fused" not in explain_traceback(trainer, own, LINEAR).cause
+    fused = (f"{LIB}/unsloth/kernels/utils.py", 9, "matmul_lora", "out = torch_matmul(X, W.t())")
+    assert "fused" in explain_traceback(trainer, fused).cause
+
+
+def test_generation_without_a_trainer_does_not_decide():
+    generate = (f"{LIB}/transformers/generation/utils.py", 9, "generate", "self._sample(")
+    own = ("/home/me/infer.py", 4, "<module>", "model.generate(**inputs)")
+    finding = explain_traceback(own, generate, LINEAR)
+    assert "trainer" not in finding.cause
+    assert not is_decided(finding)
+
+
+def test_recomputation_in_a_backward_is_no_product_of_gradients():
+    backward = ("/home/me/checkpoint.py", 9, "backward", "(output,) = ctx.function(hidden)")
+    forward = ("/home/me/model.py", 4, "forward", "return self.mlp(hidden)")
+    assert "hand-written" not in explain_traceback(backward, forward, LINEAR).cause
+    product = ("/home/me/lora.py", 9, "backward", "grad = grad_output @ weight")
+    assert "hand-written" in explain_traceback(product).cause
+
+
+def test_name_of_a_folder_is_no_vae():
+    error = "RuntimeError: Input type (float) and bias type (c10::BFloat16) should be the same"
+    unet = ("/home/me/vae-diffusion/train.py", 3, "<module>", "y = unet(x)")
+    assert "VAE" not in explain_traceback(unet, error=error).cause
+    codec = ("/home/me/tts.py", 3, "<module>", "wav = self.codec.decode(codes)")
+    assert "VAE" not in explain_traceback(codec, error=error).cause
+    vae = ("/home/me/train.py", 3, "<module>", "latents = self.vae.encode(pixels)")
+    assert "VAE" in explain_traceback(vae, error=error).cause
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{'eval_precision': 0.71}\n{'loss': nan, 'grad_norm': nan}",
+        "Expected query, key, and value to have the same dtype, but got query.dtype: c10::BFloat16"
+        " key.dtype: float and value.dtype: float instead.",
+        "Expected attn_mask dtype to be bool or to match query dtype, but got attn_mask.dtype: c10::BFloat16"
+        " and query.dtype: float instead.",
+        "transformers version: 5.2.0\nValueError: Attempting to unscale FP16 gradients.",
+    ],
+)
+def test_text_that_fits_two_causes_is_open(text):
+    (finding,) = explain(text.splitlines(keepends=True))
+    assert not is_decided(finding)
+    assert "or" in dict(finding.details)

@@ -76,6 +76,7 @@ class ErrorFacts(sheets.Facts):
     in_place, product         the failing call, if it is an in-place product, or a product of two
                               tensors
     user, inner               the innermost frame of the user's code, and of all code
+    caller                    the innermost frame outside torch: the code that called what failed
     frame, place, line        the frame that `frames ~ regex` found, and descriptions of it
 
     In `NAME as dtype`, the ending `as dtype` converts a text to a dtype. There are other endings
@@ -96,6 +97,7 @@ class ErrorFacts(sheets.Facts):
         "product": _product_of_two,
         "user": lambda self: self.error.situation.user_frame,
         "inner": lambda self: self.error.situation.innermost,
+        "caller": lambda self: self.error.situation.failing_frame,
         "frame": lambda self: self.frame,
         "frames": lambda self: self.error.situation.frames,
         "place": _describe_function,

@@ -72,6 +72,11 @@ class Situation:
         return self.frames[-1] if self.frames else None
 
     @property
+    def failing_frame(self) -> Frame | None:
+        """Returns the innermost frame that is not in torch."""
+        return next((f for f in reversed(self.frames) if package_name(f.file) != "torch"), None)
+
+    @property
     def user_frame(self) -> Frame | None:
         """Returns the innermost frame of the user's code."""
         return next((frame for frame in reversed(self.frames) if not is_library(frame.file)), None)
@@ -284,6 +289,13 @@ def find_quoted_code(text: str) -> Frame | None:
     return None
 
 
+def _find_forward(frames: Sequence[Frame]) -> Frame | None:
+    for frame in frames:
+        if frame.function.rpartition(".")[2] == "forward":
+            return frame
+    return None
+
+
 def read_situation(
     frames: Sequence[Frame], report_flags: frozenset[str] = frozenset(), text: str = ""
 ) -> Situation:
@@ -296,6 +308,12 @@ def read_situation(
         inner = frames[index + 1] if index + 1 < len(frames) else None
         for flag in _frame_flags(frame, outer, inner):
             evidence[flag] = frame
+    custom_backward = evidence.get("custom backward")
+    if custom_backward is not None:
+        recomputed = _find_forward(frames[frames.index(custom_backward) + 1 :])
+        if recomputed is not None:  # the backward of a checkpoint, which runs modules again
+            del evidence["custom backward"]
+            evidence["recompute"] = recomputed
     packages = frozenset(p for frame in frames if (p := package_name(frame.file)))
     return Situation(
         frames, evidence, packages, report_flags, None if frames else find_quoted_code(text)
