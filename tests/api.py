@@ -178,7 +178,9 @@ INNER = {
     "isotype.ops.rope.op": "rope_op= ROPE rope_reference",
     "isotype.ops.token_log_probs": "LINEAR_LOG_PROBS OUTPUTS linear_log_probs_reference",
     "isotype.ops.trust": "trust=",
-    "isotype.optimize.attention": "optimize_attention= MIN_QUERIES padding_mask_reason",
+    "isotype.optimize.attention": (
+        "optimize_attention= DocumentMask MIN_QUERIES padding_mask_reason"
+    ),
     "isotype.optimize.deferred": "DeferredLogits defer",
     "isotype.optimize.denoiser": "denoiser=",
     "isotype.optimize.gated": "gated=",

@@ -292,12 +292,17 @@ class DocumentMask(Tensor):
         return mask
 
     def causal_mask(self, query: Tensor, window: int | None) -> Tensor:
-        """Returns bool[B 1 S S], true where a query attends to a key. The mask is created once for
-        all layers, for attention that cannot read the bounds of the documents.
+        """Returns bool[B or 1, 1, S, S], true where a query attends to a key. The mask is created
+        once for all layers, for attention that cannot read the bounds of the documents.
         """
         if window not in self.masks:
             batch, _, positions, _ = query.shape
-            mask = self.documents.mask(batch, positions).tril()
+            if self.documents.whole_rows:
+                # all rows have the same mask
+                shape = (1, 1, positions, positions)
+                mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+            else:
+                mask = self.documents.mask(batch, positions).tril()
             if window is not None:
                 mask = mask_outside_window(mask, window)
             self.masks[window] = mask

@@ -21,7 +21,7 @@ from isotype.tasks.language.batches import (
 )
 from isotype.tasks.language.objective import batch_loss_sum
 from isotype.tasks.language.task import flops_per_token
-from tests.api import MIN_QUERIES, join_rows, padding_mask_reason
+from tests.api import MIN_QUERIES, DocumentMask, join_rows, padding_mask_reason
 from tests.models import FAMILIES, lora, rows, tiny
 from tests.results import same_tensors
 
@@ -64,6 +64,9 @@ def test_of_stacked_experts_those_are_counted_that_a_token_is_sent_to():
 
 # --- Right padding without a mask, and packed documents by their bounds alone: the loss and
 # gradients of masks.
+
+
+HEADS_OF_16 = {"attn_implementation": "sdpa", "head_dim": 16, "num_attention_heads": 2}
 
 
 def of_lengths(documents, seed=0):
@@ -111,6 +114,28 @@ def test_right_padding_needs_no_mask_under_causal_attention(family, attention):
     assert padding_mask_reason(model) is None
     assert model_inputs(model, batch)["attention_mask"] is None
     same(result(model, batch), result(model, batch, **batch.inputs))
+
+
+def test_windows_shorter_than_the_rows_are_computed_from_bounds():
+    """Rows of different lengths that are not packed: the results are those of transformers' mask."""
+    model, batch = tiny("gemma3_text", sliding_window=20, **HEADS_OF_16), unpacked()
+    optimize(model)
+    assert isinstance(model_inputs(model, batch)["attention_mask"], DocumentMask)
+    same(result(model, batch), result(model, batch, **batch.inputs))
+    # in bf16 the kernel computes both, and leaves out blocks of keys before the windows
+    model.to(torch.bfloat16)
+    states = []
+    gradients = []
+    for inputs in (batch.inputs, model_inputs(model, batch)):
+        model.zero_grad()
+        states.append(model.model(**inputs).last_hidden_state[batch.attention_mask.bool()])
+        states[-1].square().sum().backward()
+        gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
+    assert torch.equal(*states)
+    assert torch.equal(*gradients)
+    longer = tiny("gemma3_text", sliding_window=100, **HEADS_OF_16)
+    optimize(longer)
+    assert model_inputs(longer, batch)["attention_mask"] is None
 
 
 def test_a_model_that_uses_its_mask_elsewhere_gets_it():

@@ -217,9 +217,12 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
         # the model makes its mask itself: tokens of a picture may attend to each other (Gemma 3),
         # or text to its pictures by cross-attention (Llama 3.2 Vision)
         return inputs
-    # on a CPU, a batch that is not packed needs no bounds
+    # on a CPU, a batch that is not packed needs bounds only for windows: otherwise its attention is
+    # causal, without a mask
     reads_bounds = (
-        target_device_type(batch.input_ids.device) == "cuda" or batch.documents is not None
+        target_device_type(batch.input_ids.device) == "cuda"
+        or batch.documents is not None
+        or has_shorter_window(model, batch.input_ids.shape[1])
     )
     if reads_bounds and not mask_needs(model).document_mask_blocker:
         documents = batch.documents or Documents.from_rows(
@@ -229,6 +232,14 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     if batch.attention_mask is not None and not mask_needs(model).padding_mask_reason:
         return inputs | {"attention_mask": None}
     return inputs
+
+
+def has_shorter_window(model: nn.Module, positions: int) -> bool:
+    """Returns True if the model has sliding windows of fewer than `positions` tokens."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    window = getattr(text, "sliding_window", None)
+    return isinstance(window, int) and window < positions
 
 
 def has_grid_positions(model: nn.Module) -> bool:
