@@ -181,7 +181,7 @@ def test_a_quantised_base_is_quantised_when_it_is_loaded(tmp_path):
             {"base_model_precision": "int2-quanto", "model_type": "lora"},
             "int2-quanto is not offered",
         ),
-        ({"model_family": "ltxvideo2"}, "ltxvideo2 is not offered"),
+        ({"model_family": "hunyuanvideo"}, "hunyuanvideo is not offered"),
         ({"model_family": "kolors"}, "kolors is not offered"),
         ({"mixed_precision": "fp16"}, "CF021"),
         ({"vae_dtype": "fp16"}, "CF026"),

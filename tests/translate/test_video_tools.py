@@ -264,7 +264,11 @@ def test_clips_and_both_denoisers_of_ai_toolkit(tmp_path):
     result, config = made(tmp_path, "spread.yaml", spread)
     assert config.images.frame_rate is None
     assert "spreads them over the whole video" in notes(result)["dataset.0.num_frames"]
-    for architecture in ("wan21_i2v", "ltx2"):
+    ltx2 = AI_TOOLKIT.replace("wan22_14b", "ltx2").replace("81", "100")
+    result, config = made(tmp_path, "ltx2.yaml", ltx2)
+    assert (config.images.frames, config.images.resolution) == (33, 608)
+    assert (config.run.sample_frames, config.diffusion.expert) == (97, None)
+    for architecture in ("wan21_i2v", "wan22_14b_i2v"):
         (tmp_path / "other.yaml").write_text(AI_TOOLKIT.replace("wan22_14b", architecture))
         with pytest.raises(UsageError, match=f"model.arch: {architecture} is not offered"):
             translate(tmp_path / "other.yaml")

@@ -24,8 +24,6 @@ def refusal_reason(source: Source) -> str | None:
     if network not in ("lora", "lokr"):
         return f"network.type: {network} is not offered: adapter.kind is lora or lokr"
     architecture = str(source.get("model.arch") or "").lower()
-    if architecture.startswith("ltx2"):
-        return f"model.arch: {architecture} is not offered: it makes videos with sound"
     if architecture.startswith("wan") and architecture.endswith("i2v"):
         return f"model.arch: {architecture} is not offered: {clips.NO_PICTURE_NOTE}"
     return None
@@ -53,7 +51,7 @@ def _convert_samples(draft: ConfigDraft, source_key: SourceKey) -> None:
         if isinstance(entry, dict) and (controls := _list_paths(entry, "ctrl_img")):
             sample["control"] = controls[0] if len(controls) == 1 else controls
         if isinstance(entry, dict) and "num_frames" in entry:
-            sample["frames"] = _frame_count(entry["num_frames"])
+            sample["frames"] = _frame_count(draft, entry["num_frames"])
         if negative := draft.source_values.get("sample.neg"):
             sample["negative"] = str(negative)
         if seed is not None:
@@ -78,8 +76,8 @@ def _sample_size(draft: ConfigDraft) -> tuple[int, int]:
     return width, height
 
 
-def _frame_count(value: Any) -> int:
-    return clips.frame_counts(value, 4)[-1]
+def _frame_count(draft: ConfigDraft, value: Any) -> int:
+    return clips.frame_counts(value, clips.frame_step(draft.source_values.get("model.arch")))[-1]
 
 
 _SHRINK_NOTE = (
@@ -89,9 +87,13 @@ _SHRINK_NOTE = (
 
 
 def _convert_frames(draft: ConfigDraft, source_key: SourceKey) -> None:
-    frames = _frame_count(source_key.value)
+    frames = _frame_count(draft, source_key.value)
     dataset = clips.dataset_of_key(draft, source_key)
-    notes = [] if frames == source_key.value else ["1 plus a multiple of 4"]
+    notes = (
+        []
+        if frames == source_key.value
+        else ["1 plus a multiple of the frames that the VAE combines"]
+    )
     if transforms.is_enabled(dataset.get("shrink_video_to_frames", True)):
         notes.append(_SHRINK_NOTE)
     clips.set_frames(draft, source_key, frames, "; ".join(notes))
@@ -101,9 +103,12 @@ def _convert_sample_frames(draft: ConfigDraft, source_key: SourceKey) -> None:
     """Translates the number of frames of a sample. If the run trains on pictures, a sample has one
     frame by default.
     """
-    frames = _frame_count(source_key.value)
-    counts = [entry.get("num_frames", 1) for entry in pictures.collect_datasets(draft)]
-    if frames == max(map(_frame_count, counts), default=1):
+    frames = _frame_count(draft, source_key.value)
+    counts = [
+        _frame_count(draft, entry.get("num_frames", 1))
+        for entry in pictures.collect_datasets(draft)
+    ]
+    if frames == max(counts, default=1):
         draft.report_no_effect(source_key, "as many as the training clips have: the default")
     else:
         draft.set(source_key, "run.sample_frames", frames)
@@ -114,7 +119,7 @@ def _convert_frame_rate(draft: ConfigDraft, source_key: SourceKey) -> None:
     frames of a clip over the whole video.
     """
     dataset = clips.dataset_of_key(draft, source_key)
-    if _frame_count(dataset.get("num_frames", 1)) == 1:
+    if _frame_count(draft, dataset.get("num_frames", 1)) == 1:
         draft.report_no_effect(source_key, "pictures")
     elif transforms.is_enabled(dataset.get("shrink_video_to_frames", True)):
         draft.report_no_effect(source_key, "with shrink_video_to_frames")
@@ -128,12 +133,14 @@ def _convert_resolution(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def _resolutions(draft: ConfigDraft, value: Any) -> list[int]:
-    """Returns the resolutions in ascending order. For Wan, they are rounded down to multiples of 16
-    pixels.
+    """Returns the resolutions in ascending order. For Wan and LTX-2, they are rounded down to
+    multiples of the side of a token in pixels.
     """
     sides = pictures.parse_resolutions(value)
-    if draft.lowercase_value("model.arch").startswith("wan"):
-        sides = sorted({side // 16 * 16 for side in sides})
+    architecture = draft.lowercase_value("model.arch")
+    if architecture.startswith(("wan", "ltx")):
+        multiple = 16 if architecture.startswith("wan") else 32
+        sides = sorted({side // multiple * multiple for side in sides})
     return sides
 
 
@@ -428,7 +435,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
                     folder,
                     repeats=entry.get("num_repeats"),
                     resolution=sizes,
-                    frames=_frame_count(entry.get("num_frames", 1)),
+                    frames=_frame_count(draft, entry.get("num_frames", 1)),
                 )
                 | controls
             )

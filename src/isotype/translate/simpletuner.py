@@ -13,7 +13,7 @@ from . import clips, pictures, transforms
 from .source import Source
 from .transforms import ConfigDraft, SourceKey
 
-CLIP_FAMILIES = ("wan", "ltxvideo")  # the families for videos that Isotype trains
+CLIP_FAMILIES = ("wan", "ltxvideo", "ltxvideo2")  # the families for videos that Isotype trains
 FLOW_FAMILIES = (
     *("flux", "flux2", "sd3", "qwen_image", "z_image", "chroma", "sana", "auraflow"),
     *CLIP_FAMILIES,
@@ -32,7 +32,6 @@ ATTENTION_TARGETS = [
 VIDEO_FAMILIES = (
     *(
         "wan_s2v",
-        "ltxvideo2",
         "hunyuanvideo",
         "sanavideo",
         "cosmos",
@@ -48,6 +47,7 @@ DEFAULT_MODELS = {  # (family, flavour) -> the model that SimpleTuner uses if th
     ("sdxl", "base-1.0"): "stabilityai/stable-diffusion-xl-base-1.0",
     ("wan", "t2v-480p-1.3b-2.1"): "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", ("wan", "t2v-480p-14b-2.1"): "Wan-AI/Wan2.1-T2V-14B-Diffusers",
     ("wan", "ti2v-5b-2.2"): "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    ("ltxvideo2", "dev"): "Lightricks/LTX-2", ("ltxvideo2", "2.3-dev"): "dg845/LTX-2.3-Diffusers",
     ("ltxvideo", "0.9.5"): "Lightricks/LTX-Video-0.9.5", ("ltxvideo", "0.9.0"): "Lightricks/LTX-Video",
 }  # fmt: skip
 # findings that do not stop a translation, because the result already does what they advise
