@@ -226,7 +226,7 @@ INNER = {
     "isotype.runs.metrics": "runs_metrics= LAST_ROWS Metrics read_last_rows read_thinned_rows",
     "isotype.tasks.diffusion.batches": "Batch PictureStream Row row_generator",
     "isotype.tasks.diffusion.denoiser": (
-        "build_denoiser keep_time_exact load_frozen_denoiser time_embeddings"
+        "build_denoiser keep_time_exact load_for_samples load_frozen_denoiser time_embeddings"
     ),
     "isotype.tasks.diffusion.families.ideogram4": "Ideogram4",
     "isotype.tasks.diffusion.clip_proposal": "clip_proposal=",

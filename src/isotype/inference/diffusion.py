@@ -262,7 +262,8 @@ def draw_pictures(
     if seed is not None:
         settings = replace(settings, seed=seed)
     encoded = task.data.encoded_prompts(run.prompts)
-    return weights_name, list(sample(model, run.folder, run.precision, encoded, settings, device))
+    samples = sample(model, run.folder, run.config, run.precision, encoded, settings, device)
+    return weights_name, list(samples)
 
 
 def evaluate_pictures(

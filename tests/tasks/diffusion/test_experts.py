@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from isotype.config.load import load
 from isotype.errors import UsageError
 from isotype.tasks.choose import plan_run, train
-from tests.api import PipelineFolder, merge_denoiser, row_generator
+from tests.api import PipelineFolder, load_for_samples, merge_denoiser, row_generator
 from tests.tasks.diffusion.models import encoded
 from tests.training.interrupted import cut_back
 
@@ -119,3 +119,35 @@ def test_a_lora_of_the_second_denoiser_is_read_by_diffusers_resumes_and_merges(
     for part, is_same in (("transformer", True), ("transformer_2", False)):
         states = (getattr(pipe, part).state_dict() for pipe in (before, merged))
         assert all(map(torch.equal, *(state.values() for state in states))) is is_same
+
+
+def expert_run(drawn, model, **sections):
+    diffusion = {"expert": "low_noise", "max_text_length": 8}
+    return drawn(model=model, diffusion=diffusion, **sections)
+
+
+def test_a_plan_counts_the_second_denoiser_that_samples_load(studio, drawn):
+    samples = {"samples": [{"prompt": "a red circle", "frames": 9}]}
+    one_denoiser = plan_run(drawn(model=studio.wan, run=samples))
+    assert one_denoiser.memory.sampling == 0
+    plan = plan_run(expert_run(drawn, studio.wan_experts, run=samples))
+    other = load_file(studio.wan_experts / "transformer/diffusion_pytorch_model.safetensors")
+    weights = sum(tensor.numel() * 4 for tensor in other.values())
+    assert weights < plan.memory.sampling < 3 * weights
+    int8 = {"base": "int8"}
+    packed = plan_run(expert_run(drawn, studio.wan_experts, run=samples, precision=int8))
+    assert plan.memory.sampling - packed.memory.sampling > weights / 4
+
+
+def test_the_second_denoiser_is_quantised_like_the_trained_one(studio, drawn):
+    loaded = expert_run(
+        drawn, studio.wan_experts, precision={"base": "int8"}, images={"limit": 1, "eval_split": 0}
+    )
+    run = encoded(loaded).run
+    folder = run.folder.for_other_expert()
+    assert folder.denoiser_part == "transformer"
+    other = load_for_samples(folder, run.config, run.precision, torch.device("cpu"))
+    dtypes = {tensor.dtype for tensor in other.state_dict().values()}
+    assert torch.uint8 in dtypes, "packed layers"
+    assert not any(parameter.requires_grad for parameter in other.parameters())
+    assert encoded(drawn("b", model=studio.wan)).run.folder.for_other_expert() is None

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...precision.parts import loading_device
-from ...training.memory.blocks import apply_offload
-from .denoiser import install_ops_and_precision, load_frozen_base
+from .denoiser import load_for_samples
 from .picture_sizes import Size
 from .pictures import MissingPicture, write_class_pictures
 from .resolved_run import ResolvedRun
@@ -50,17 +48,13 @@ def draw_class_pictures(
     """
     config = run.config
     settings = run.sample_settings
-    model = load_frozen_base(
-        run.folder, config, run.precision, loading_device(device, None, config.model.offload)
-    )
-    install_ops_and_precision(
-        model, model, run.family, config, run.precision, device_type=device.type
-    )
-    model = apply_offload(model, config.model.offload, device)
+    model = load_for_samples(run.folder, config, run.precision, device)
     prompts = []
     for picture in missing:
         size = picture.size or config.images.resolution
         overrides = {"seed": settings.seed + picture.number, "size": Size(size, size)}
         prompts.append(Prompt(picture.caption, overrides=overrides))
-    samples = sample(model, run.folder, run.precision, encode_prompts(prompts), settings, device)
+    samples = sample(
+        model, run.folder, config, run.precision, encode_prompts(prompts), settings, device
+    )
     write_class_pictures(missing, class_picture_facts(run), (drawn.content for drawn in samples))

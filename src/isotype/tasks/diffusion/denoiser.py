@@ -40,9 +40,10 @@ from ...model.packed import quantise_layers as pack_layers
 from ...ops.packed.recognise import SERVING_TENSORS
 from ...optimize import Manifest, optimize
 from ...precision.apply import apply_precision, denoiser_blocks, is_kept_in_fp32, names_kept_in_fp32
-from ...precision.parts import Part
+from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
 from ...precision.quantised_base import Quantisation
+from ...training.memory.blocks import apply_offload
 from ...training.memory.outline import quantise_outline
 from .families import Family
 from .pipeline import PipelineFolder
@@ -157,6 +158,20 @@ def load_frozen_base(
     if config.adapter.text_encoders:
         attach_encoders(denoiser, folder, folder.text_encoders(to_torch(precision.text_encoder)))
     return denoiser.to(device)
+
+
+def load_for_samples(
+    folder: PipelineFolder, config: RunConfig, precision: Precision, device: torch.device
+) -> nn.Module:
+    """Loads the denoiser of the folder without an adapter, with the run's precision. Its base is
+    quantised and kept in host memory like that of the trained denoiser.
+    """
+    offload = config.model.offload
+    model = load_frozen_base(folder, config, precision, loading_device(device, None, offload))
+    install_ops_and_precision(
+        model, model, folder.family, config, precision, device_type=device.type
+    )
+    return apply_offload(model, offload, device)
 
 
 def outline_base(folder: PipelineFolder, config: RunConfig) -> Any:

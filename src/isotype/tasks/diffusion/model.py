@@ -4,7 +4,9 @@ step.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +17,8 @@ from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
 from ...training.memory.blocks import apply_offload
-from ...training.task import ModelOutline
+from ...training.memory.plan import plan_persistent_memory
+from ...training.task import ModelOutline, eval_mode
 from .batches import Batch
 from .denoiser import (
     ForwardCost,
@@ -76,14 +79,79 @@ def outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -
     return ModelOutline(model, trainable, total + (0 if trains_every_weight else trainable))
 
 
+class LatentShape(NamedTuple):
+    """The size of latents: their frames, and their height and width in latent pixels."""
+
+    frames: int
+    height: int
+    width: int
+
+
+def _largest_row(run: ResolvedRun) -> LatentShape:
+    side = run.sizes.largest.side // run.downscale
+    return LatentShape(run.sizes.largest.frames, side, side)
+
+
+def _largest_sample(run: ResolvedRun) -> LatentShape:
+    """Returns the shape of the sample with the most latent pixels."""
+    shapes = []
+    for prompt in run.prompts:
+        settings = prompt.settings(run.sample_settings)
+        frames = run.sizes.count_latent_frames(settings.frames)
+        height, width = (
+            side // run.downscale for side in (settings.size.height, settings.size.width)
+        )
+        shapes.append(LatentShape(frames, height, width))
+    return max(shapes, key=math.prod)
+
+
+def second_denoiser_bytes(run: ResolvedRun, precision: Precision) -> dict[str, int]:
+    """Returns the bytes of the weights of a second denoiser, which is loaded when samples are
+    generated. The keys are the devices of a memory plan: `cpu`, and `meta` for a GPU, where
+    `model.offload` keeps blocks in host memory. Returns an empty mapping if the pipeline has only
+    one denoiser.
+    """
+    other_folder = run.folder.for_other_expert()
+    if other_folder is None:
+        return {}
+    other = outline_frozen_base(other_folder, run.config, precision).requires_grad_(False)
+    bytes_by_device = {}
+    for device_type in ("cpu", "meta"):
+        with torch.device("meta"):
+            apply_offload(other, run.config.model.offload, torch.device(device_type))
+        plan = plan_persistent_memory(other, run.config.train, precision)
+        bytes_by_device[device_type] = plan.frozen
+    return bytes_by_device
+
+
+def run_largest_sample(
+    run: ResolvedRun, other_bytes: dict[str, int], model: nn.Module, device: torch.device
+) -> None:
+    """Calls the denoiser on the latents of the largest sample, while the weights of the other
+    denoiser are in memory. A memory plan measures this call.
+
+    other_bytes  the result of `second_denoiser_bytes`
+    """
+    other_weights = torch.empty(other_bytes[device.type], dtype=torch.uint8, device=device)
+    with eval_mode(model):
+        batch = empty_batch(run, 1, device, shape=_largest_sample(run))
+        run.losses(model, batch, dtype=run.precision.loss)
+    del other_weights
+
+
 def empty_batch(
-    run: ResolvedRun, rows: int, device: torch.device, controls: int | None = None
+    run: ResolvedRun,
+    rows: int,
+    device: torch.device,
+    controls: int | None = None,
+    *,
+    shape: LatentShape | None = None,
 ) -> Batch:
-    """Returns a batch without data. It has the shapes and dtypes of a batch of the largest
-    pictures or clips.
+    """Returns a batch without data. It has the dtypes of a batch of the run.
 
     controls  the number of pictures before the edit of a row; by default one if the model edits
               pictures, and otherwise 0
+    shape     by default that of the largest pictures or clips
     """
     family = run.family
     folder = run.folder
@@ -92,13 +160,13 @@ def empty_batch(
     dtype = to_torch(run.precision.latents)
     text_dtype = to_torch(run.precision.text_encoder)
     channels = family.latents.channels(folder.config("vae"))
-    side = run.sizes.largest.side // run.downscale
-    shape = [rows, channels, side, side]
-    if run.sizes.largest.frames > 1:
-        shape.insert(2, run.sizes.largest.frames)
+    shape = shape or _largest_row(run)
+    latent_shape = [rows, channels, shape.height, shape.width]
+    if shape.frames > 1:
+        latent_shape.insert(2, shape.frames)
     length = family.count_text_tokens(folder.clip_length(), run.max_text_length)
     length += controls * family.control_text_tokens
-    latents, noise = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    latents, noise = (torch.empty(latent_shape, dtype=dtype, device=device) for _ in range(2))
     if run.config.adapter.text_encoders:
         encoders = len(family.trainable_encoders)
         texts = {
@@ -108,8 +176,8 @@ def empty_batch(
     else:
         shapes = family.text_shapes(folder.config(folder.denoiser_part), length)
         texts = {
-            name: torch.empty(rows, *shape, dtype=text_dtype, device=device)
-            for name, shape in shapes.items()
+            name: torch.empty(rows, *text_shape, dtype=text_dtype, device=device)
+            for name, text_shape in shapes.items()
         }
     return Batch(
         latents,

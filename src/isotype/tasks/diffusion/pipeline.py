@@ -223,6 +223,16 @@ class PipelineFolder:
             )
         return replace(self, family=families[expert]())
 
+    def for_other_expert(self) -> PipelineFolder | None:
+        """Returns the pipeline with the model family for its other denoiser, which is not trained.
+        Returns None if there is only one denoiser.
+        """
+        families = EXPERT_FAMILIES.get(self.family.pipeline, {}).values()
+        for family in families:
+            if (family.denoiser_folder or family.denoiser) == self.family.other_denoiser:
+                return replace(self, family=family(), denoiser_settings=None)
+        return None
+
     @property
     def denoiser_part(self) -> str:
         """The name of the denoiser's folder, which is also its key in model_index.json."""
@@ -582,7 +592,7 @@ class PipelineFolder:
         """Builds the pipeline for a denoiser that is already loaded. The pipeline contains only the
         text encoders that are in `encoders`.
 
-        other_denoiser  the result of the method `other_denoiser`; None for a pipeline with only one
+        other_denoiser  the denoiser of `for_other_expert`; None for a pipeline with only one
                         denoiser, or to use the pipeline only for loading a LoRA
         """
         parts = {**dict.fromkeys(self.family.encoder_parts), **encoders, "vae": vae}
@@ -592,19 +602,6 @@ class PipelineFolder:
             parts[self.denoiser_part] = denoiser
             parts[self.family.other_denoiser] = other_denoiser
         return self.pipeline(torch.float32, **parts)
-
-    def other_denoiser(self, dtype: torch.dtype) -> Any:
-        """Loads the second denoiser of the pipeline, which is not trained. Returns None if there is
-        only one denoiser.
-        """
-        part = self.family.other_denoiser
-        if not part:
-            return None
-        self._fetch(part)
-        with self._explain_errors(part):
-            return self.denoiser_class().from_pretrained(
-                self.path, subfolder=part, dtype=dtype, use_safetensors=True
-            )
 
     @property
     def parts_outside(self) -> tuple[str, ...]:

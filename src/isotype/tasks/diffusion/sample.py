@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...config.schema import RunConfig
 from ...config.sources import unknown_key
 from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
@@ -22,6 +24,7 @@ from ...precision.precision import Precision
 from ...training.task import eval_mode, preserve_random_state
 from ...wording import pluralise
 from .batches import row_generator
+from .denoiser import load_for_samples
 from .encode import Encoder, TextInput, free_memory
 from .families import Family, SampleSettings
 from .picture_files import FileContent
@@ -164,6 +167,7 @@ _OVERRIDES = ("steps", "frames", "guidance", "seed")
 def sample(
     model: nn.Module,
     folder: PipelineFolder,
+    config: RunConfig,
     precision: Precision,
     prompts: Sequence[tuple[Prompt, dict[str, Tensor], dict[str, Tensor]]],
     settings: SampleSettings,
@@ -172,19 +176,24 @@ def sample(
     world: World = ALONE,
 ) -> Iterator[Sample]:
     """Generates one picture or video for each prompt, and yields it when it is complete. Its noise
-    depends only on the seed and on the position of its prompt.
+    depends only on the seed and on the position of its prompt. If the pipeline has a second
+    denoiser, it is loaded first and freed at the end.
 
     prompts  the prompts, each with the embeddings of its text and of its negative text
     world    the processes that share the model and call this together; all generate the same
              pictures
     """
     dtype = to_torch(precision.latents)
-    with preserve_random_state(), eval_mode(model), use_generate_dtype(model):
+    with ExitStack() as stack:
+        stack.enter_context(preserve_random_state())
+        stack.enter_context(eval_mode(model))
+        stack.enter_context(use_generate_dtype(model))
         vae = folder.vae(to_torch(precision.vae)).to(device).eval()
         denoiser: Any = inner_model(model)
-        other = folder.other_denoiser(denoiser.dtype)
-        if other is not None:
-            other.to(device).eval()
+        other = None
+        if (other_folder := folder.for_other_expert()) is not None:
+            other = load_for_samples(other_folder, config, precision, device).eval()
+            stack.enter_context(use_generate_dtype(other))
         pipe = folder.pipeline_for_sampling(denoiser, vae, other_denoiser=other)
         for i, (prompt, text, negative) in enumerate(prompts):
             texts = [

@@ -38,7 +38,14 @@ from .denoiser import ForwardCost
 from .description import lora_metadata, picture_card
 from .facts import header_details, header_rows, plan_facts, plan_lines, run_records
 from .loss import evaluate
-from .model import empty_batch, load_model, measure_forward_cost, outline_model
+from .model import (
+    empty_batch,
+    load_model,
+    measure_forward_cost,
+    outline_model,
+    run_largest_sample,
+    second_denoiser_bytes,
+)
 from .resolved_run import ResolvedRun
 from .result import load_result, save_denoiser, save_lora
 from .sample import Sample, sample
@@ -133,6 +140,7 @@ class DiffusionTask:
         controls = self.data.control_count
         draws = len(self.data.pictures.eval) * self.config.diffusion.eval_draws
         evaluation_rows = min(evaluation_batch_size(self.config.train), draws)
+        other_bytes = second_denoiser_bytes(self.run, precision) if self.samples else {}
 
         def evaluation(model: nn.Module, device: torch.device) -> None:
             with eval_mode(model):
@@ -145,6 +153,7 @@ class DiffusionTask:
             make_batch=lambda device: empty_batch(self.run, rows, device, controls),
             compute_loss_sum=partial(self.loss_sum, dtype=precision.loss),
             run_evaluation=evaluation if evaluation_rows else None,
+            run_sample=partial(run_largest_sample, self.run, other_bytes) if other_bytes else None,
             block_flops=lambda _: [rows * flops for flops in self._forward_cost.blocks],
         )
 
@@ -247,7 +256,9 @@ class DiffusionTask:
         encoded = self.data.encoded_prompts(prompts)
         run = self.run
         return list(
-            sample(model, run.folder, run.precision, encoded, settings, device, world=world)
+            sample(
+                model, run.folder, run.config, run.precision, encoded, settings, device, world=world
+            )
         )
 
     # the result
