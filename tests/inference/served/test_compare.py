@@ -75,6 +75,7 @@ class FakeServer:
     chat_text: str = "it is"
     chat_ended: bool = True
     prompt_tokens: int | None = 3
+    longest_prompt: int = 64
     ends: bool = True
     scores: Mapping[int, float] | None = field(default_factory=lambda: {7: -0.4, 8: -0.5})
     single: float = -1.0
@@ -94,6 +95,7 @@ class FakeServer:
         count = self.prompt_tokens
         if count is not None:
             count += len(prompt.ids) - 3 + len(self.added)
+            count = min(count, self.longest_prompt)
         return Answer(self.chat_text, has_ended=self.chat_ended, prompt_tokens=count)
 
     def complete(self, ids: Sequence[int], max_tokens: int) -> Answer | None:
@@ -240,6 +242,27 @@ def test_a_context_that_is_too_short_cannot_be_asked() -> None:
     result = compare(FakeServer(facts=ServerFacts("engine", "model", 48)))
     assert result.is_same
     assert "the server's context is 48 tokens, the run's rows have up to 64" in result.notes[0]
+
+
+@pytest.mark.parametrize("lengths", [(3, 20, 30), (20, 25, 30)])
+@pytest.mark.parametrize("has_calls", [True, False])
+def test_a_server_that_cuts_long_prompts_cannot_be_asked(
+    lengths: tuple[int, ...], has_calls: bool
+) -> None:
+    """Ollama answers the rest of a prompt that is longer than its context."""
+    (answer,) = expectations().answers
+    answers = [
+        replace(answer, prompt=replace(CHAT, ids=(BOS, *range(5, 4 + length))))
+        for length in lengths
+    ]
+    facts = ServerFacts("Ollama", "model")
+    server = FakeServer(facts=facts, longest_prompt=16, has_calls=has_calls)
+    with pytest.raises(UsageError, match="only a part of long prompts: 16 of 30 tokens"):
+        compare(server, answers=answers)
+    if not has_calls:
+        # a template without one part makes all prompts shorter by the same number of tokens
+        shorter = replace(server, longest_prompt=64, prompt_tokens=0)
+        assert "prompt" in differing(compare(shorter, answers=answers))
 
 
 def test_tokens_that_a_server_cannot_score_are_left_out() -> None:

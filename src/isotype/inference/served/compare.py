@@ -87,6 +87,9 @@ def compare_server(
         server.chat(answer.prompt, len(answer.ids) + _EXTRA_TOKENS)
         for answer in expectations.answers
     ]
+    if cut_prompt := _find_cut_prompt(expectations, chats):
+        message = f"{url}: the server reads only a part of long prompts: {cut_prompt}"
+        raise UsageError(message, fix=server.remedies.context)
     prompt_checks = _compare_prompts(expectations, server, chats)
     has_template = prompt_checks[0].outcome != DIFFERS
     comparison = _compare_answers(expectations, server, chats, has_template=has_template)
@@ -125,6 +128,23 @@ def compare_server(
         row_source=expectations.row_source,
         notes=notes,
     )
+
+
+def _find_cut_prompt(expectations: Expectations, chats: Sequence[Answer]) -> str:
+    """Returns a text with the lengths of a prompt that the server has cut, or "" if it has cut
+    none. If the context of Ollama is too short, for example, it drops a part of each longer prompt.
+    Then prompts of different lengths have the same, smaller number of tokens.
+    """
+    cut_prompts = [
+        (len(answer.prompt.ids), chat.prompt_tokens)
+        for answer, chat in zip(expectations.answers, chats)
+        if chat.prompt_tokens is not None and chat.prompt_tokens < len(answer.prompt.ids) - 1
+    ]
+    lengths = {length for length, _ in cut_prompts}
+    counts = {count for _, count in cut_prompts}
+    if len(lengths) < 2 or len(counts) > 1:
+        return ""
+    return f"{counts.pop()} of {max(lengths)} tokens"
 
 
 def _name_folder(check: Check, folder: str) -> Check:
