@@ -303,6 +303,23 @@ def test_the_folder_of_training_is_derived(setting, place, name, located, tmp_pa
     assert locate_base(name, run / "adapters/step_3") == locate_base(name, run)
 
 
+def test_the_folder_of_training_is_recorded_for_an_absolute_run_folder(
+    run, workshop, tmp_path, monkeypatch
+) -> None:
+    started_in = json.loads((run / "env.json").read_text())["folder"]
+    assert Path(started_in) == Path.cwd()
+    copy = tmp_path / "moved"
+    copy.mkdir()
+    (copy / "resolved.yaml").write_text("run: {folder: /data/run}\n")
+    (copy / "env.json").write_text(json.dumps({"folder": str(workshop.base.parent)}))
+    monkeypatch.chdir(tmp_path)
+    assert locate_base(workshop.base.name, copy) == str(workshop.base)
+    assert locate_base("org/model", copy) == "org/model"
+    for folder in (3, "relative", str(tmp_path / "absent")):
+        (copy / "env.json").write_text(json.dumps({"folder": folder}))
+        assert locate_base(workshop.base.name, copy) == workshop.base.name
+
+
 def test_the_card_of_a_result_names_its_making_and_its_code_loads_it(
     run, workshop, configured, tmp_path
 ):

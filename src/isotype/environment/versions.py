@@ -44,6 +44,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "command": sys.argv,
+        "folder": os.getcwd(),
         "packages": {name: versions[name] for name in KEY_PACKAGES if name in versions},
         "torch": _torch_facts(),
         "devices": detect_devices(),

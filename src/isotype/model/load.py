@@ -627,7 +627,8 @@ def loading_error(name: str, source_kind: str, error: BaseException) -> UsageErr
         message = f"{label}: neither a folder here nor a model on the hub{closest_model_hint(name)}"
         return UsageError(message, fix="check the spelling; for a private one: hf auth login")
     if kinds & _CONNECTION_ERRORS or "couldn't connect" in text.lower():
-        return cache_miss_error(label, f"a local folder{closest_model_hint(name)}")
+        hint = closest_model_hint(name) or f" ({Path.cwd() / name} does not exist)"
+        return cache_miss_error(label, f"a local folder{hint}")
     if absent and constants.HF_HUB_OFFLINE:
         return cache_miss_error(label, "a local folder", is_partial=True)
     if "backend tokenizer" in text:

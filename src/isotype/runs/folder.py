@@ -256,17 +256,28 @@ def with_located_base(config: RunConfig, run: Path) -> RunConfig:
 
 
 def _locate_relative(name: str, run: Path, config: RunConfig) -> str:
-    """Returns the path of a base with a relative name, or the name if no such path exists.
-
-    The folder of training is the part of the run's path that precedes `run.folder`. So the result
-    is correct after the folder with both run and base was moved, too.
-    """
-    setting = Path(config.run.folder.replace("{name}", "*"))
-    start = Path(*run.parts[: -len(setting.parts)])
-    if setting.is_absolute() or not run.match(str(setting)) or start == Path.cwd():
+    """Returns the path of a base with a relative name, or the name if no such path exists."""
+    start = _folder_of_training(run, config)
+    if start is None or start == Path.cwd():
         return name
     base = start / name
     return str(base) if base.exists() else name
+
+
+def _folder_of_training(run: Path, config: RunConfig) -> Path | None:
+    """Returns the working directory in which a run was started; None if it is not known.
+
+    It is the part of the run's path that precedes `run.folder`. So the result is correct after the
+    folder with both run and base was moved, too. If `run.folder` is absolute, the directory is read
+    from env.json.
+    """
+    setting = Path(config.run.folder.replace("{name}", "*"))
+    if setting.is_absolute():
+        folder = RunFolder(run).read_json("env.json").get("folder")
+        return Path(folder) if isinstance(folder, str) and os.path.isabs(folder) else None
+    if not run.match(str(setting)):
+        return None
+    return Path(*run.parts[: -len(setting.parts)])
 
 
 def detect_run_kind(path: Path) -> str:
