@@ -228,6 +228,7 @@ INNER = {
     "isotype.tasks.diffusion.denoiser": (
         "build_denoiser keep_time_exact load_for_samples load_frozen_denoiser time_embeddings"
     ),
+    "isotype.tasks.diffusion.families.flow": "Lumina2",
     "isotype.tasks.diffusion.families.ideogram4": "Ideogram4",
     "isotype.tasks.diffusion.clip_proposal": "clip_proposal=",
     "isotype.tasks.diffusion.families.noise": "size_conditioning",

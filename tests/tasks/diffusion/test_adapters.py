@@ -24,6 +24,7 @@ from isotype.tasks.choose import train
 from isotype.training.optimizer import build_optimizer
 from tests.api import (
     Ideogram4,
+    Lumina2,
     PipelineFolder,
     comfyui_name,
     draw_pictures,
@@ -219,6 +220,30 @@ def test_comfyui_adds_fused_queries_keys_and_values(tmp_path, alphas):
     assert set(added) == {f"{prefix}.qkv", f"{prefix}.o"}
     torch.testing.assert_close(added[f"{prefix}.qkv"], fused, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(added[f"{prefix}.o"], deltas["to_out.0"], rtol=1e-6, atol=1e-6)
+
+
+def test_queries_keys_and_values_of_unequal_sizes_are_fused_only_together(tmp_path):
+    """Of Lumina 2, which has fewer heads for keys and values."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"to_q": 6, "to_k": 2, "to_v": 2}
+    tensors = {}
+    for part, size in sizes.items():
+        name = f"base_model.model.layers.0.attn.{part}"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(3, 6, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(size, 3, generator=generator)
+    settings = {"r": 3, "lora_alpha": 6.0, "use_rslora": False, "use_dora": False}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"peft_type": "LORA"}))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    assert write_comfyui(tmp_path, tmp_path / "comfyui.safetensors", Lumina2()) == 3
+    qkv = "diffusion_model.layers.0.attention.qkv"
+    added = read_as_comfyui_does(tmp_path / "comfyui.safetensors", [qkv])
+    matrices = list(tensors.values())
+    fused = torch.cat([2 * b @ a for a, b in zip(matrices[::2], matrices[1::2], strict=True)])
+    torch.testing.assert_close(added[qkv], fused, rtol=1e-6, atol=1e-6)
+    del tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UsageError, match=r"layers\.0\.attn\.to_v has no adapter"):
+        write_comfyui(tmp_path, tmp_path / "comfyui.safetensors", Lumina2())
 
 
 def test_a_lokr_of_fused_modules_is_refused_for_comfyui(drawn, studio):

@@ -223,6 +223,10 @@ MUSUBI_FILES = {
         "layers.0.attention.o": ["layers.0.attention.to_out.0"],
         "layers.0.feed_forward.w2": ["layers.0.feed_forward.w2"],
     },
+    "lumina2": {
+        "layers.0.attention.qkv": [f"layers.0.attn.to_{part}" for part in "qkv"],
+        "layers.0.feed_forward.w2": ["layers.0.feed_forward.linear_2"],
+    },
     "wan": {
         "blocks.1.self_attn.q": ["blocks.1.attn1.to_q"],
         "blocks.0.cross_attn.o": ["blocks.0.attn2.to_out.0"],
@@ -238,7 +242,7 @@ MUSUBI_FILES = {
 @pytest.mark.parametrize("ends", [KOHYA_ENDS, PEFT_ENDS])
 @pytest.mark.parametrize(
     "model",
-    ["krea2", *(pytest.param(n, marks=pytest.mark.full) for n in ("ideogram4", "wan", "z_image"))],
+    ["krea2", *(pytest.param(n, marks=pytest.mark.full) for n in MUSUBI_FILES if n != "krea2")],
 )
 def test_the_names_of_the_original_models_are_read(drawn, studio, tmp_path, model, ends):
     """As musubi-tuner writes them (`lora_unet_blocks_0_attn_wq.lora_down.weight`), and as ComfyUI's
@@ -263,7 +267,8 @@ def test_the_names_of_the_original_models_are_read(drawn, studio, tmp_path, mode
     expected = {}
     for name, modules in modules_by_name.items():
         a, b, alpha = in_file[name]
-        for module, rows in zip(modules, b.chunk(len(modules)), strict=True):
+        parts = b.split([layers[module].out_features for module in modules])
+        for module, rows in zip(modules, parts, strict=True):
             expected[module] = (a, rows, alpha)
     deltas = {
         name: module.alpha / module.rank * module.b @ module.a

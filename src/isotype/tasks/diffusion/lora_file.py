@@ -130,10 +130,11 @@ def read_lora_file(path: Path, pipeline: PipelineFolder, config: RunConfig) -> L
         for file_name in _file_names(module, family):
             modules_by_name[file_name] = (module,)
     modules_by_name.update(_fused_modules(layers, family))
-    pairs, rest = _match(tensors, modules_by_name)
+    sizes = {name: len(_weight(layer)) for name, layer in layers.items()}
+    pairs, rest = _match(tensors, modules_by_name, sizes)
     if rest:
         converted = _convert_by_diffusers(path, rest, pipeline)
-        more_pairs, rest = _match(converted, modules_by_name)
+        more_pairs, rest = _match(converted, modules_by_name, sizes)
         pairs |= more_pairs
     if rest:
         _refuse_unknown(path, list(rest), family.pipeline)
@@ -236,11 +237,15 @@ _Pair = tuple[Tensor, Tensor, float | None]
 
 
 def _match(
-    tensors: Mapping[str, Tensor], modules_by_name: Mapping[str, tuple[str, ...]]
+    tensors: Mapping[str, Tensor],
+    modules_by_name: Mapping[str, tuple[str, ...]],
+    sizes: Mapping[str, int],
 ) -> tuple[dict[str, _Pair], dict[str, Tensor]]:
     """Returns the two matrices and the alpha (None if there is none) of each module, and the
     tensors that belong to no module. Modules that are fused in the file have the same matrix A; each
     of them gets its rows of the matrix B.
+
+    sizes  the number of outputs of each module
     """
     rest = dict(tensors)
     pairs: dict[str, _Pair] = {}
@@ -253,10 +258,21 @@ def _match(
                 continue
             alpha = rest.pop(f"{file_name}{ALPHA_SUFFIX}", None)
             a = rest.pop(name)
-            rows = rest.pop(b_name).tensor_split(len(modules))
-            for module, b in zip(modules, rows, strict=True):
+            b_parts = _split_rows(rest.pop(b_name), [sizes[module] for module in modules])
+            for module, b in zip(modules, b_parts, strict=True):
                 pairs[module] = (a, b, None if alpha is None else float(alpha))
     return pairs, rest
+
+
+def _split_rows(b: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Splits the matrix B of fused modules. If it has another size, `_shaped_module` raises."""
+    return b.split(sizes) if len(b) == sum(sizes) else b.tensor_split(len(sizes))
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def _convert_by_diffusers(
@@ -349,8 +365,7 @@ def _shaped_module(
     """Returns the matrices of a module in the shapes that they have in PEFT. Raises UsageError for
     sizes that do not fit the layer.
     """
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
+    weight = _weight(layer)
     rank = len(a)
     a_shape = (rank, *weight.shape[1:])
     b_shape = (len(weight), rank, *(1 for _ in weight.shape[2:]))

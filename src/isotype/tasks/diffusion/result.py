@@ -497,6 +497,13 @@ def _fuse_modules(
         matches = [match for name in tensors if (match := pattern.fullmatch(name))]
         for block in dict.fromkeys(match["block"] for match in matches):
             modules = [f"{block}{end}" for end in part_ends]
+            missing = [m for m in modules if f"{m}.lora_A.weight" not in tensors]
+            if missing and family.fuses_unequal_sizes:
+                raise UsageError(
+                    f"comfyui: {family.pipeline}: ComfyUI stores queries, keys and values in one"
+                    f" matrix, and {missing[0].removeprefix(PEFT_PREFIX)} has no adapter",
+                    fix="adapter.targets: all-linear, or all three",
+                )
             fused_name = f"{block.removeprefix(PEFT_PREFIX)}{fused_end}"
             fused_tensors |= _fuse_parts(
                 [other_tensors.pop(f"{module}.lora_A.weight", None) for module in modules],
@@ -521,6 +528,7 @@ def _fuse_parts(
     known_a = [a for a in a_parts if a is not None]
     rank = sum(map(len, known_a))
     outputs = next(len(b) for b in b_parts if b is not None)
+    sizes = [outputs if b is None else len(b) for b in b_parts]
     scales = [
         _comfyui_alpha(module, len(a), settings) / len(a)
         for module, a in zip(modules, a_parts, strict=True)
@@ -534,8 +542,9 @@ def _fuse_parts(
             continue
         scale = next(remaining_scales)
         rows = b if has_one_scale else b.float() * scale
-        column = rows.new_zeros(outputs * len(b_parts), b.shape[1])
-        column[part * outputs : (part + 1) * outputs] = rows
+        column = rows.new_zeros(sum(sizes), b.shape[1])
+        start = sum(sizes[:part])
+        column[start : start + len(rows)] = rows
         columns.append(column)
     alpha = rank * scales[0] if has_one_scale else float(rank)
     return {

@@ -79,6 +79,12 @@ def refuse_incompatible_settings(
                 fix="remove run.adapter_format",
             )
         refuse_without_comfyui_support(family, is_lokr=adapter.kind == "lokr")
+        if family.fuses_unequal_sizes and adapter.targets != "all-linear":
+            raise UsageError(
+                f"run.adapter_format: comfyui: {family.pipeline}: ComfyUI stores queries, keys and"
+                " values in one matrix, so that each of them needs an adapter",
+                fix="adapter.targets: all-linear",
+            )
     if not family.edits_pictures:
         _refuse_controls(config, sources, family.pipeline)
     elif not family.takes_several_controls:

@@ -299,7 +299,9 @@ class Family:
                            trainers write files with these names. Empty if they are `comfyui_names`
     comfyui_fused          maps the end of a module's name in ComfyUI to the ends of the names of the
                            modules whose weights ComfyUI stores in this module, in the order of their
-                           rows; these modules have the same number of outputs
+                           rows
+    fuses_unequal_sizes    whether these modules have different numbers of outputs; then each of them
+                           must have an adapter. Otherwise modules without an adapter get zeros
     block_classes          the classes of the denoiser's blocks, if the denoiser's
                            `_no_split_modules` does not list them; blocks can be recomputed, split
                            over processes, and get adapters
@@ -344,6 +346,7 @@ class Family:
     comfyui_names: ClassVar[Mapping[str, str]] = {}
     original_names: ClassVar[Mapping[str, str]] = {}
     comfyui_fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    fuses_unequal_sizes: ClassVar[bool] = False
     block_classes: ClassVar[tuple[str, ...]] = ()
     adapted_block_classes: ClassVar[tuple[str, ...]] = ()
     frozen_layers: ClassVar[tuple[str, ...]] = ()

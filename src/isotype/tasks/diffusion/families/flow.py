@@ -485,7 +485,15 @@ class Lumina2(Family):
     keeps_text_lengths = True
     text_width_key = "cap_feat_dim"
     text_arguments = MASK_ARGUMENTS
-    comfyui_blocker = "ComfyUI stores queries, keys and values in one matrix of another width"
+    comfyui_prefix = "diffusion_model"
+    comfyui_names = {
+        ".attn.to_out.0": ".attention.out",
+        ".attn.qkv": ".attention.qkv",
+        ".feed_forward.linear_": ".feed_forward.w",
+        ".norm1.linear": ".adaLN_modulation.1",
+    }
+    comfyui_fused = {".attn.qkv": (".attn.to_q", ".attn.to_k", ".attn.to_v")}
+    fuses_unequal_sizes = True
 
     def prepare(self, denoiser: Any) -> None:
         """Converts the table of positions from complex128 to complex64. With complex128, queries
