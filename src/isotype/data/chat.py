@@ -169,7 +169,11 @@ _THOUGHT_TAG = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")  # `</think>`, `[THINK
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, and the tokenizer that renders it."""
+    """A chat template, and the tokenizer that renders it.
+
+    text      the template
+    thoughts  the setting `data.thoughts`: what happens to the reasoning in answers
+    """
 
     tokenizer: Any
     text: str

@@ -38,7 +38,10 @@ EXPORT_NOTE = "ChatGPT's export, read as messages"
 
 @dataclass(frozen=True, slots=True)
 class NamedRow:
-    """A row with renamed keys. `names` maps each renamed key to its original name in the row."""
+    """A row with renamed keys. `names` maps each renamed key to its original name in the row.
+
+    values  the row, with Isotype's keys
+    """
 
     values: dict[str, Any]
     names: Mapping[str, str]

@@ -39,6 +39,10 @@ Offsets = Sequence[tuple[int, int]]  # (start, end) of each token, in characters
 class Tally:
     """Counts how many examples were cut, dropped or changed while they were encoded. There is one
     object for the training data and one for the evaluation data.
+
+    dropped        reason -> number of rows that were left out
+    first_dropped  reason -> the location of the first such row
+    bad            the rows that cannot be used
     """
 
     dropped: Counter[str] = field(default_factory=Counter)

@@ -100,6 +100,9 @@ _JUDGED_FORMATS: Mapping[FormatName, JudgedFormat] = {
 class Example:
     """One checked row of a data file, before tokenisation. Exactly one of `messages`, `completion`,
     `text` is set.
+
+    location  the file and line of the row, for messages
+    prompt    the text before `completion`
     """
 
     location: str

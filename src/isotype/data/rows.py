@@ -81,7 +81,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class LoadedData:
-    """Contains everything that a run uses from its data, such as the training and evaluation rows."""
+    """Contains everything that a run uses from its data, such as the training and evaluation rows.
+
+    prompts  the prompts of the samples
+    facts    the counts and settings of the data, which data.json stores
+    """
 
     train: Sequence[Row]
     """The training rows. With `stream` only the first rows, for the checks before training."""

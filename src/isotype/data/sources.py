@@ -50,10 +50,14 @@ class Source:
     """One entry of data.train or data.eval. When the object is created, only the first rows are
     read, to detect the format.
 
+    spec              the entry of the configuration
+    needs_answer      whether every row needs an answer, because the loss is computed on answers
+                      only
     objective_format  the only format that the objective learns from, or None
     detected_formats  the detected format of each file, and how it was recognised
     ignored           the keys that are not used, with the number of rows that have them. The rows
                       are counted while they are read
+    notes             remarks for the user
     """
 
     spec: SourceSpec

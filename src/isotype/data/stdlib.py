@@ -90,6 +90,8 @@ class DocumentedItem:
 
 @dataclass(frozen=True, slots=True)
 class QuestionAnswer:
+    """A question about the module, class or function `name`, and its answer."""
+
     name: str
     question: str
     answer: str

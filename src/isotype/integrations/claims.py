@@ -66,11 +66,11 @@ def _choose_precision(
     kinds of tensors (roles) whose dtype differs from the preset, and the reason for the choice. If
     neither the arguments nor the model decide, the preset is `auto`, and the device decides.
     """
-    requested = requested_dtype(trainer)
+    trainer_dtype = requested_dtype(trainer)
     # TRL's default of `bf16` is None, which means bf16, so that False was written by the user. In
     # the arguments of transformers itself, False may be the default
     is_fp32_requested = (
-        requested is None and type(trainer.args).__dataclass_fields__["bf16"].default is None
+        trainer_dtype is None and type(trainer.args).__dataclass_fields__["bf16"].default is None
     )
     fp32_reason = "bf16=False in the trainer's arguments"
     if quantised is not None:
@@ -85,14 +85,14 @@ def _choose_precision(
             overrides["compute"] = "fp32"
             reason += f", and {fp32_reason}"
         return preset, overrides, reason
-    if requested is not None:
-        if requested == "fp16":
+    if trainer_dtype is not None:
+        if trainer_dtype == "fp16":
             preset = "fp16-mixed"
         elif adapter == "none":
             preset = "bf16-mixed"
         else:
             preset = "bf16-lora"
-        return preset, {}, f"auto: {requested}=True in the trainer's arguments"
+        return preset, {}, f"auto: {trainer_dtype}=True in the trainer's arguments"
     if is_fp32_requested:
         return ("fp32", {}, f"auto: {fp32_reason}")
     return ("auto", {}, "")
@@ -170,7 +170,7 @@ def resolve_trainer_precision(trainer: Any, precision: Any) -> Resolved:
 
 def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> None:
     """Raises UsageError where the arguments or accelerate contradict the precision."""
-    requested = requested_dtype(trainer)
+    trainer_dtype = requested_dtype(trainer)
     accelerate_dtype = _ACCELERATE_DTYPES.get(
         trainer.accelerator.mixed_precision, trainer.accelerator.mixed_precision
     )
@@ -179,20 +179,24 @@ def _check_precision_claims(trainer: Any, precision: Precision, preset: str) -> 
             "accelerate's mixed_precision is fp8, and no precision declares that",
             fix="mixed_precision: bf16",
         )
-    if requested is not None and requested != precision.compute:
-        if requested == "bf16" and is_trl_trainer(trainer):
+    if trainer_dtype is not None and trainer_dtype != precision.compute:
+        if trainer_dtype == "bf16" and is_trl_trainer(trainer):
             default_note = " (TRL's configurations set it by default)"
         else:
             default_note = ""
         raise UsageError(
-            f"{requested}=True in the trainer's arguments{default_note}, and precision {preset} computes in"
+            f"{trainer_dtype}=True in the trainer's arguments{default_note}, and precision {preset} computes in"
             f" {precision.compute}",
             fix=(
-                f"{requested}=False, or precision='{'fp16-mixed' if requested == 'fp16' else 'bf16-mixed'}'"
+                f"{trainer_dtype}=False, or precision='{'fp16-mixed' if trainer_dtype == 'fp16' else 'bf16-mixed'}'"
             ),
         )
     variable = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if requested is None and accelerate_dtype != "fp32" and accelerate_dtype != precision.compute:
+    if (
+        trainer_dtype is None
+        and accelerate_dtype != "fp32"
+        and accelerate_dtype != precision.compute
+    ):
         if variable:
             source = f"ACCELERATE_MIXED_PRECISION={variable}"
         else:
@@ -229,10 +233,10 @@ def collect_claims(trainer: Any, precision: Precision) -> list[Claim]:
 
 
 def _autocast_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
-    requested = requested_dtype(trainer)
+    trainer_dtype = requested_dtype(trainer)
     yield Claim(
         "training arguments",
-        f"{requested}=True" if requested else "bf16=False, fp16=False",
+        f"{trainer_dtype}=True" if trainer_dtype else "bf16=False, fp16=False",
         f"compute {precision.compute}, on the inner model",
     )
     variable = os.environ.get("ACCELERATE_MIXED_PRECISION")
@@ -240,7 +244,7 @@ def _autocast_claims(trainer: Any, precision: Precision) -> Iterator[Claim]:
         yield Claim(
             "environment",
             f"ACCELERATE_MIXED_PRECISION={variable}",
-            "agrees" if requested else "overridden",
+            "agrees" if trainer_dtype else "overridden",
         )
     outcome = "had no autocast"
     if trainer.accelerator.native_amp:

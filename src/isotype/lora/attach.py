@@ -642,13 +642,13 @@ def cached_dtypes(projection: Projection, x: Tensor, x_dtype: torch.dtype) -> Lo
     """
     device = x.device.type
     if device == "meta":
-        autocast = autocast_dtype(x)
+        cast_dtype = autocast_dtype(x)
     else:
         if torch.is_autocast_enabled(device):
-            autocast = torch.get_autocast_dtype(device)
+            cast_dtype = torch.get_autocast_dtype(device)
         else:
-            autocast = None
-    key = (x_dtype, autocast, device, projection.dtype_key)
+            cast_dtype = None
+    key = (x_dtype, cast_dtype, device, projection.dtype_key)
     dtypes = _dtypes_cache.get(key)
     if dtypes is None:
         dtypes = _dtypes_cache[key] = projection_dtypes(projection, x, x_dtype)

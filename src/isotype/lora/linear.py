@@ -107,13 +107,13 @@ def resolve_dtypes(
     Raises  DtypeError DT001 if autocast is off and the dtypes of a dense weight and its input
             differ, as `nn.Linear` does
     """
-    autocast = autocast_dtype(x)
+    cast_dtype = autocast_dtype(x)
     x_dtype = x_dtype or x.dtype
     if is_quantised:
         compute = weight_dtype
         output = x_dtype
-    elif autocast is not None and torch.float64 not in (x_dtype, weight_dtype):
-        compute = output = autocast
+    elif cast_dtype is not None and torch.float64 not in (x_dtype, weight_dtype):
+        compute = output = cast_dtype
     elif x_dtype == weight_dtype:
         compute = output = x_dtype
     else:
@@ -123,7 +123,7 @@ def resolve_dtypes(
             code="DT001",
             fix=f"x.to({weight_dtype}), or run under torch.autocast({x.device.type!r}, dtype=...)",
         )
-    peft_branch_dtype = adapter_dtype if autocast is None else autocast
+    peft_branch_dtype = adapter_dtype if cast_dtype is None else cast_dtype
     is_narrow = compute in (torch.bfloat16, torch.float16)
     return LoraDtypes(
         compute,
@@ -355,10 +355,12 @@ class Projection(NamedTuple):
     (quantised) weight with its state. `bias` is [O] or None. `a` is [r K] and `b` is [O r]; both
     are None without an adapter.
 
-    dropout    the probability with which elements of the branch's input are dropped
-    dtype_key  all values that decide the call's dtypes besides the input and autocast: (the
-               weight's dtype, or the compute dtype of a packed layer; whether the weight is dense;
-               the dtype of A; the dtype of B; whether the branch is requested in fp32)
+    quant_state  the state of a packed weight; None for a dense weight
+    scale        the factor of the adapter branch (alpha / rank)
+    dropout      the probability with which elements of the branch's input are dropped
+    dtype_key    all values that decide the call's dtypes besides the input and autocast: (the
+                 weight's dtype, or the compute dtype of a packed layer; whether the weight is
+                 dense; the dtype of A; the dtype of B; whether the branch is requested in fp32)
     """
 
     weight: Tensor

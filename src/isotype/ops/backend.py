@@ -135,10 +135,10 @@ def product_dtype(x: Tensor, *operands: Tensor) -> torch.dtype:
     dtype = x.dtype
     for operand in operands:
         dtype = torch.promote_types(dtype, operand.dtype)
-    autocast = autocast_dtype(x)
-    if autocast is None or dtype == torch.float64:
+    cast_dtype = autocast_dtype(x)
+    if cast_dtype is None or dtype == torch.float64:
         return dtype
-    return autocast
+    return cast_dtype
 
 
 # "graph" is plain PyTorch that is traced

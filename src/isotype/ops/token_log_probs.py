@@ -123,7 +123,7 @@ def empty_outputs(
     """Allocates outputs of the right shapes and dtypes. The outputs are filled with zeros, since
     forward does not write to ignored rows.
     """
-    stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    stored_dtype = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     tokens = hidden_TH.shape[0]
     gradient_shape = shape_if(bool(gradient_of), hidden_TH.shape)
     recomputed_rows = 0
@@ -133,7 +133,7 @@ def empty_outputs(
         allocate_row_values(
             hidden_TH.shape[0], arithmetic_dtype(hidden_TH.dtype), hidden_TH.device, requested
         ),
-        torch.zeros(gradient_shape, dtype=stored, device=hidden_TH.device),
+        torch.zeros(gradient_shape, dtype=stored_dtype, device=hidden_TH.device),
         RecomputedLogits.allocate(recomputed_rows, hidden_TH.device),
     )
 
@@ -265,7 +265,7 @@ def _backward(
     dlog_probs, dlse and dentropy are upstream gradients or None.
     """
     rule = LossRule.from_arguments(ignore_index, factors)
-    fp32 = arithmetic_dtype(hidden_TH.dtype)
+    wide_dtype = arithmetic_dtype(hidden_TH.dtype)
     rows = rows_to_compute(targets_T, rule)
     ignored = targets_T[rows] == rule.ignore_index
     targets_N = targets_T[rows].masked_fill(ignored, 0)
@@ -284,7 +284,7 @@ def _backward(
         if upstream_T is None:
             upstream_gradients.append(None)
         else:
-            upstream_gradients.append(upstream_T[rows].to(fp32).masked_fill(ignored, 0))
+            upstream_gradients.append(upstream_T[rows].to(wide_dtype).masked_fill(ignored, 0))
 
     def write_gradient(z: Tensor, out: Tensor, first: int, factor: Tensor | None) -> None:
         scaled_gradients = list(upstream_gradients)

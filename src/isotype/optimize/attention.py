@@ -274,6 +274,9 @@ def document_mask_blocker(model: nn.Module) -> str | None:
 class DocumentMask(Tensor):
     """A tensor that is passed in place of a mask and contains the bounds of packed documents. It
     has the dtype int32, the shape [1 1 1 E+1] and the values of `documents.bounds`.
+
+    documents  the bounds of the documents and the positions of the tokens
+    masks      sliding window (None without one) -> the mask that code other than the op gets
     """
 
     documents: Documents

@@ -290,7 +290,7 @@ def defer(
     """
     is_grad_enabled = torch.is_grad_enabled()
     logits_dtype = product_dtype(hidden, weight)
-    cast = autocast_dtype(hidden)
+    cast_dtype = autocast_dtype(hidden)
     return DeferredLogits(
         Recipe(
             hidden,
@@ -299,7 +299,7 @@ def defer(
             weight,
             count_changes(weight),
             is_grad_enabled,
-            cast,
+            cast_dtype,
             logits_dtype,
             logits_dtype,
             num_items=items,

@@ -46,7 +46,9 @@ _SIZES = (
 class ExpertsSettings:
     """The names and layout of a module's stacks.
 
-    activation  None if the op calls the module's own activation function
+    up             the name of the stack that computes gate and up
+    is_transposed  whether the stacks are stored as [in out]
+    activation     None if the op calls the module's own activation function
     """
 
     up: str

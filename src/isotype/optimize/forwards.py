@@ -187,11 +187,12 @@ class Half:
 class LayerSettings:
     """Describes a decoder layer.
 
-    scale      the name of the attribute with the factor of the outputs of attention and MLP; None
-               if there is no factor
+    attention, mlp     the two halves of the layer
+    scale              the name of the attribute with the factor of the outputs of attention and
+                       MLP; None if there is no factor
     mlp_returns_tuple  whether the MLP returns a tuple, of which the first element is used
-    names      the parameters of the forward after the hidden states
-    defaults   their default values
+    names              the parameters of the forward after the hidden states
+    defaults           their default values
     """
 
     attention: Half
@@ -311,9 +312,11 @@ ACTIVATIONS: dict[Gated, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Ten
 class GatedSettings:
     """Names the child modules of a gated MLP.
 
-    up        None if one layer computes both gate and up
-    function  the activation function that was recognised; if the module later has another one, the
-              forward of the class runs
+    gate, down, activation  the names of the child modules
+    up                      None if one layer computes both gate and up
+    op                      the op that computes the activation and the product with up
+    function                the activation function that was recognised; if the module later has
+                            another one, the forward of the class runs
     """
 
     gate: str

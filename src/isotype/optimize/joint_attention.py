@@ -51,11 +51,11 @@ _SIZE = 4  # features of a head of the probe
 class JointSettings:
     """Describes an attention layer.
 
-    is_joint   whether attention is also over the tokens of the text
-    text_first whether the tokens of the text come before those of the picture
-    has_output_layer  whether to_out is applied to the picture's result
+    is_joint               whether attention is also over the tokens of the text
+    is_text_first          whether the tokens of the text come before those of the picture
+    has_output_layer       whether to_out is applied to the picture's result
     has_text_output_layer  whether to_add_out is applied to the text's result
-    has_rotary  whether query and key are rotated by the tables `image_rotary_emb`
+    has_rotary             whether query and key are rotated by the tables `image_rotary_emb`
     """
 
     is_joint: bool

@@ -38,6 +38,8 @@ PART_NAME = "layer"  # the value of `Placement.part`
 
 @dataclass(frozen=True)
 class Children:
+    """The names of the child modules of a decoder layer, `norms` in the order of the module."""
+
     norms: tuple[str, ...]
     attention: str
     mlp: str

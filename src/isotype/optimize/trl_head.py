@@ -41,7 +41,8 @@ class FusedHead:
     """Holds the settings of TRL's forward, and counts its calls.
 
     trl_forward  TRL's bound forward
-    calls   the name of the op, or the reason why TRL's own code ran -> number of calls
+    options      the variables that TRL's forward reads from its closure
+    calls        the name of the op, or the reason why TRL's own code ran -> number of calls
     """
 
     trl_forward: Any

@@ -477,9 +477,9 @@ def get_precision(model: nn.Module) -> Precision | None:
 def use_generate_dtype(model: nn.Module) -> Iterator[None]:
     """Within this block, the model computes matrix products in the dtype `precision.generate`."""
     state: _PrecisionState = getattr(inner_model(model), _STATE)[0]
-    previous = state.dtype
+    previous_dtype = state.dtype
     state.set_compute(state.precision.generate)
     try:
         yield
     finally:
-        state.set_compute(previous)
+        state.set_compute(previous_dtype)

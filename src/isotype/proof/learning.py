@@ -73,14 +73,14 @@ def _check_preset(
 ) -> ResultRow:
     run = _run(folder, scale, preset, is_lora=is_lora)
     losses = _losses(run)
-    violations = len(RunFolder(run.folder).read_json("precision.json")["violations"])
+    violation_count = len(RunFolder(run.folder).read_json("precision.json")["violations"])
     share = (losses[0] - losses[-1]) / fp32_gain
     return {
         "name": preset,
-        "passed": share >= MIN_SHARE and not violations,
+        "passed": share >= MIN_SHARE and not violation_count,
         "losses": [losses[0], losses[-1]],
         "share_of_fp32": share,
-        "violations": violations,
+        "violations": violation_count,
     }
 
 

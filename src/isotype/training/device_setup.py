@@ -28,6 +28,8 @@ from .task import Task
 class DeviceSetup:
     """The parts of a run that are prepared before a model is loaded.
 
+    hardware       what is known of the device, such as its memory and its native dtypes
+    resolved       the precision of the run, with the reason for each dtype
     process_bytes  on a CPU, the largest number of bytes that this process used before it loaded a
                    model; 0 if it was not measured
     """

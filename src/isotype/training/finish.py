@@ -57,6 +57,9 @@ def finish(loop: Loop, prepared: Prepared) -> dict[str, Any]:
 class _SavedResult:
     """A saved result, with the loss and the hashes of the tensors that it must have after it is
     loaded again.
+
+    dtype       the dtype of the saved weights
+    evaluation  the loss before saving
     """
 
     folder: Path

@@ -29,9 +29,10 @@ HYBRID = "hybrid"
 class Parallel:
     """How the processes of a run share a model.
 
-    kind   `replicate` (each process has the whole model), `shard` (all processes share one model),
-           or `hybrid` (the processes of each machine share one model)
-    nodes  for `hybrid`, the number of machines, each of which has a whole model; otherwise 1
+    kind    `replicate` (each process has the whole model), `shard` (all processes share one model),
+            or `hybrid` (the processes of each machine share one model)
+    reason  the setting with which the user chose this, or the reason for the choice of `auto`
+    nodes   for `hybrid`, the number of machines, each of which has a whole model; otherwise 1
     """
 
     kind: str

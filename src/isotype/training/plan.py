@@ -36,11 +36,21 @@ RETAINED_MEMORY = "up to 340 MiB"
 class Plan:
     """The plan of a run.
 
-    process_bytes  on a CPU, the bytes that this process uses without a model; 0 on a GPU
-    alternatives   if the run does not fit into the memory of the GPU: other settings, and the bytes
-                   at their peak
-    row_name       what the task calls a row of its data
-    time           the estimated time of the run; None for a device other than this machine's CPU
+    resolved          the precision, with the reason for each dtype
+    architecture      the model in words
+    attention         the attention implementation, with the reason for it
+    trainable, total  the number of trained parameters, and of all parameters
+    data              the counts and settings of the data, for `--json`
+    data_lines        the same as lines of text
+    schedule          the numbers of steps, epochs and rows per step
+    process_bytes     on a CPU, the bytes that this process uses without a model; 0 on a GPU
+    notes             remarks that are printed after the plan
+    processes         how the work is divided; None for one process
+    offload           the layers and bytes of `model.offload`; None without it
+    alternatives      if the run does not fit into the memory of the GPU: other settings, and the
+                      bytes at their peak
+    row_name          what the task calls a row of its data
+    time              the estimated time of the run; None for a device other than this machine's CPU
     """
 
     config: RunConfig

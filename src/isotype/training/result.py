@@ -35,6 +35,7 @@ def result_dtype(config: RunConfig, precision: Precision) -> str:
 class ResultWriter:
     """Writes the adapter or the model with the current weights.
 
+    resolved  the precision of the run, with the reason for each dtype
     world     the processes of the run
     sharding  how the processes share the model; None if each has the whole model
     record    the dtypes that were recorded during training, for the model card

@@ -46,9 +46,10 @@ UNNAMED_OPTIMIZER = "adamw"  # the optimizer of a checkpoint that names none
 class RunState:
     """The parts of a run that change from step to step.
 
-    stream     yields the training rows, and has a position that is saved
-    world      the processes of the run; they save and restore its state together
-    precision  the name that the run's precision has in its checkpoints
+    ema              the moving average of the weights; None if the run has none
+    stream           yields the training rows, and has a position that is saved
+    world            the processes of the run; they save and restore its state together
+    precision        the name that the run's precision has in its checkpoints
     precision_roles  maps each key of the run's precision to its dtype
     """
 

@@ -45,7 +45,15 @@ from .task import Batch, Task
 
 @dataclass
 class Prepared(DeviceSetup):
-    """Everything that the training loop needs, except for the loop's own state."""
+    """Everything that the training loop needs, except for the loop's own state.
+
+    manifest       which op runs in which module of the model
+    stepper        computes the optimizer steps
+    checkpointing  the kind of gradient checkpointing, with the reason for it
+    batching       which micro-batches this process computes in a step
+    sharding       how the processes share the model; None if each has the whole model
+    parallel       how the processes share the work, with the reason for it
+    """
 
     model: nn.Module
     manifest: Manifest
@@ -153,7 +161,10 @@ class WeightFingerprints:
 class BuiltModel:
     """A model that is ready to train.
 
-    sharding  how the processes share the model; None if each has the whole model
+    manifest       which op runs in which module of the model
+    checkpointing  the kind of gradient checkpointing, with the reason for it
+    fingerprints   hashes of the weights, which the processes compare
+    sharding       how the processes share the model; None if each has the whole model
     """
 
     model: nn.Module
@@ -301,6 +312,7 @@ class PreflightSubject:
     task                a `training.task.Task`; for a trainer of another library, an object with
                         those parts of a task that the checks use
     prepared            a `Prepared`, or the run of a trainer of another library
+    folder              the folder of the run
     is_resuming         whether the run continues from a checkpoint; if so, some of its files
                         already exist
     micro_batch         the number of rows of a forward pass; by default train.batch_size

@@ -49,7 +49,9 @@ class StepResult:
     """The result of one optimizer step.
 
     loss           the sum of the losses, divided by `weight`
+    gradient_norm  the norm of all gradients before they are clipped
     units          number of tokens or pictures of the step
+    weight         the number by which the sum of the losses was divided
     share_changed  the share of weights that the previous update changed; None if not measured
     has_overflow   whether the update was skipped because an fp16 gradient overflowed
     loss_scale     the factor by which this step's loss is multiplied; None without loss scaling

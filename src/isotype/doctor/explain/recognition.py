@@ -266,13 +266,13 @@ def recognise_error(text: str, situation: Situation) -> RecognisedError | None:
         return None
     if _METADATA_ERROR.search(text):
         for pair in _METADATA_PAIR.finditer(text):
-            saved = normalise_dtype(pair["d1"])
-            recomputed = normalise_dtype(pair["d2"])
-            if saved != recomputed and pair["s1"] == pair["s2"]:
+            saved_dtype = normalise_dtype(pair["d1"])
+            recomputed_dtype = normalise_dtype(pair["d2"])
+            if saved_dtype != recomputed_dtype and pair["s1"] == pair["s2"]:
                 return RecognisedError(
                     text=text,
                     operator="recompute",
-                    dtypes={"saved": saved, "recomputed": recomputed},
+                    dtypes={"saved": saved_dtype, "recomputed": recomputed_dtype},
                     situation=situation,
                 )
         return None

@@ -700,8 +700,8 @@ def find_attention_operand(evidence: Evidence) -> Finding | None:
 
 def find_lost_autocast(evidence: Evidence) -> Finding | None:
     operands = _floating(evidence)
-    half = _half_dtype(operands)
-    if not evidence.autocast.lost_at or not _differ(operands) or half is None:
+    half_dtype = _half_dtype(operands)
+    if not evidence.autocast.lost_at or not _differ(operands) or half_dtype is None:
         return None
     start = max(i for i, frame in enumerate(evidence.frames) if starts_thread(frame))
     frames = [*evidence.frames[start:], *evidence.frames]
@@ -712,7 +712,7 @@ def find_lost_autocast(evidence: Evidence) -> Finding | None:
         region_at=evidence.autocast.lost_at,
         function=function,
         device=evidence.device,
-        target=str(half),
+        target=str(half_dtype),
         first=_describe(operands[0]),
         second=_describe(_first_of_other_dtype(operands)),
     )

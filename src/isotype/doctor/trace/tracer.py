@@ -190,14 +190,14 @@ class WatchSchedule:
             return type(value)
 
         if torch.is_autocast_enabled(device):
-            autocast = torch.get_autocast_dtype(device)
+            cast_dtype = torch.get_autocast_dtype(device)
         else:
-            autocast = None
+            cast_dtype = None
         state = (
             id(module),
             module.training,
             torch.is_grad_enabled(),
-            autocast,
+            cast_dtype,
             torch.get_default_dtype(),
         )
         return (state, describe_value(args), describe_value(kwargs)), tuple(sizes)

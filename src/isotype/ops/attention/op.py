@@ -483,11 +483,11 @@ def attention(
         raise UsageError(f"window is {window}: expected 1 key or more")
     if softcap is not None and softcap <= 0:
         raise UsageError(f"softcap is {softcap}: expected a positive number")
-    autocast = autocast_dtype(query)
-    if autocast is not None and query.dtype != torch.float64:
-        query = query.to(autocast)
-        key = key.to(autocast)
-        value = value.to(autocast)
+    cast_dtype = autocast_dtype(query)
+    if cast_dtype is not None and query.dtype != torch.float64:
+        query = query.to(cast_dtype)
+        key = key.to(cast_dtype)
+        value = value.to(cast_dtype)
     if not query.dtype == key.dtype == value.dtype:
         raise DtypeError(
             f"query, key and value are {format_dtype(query.dtype)}, {format_dtype(key.dtype)} and"
@@ -616,11 +616,11 @@ def kernel_attention(
     """Returns the result of `attention` if a kernel can compute it. Returns None if `attention`
     would call PyTorch's attention.
     """
-    autocast = autocast_dtype(query)
-    if autocast is not None and query.dtype != torch.float64:
-        query = query.to(autocast)
-        key = key.to(autocast)
-        value = value.to(autocast)
+    cast_dtype = autocast_dtype(query)
+    if cast_dtype is not None and query.dtype != torch.float64:
+        query = query.to(cast_dtype)
+        key = key.to(cast_dtype)
+        value = value.to(cast_dtype)
     implementation = choose_implementation(KERNELS, query, key, value)
     if not query.dtype == key.dtype == value.dtype:
         return None

@@ -367,7 +367,13 @@ class RequestedValues(NamedTuple):
 
 
 class RowValues(NamedTuple):
-    """The values of N rows, each fp32[N] (top1 int64[N]). A tensor that was not requested is empty."""
+    """The values of N rows, each fp32[N] (top1 int64[N]). A tensor that was not requested is empty.
+
+    log_probs         the log-probability of the row's target
+    log_sum_sq_probs  the logarithm of the sum of the squared probabilities
+    mean_logits       the mean of the logits over the vocabulary
+    top1              the class with the largest logit
+    """
 
     log_probs: Tensor
     logsumexp: Tensor

@@ -76,6 +76,9 @@ class Adapter(NamedTuple):
 class ExpertsOptions(NamedTuple):
     """The options of a call. `states` has one entry for each stack of weights: its state if the
     stack is packed (quantised), or None if it is not.
+
+    transposed  whether the stacked matrices are stored as [in out]
+    scales      the scales of the adapters of `up` and `down`
     """
 
     activation: Activation

@@ -283,18 +283,23 @@ def empty_gradients(
     booleans. They say whether the gradient of `hidden` and the gradient of `weight` are needed.
     """
     want_dhidden, want_dweight = rest[-2:]
-    fp32 = arithmetic_dtype(hidden_TH.dtype)
-    stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    wide_dtype = arithmetic_dtype(hidden_TH.dtype)
+    stored_dtype = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
     classes = weight_VH.shape[:1]
     return (
-        hidden_TH.new_empty(shape_if(want_dhidden, hidden_TH.shape), dtype=fp32),
-        weight_VH.new_empty(shape_if(want_dweight, weight_VH.shape), dtype=stored),
-        weight_VH.new_empty(shape_if(bias_V is not None, classes), dtype=fp32),
+        hidden_TH.new_empty(shape_if(want_dhidden, hidden_TH.shape), dtype=wide_dtype),
+        weight_VH.new_empty(shape_if(want_dweight, weight_VH.shape), dtype=stored_dtype),
+        weight_VH.new_empty(shape_if(bias_V is not None, classes), dtype=wide_dtype),
     )
 
 
 class Forward(NamedTuple):
-    """The results of forward. If a result is not needed, its tensor is empty."""
+    """The results of forward. If a result is not needed, its tensor is empty.
+
+    loss_T, lse_T  fp32[T]  the loss and the logsumexp of each row
+    dhidden_TH, dweight_VH, dbias_V
+                   the gradients, which forward computes together with the loss
+    """
 
     loss_T: Tensor
     lse_T: Tensor
@@ -327,19 +332,19 @@ def empty_outputs(
     """
     tokens = hidden_TH.shape[0]
     classes = weight_VH.shape[:1]
-    fp32 = arithmetic_dtype(hidden_TH.dtype)
-    stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
-    head_dtype = fp32
+    wide_dtype = arithmetic_dtype(hidden_TH.dtype)
+    stored_dtype = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    head_dtype = wide_dtype
     if tokens <= chunk:
         # a single chunk needs no fp32 accumulator: the product sums in fp32 and rounds once
-        head_dtype = stored
-    loss_T = hidden_TH.new_zeros(tokens, dtype=fp32)
+        head_dtype = stored_dtype
+    loss_T = hidden_TH.new_zeros(tokens, dtype=wide_dtype)
     return Forward(
         loss_T,
         torch.zeros_like(loss_T),
-        hidden_TH.new_zeros(shape_if(want_dhidden, hidden_TH.shape), dtype=stored),
+        hidden_TH.new_zeros(shape_if(want_dhidden, hidden_TH.shape), dtype=stored_dtype),
         hidden_TH.new_empty(shape_if(want_dweight, weight_VH.shape), dtype=head_dtype),
-        hidden_TH.new_zeros(shape_if(want_dbias, classes), dtype=fp32),
+        hidden_TH.new_zeros(shape_if(want_dbias, classes), dtype=wide_dtype),
     )
 
 
@@ -365,8 +370,8 @@ class HeadGradient:
         total = self.total_VH
         is_first = self.is_first
         self.is_first = False
-        result = result_dtype(x_NH.dtype, x_NH.device)
-        if total.dtype == result and self.post_scale is None:
+        output_dtype = result_dtype(x_NH.dtype, x_NH.device)
+        if total.dtype == output_dtype and self.post_scale is None:
             if is_first:
                 product(dlogits_NV.t(), x_NH, total)
             else:
@@ -376,7 +381,7 @@ class HeadGradient:
         size = fitting_block_size(classes, hidden, 4 * 4, x_NH.device, with_head_gradient=True)
         size = min(classes, size)
         if self.buffer is None:
-            self.buffer = torch.empty(size, hidden, dtype=result, device=total.device)
+            self.buffer = torch.empty(size, hidden, dtype=output_dtype, device=total.device)
         for start in range(0, classes, size):
             block = slice(start, start + size)
             part = total[block]
@@ -524,49 +529,49 @@ def gradients_by_vocabulary(
                     multiplied by `factor`, unless it is None
     """
     device = hidden_TH.device
-    operand = operand_dtype(hidden_TH.dtype, device)
-    result = result_dtype(operand, device)
-    fp32 = arithmetic_dtype(hidden_TH.dtype)
-    x_NH = hidden_TH[rows].to(operand)
-    pre_scale, post_scale = gradient_factors(operand, upstream_size)
+    products_dtype = operand_dtype(hidden_TH.dtype, device)
+    output_dtype = result_dtype(products_dtype, device)
+    wide_dtype = arithmetic_dtype(hidden_TH.dtype)
+    x_NH = hidden_TH[rows].to(products_dtype)
+    pre_scale, post_scale = gradient_factors(products_dtype, upstream_size)
     factor = None
     if post_scale is not None:
         factor = pre_scale / upstream_size
     classes = weight_VH.shape[0]
     block_classes = fitting_block_size(
-        weight_VH.shape[0], x_NH.shape[0], result.itemsize, device, with_head_gradient=True
+        weight_VH.shape[0], x_NH.shape[0], output_dtype.itemsize, device, with_head_gradient=True
     )
-    dx_NH = torch.zeros(x_NH.shape, dtype=fp32, device=device)
-    stored = stored_gradient_dtype(hidden_TH.dtype, device)
+    dx_NH = torch.zeros(x_NH.shape, dtype=wide_dtype, device=device)
+    stored_dtype = stored_gradient_dtype(hidden_TH.dtype, device)
     weight_shape = shape_if(want_dweight, weight_VH.shape)
     bias_shape = shape_if(bias_V is not None, (classes,))
-    dweight_VH = torch.empty(weight_shape, dtype=stored, device=device)
-    dbias_V = torch.zeros(bias_shape, dtype=fp32, device=device)
+    dweight_VH = torch.empty(weight_shape, dtype=stored_dtype, device=device)
+    dbias_V = torch.zeros(bias_shape, dtype=wide_dtype, device=device)
     for start in range(0, classes, block_classes):
         block = slice(start, min(start + block_classes, classes))
-        w = weight_VH[block].to(operand)
+        w = weight_VH[block].to(products_dtype)
         z = product(
-            x_NH, w.t(), torch.empty(x_NH.shape[0], w.shape[0], dtype=result, device=device)
+            x_NH, w.t(), torch.empty(x_NH.shape[0], w.shape[0], dtype=output_dtype, device=device)
         )
         if bias_V is not None:
             z.add_(bias_V[block].to(z.dtype))
         g = z
-        if result != operand:
-            g = torch.empty(z.shape, dtype=operand, device=device)
+        if output_dtype != products_dtype:
+            g = torch.empty(z.shape, dtype=products_dtype, device=device)
         write_gradient(z, g, start, factor)
         if want_dweight:
             HeadGradient(dweight_VH[block], post_scale).add(g, x_NH)
         if bias_V is not None:
-            dbias_N = g.sum(0, dtype=fp32)
+            dbias_N = g.sum(0, dtype=wide_dtype)
             if post_scale is not None:
                 dbias_N = dbias_N * post_scale
             dbias_V[block] = dbias_N
         if want_dhidden:
             dx_NH += product_over_classes(
-                g, w, torch.empty(x_NH.shape, dtype=result, device=device)
+                g, w, torch.empty(x_NH.shape, dtype=output_dtype, device=device)
             )
     hidden_shape = shape_if(want_dhidden, hidden_TH.shape)
-    dhidden_TH = torch.zeros(hidden_shape, dtype=fp32, device=device)
+    dhidden_TH = torch.zeros(hidden_shape, dtype=wide_dtype, device=device)
     if want_dhidden:
         if post_scale is not None:
             dx_NH.mul_(post_scale)

@@ -398,14 +398,14 @@ def _forward_scratch_bytes(
     _, _, _, chunk, *want = rest
     rows = min(int(chunk), targets_T.numel())
     classes = weight_VH.shape[0]
-    operand = operand_dtype(hidden_TH.dtype, hidden_TH.device)
-    result = result_dtype(operand, hidden_TH.device)
-    logits = rows * classes * result.itemsize
+    products_dtype = operand_dtype(hidden_TH.dtype, hidden_TH.device)
+    output_dtype = result_dtype(products_dtype, hidden_TH.device)
+    logits = rows * classes * output_dtype.itemsize
     gradient = 0
-    if result != operand and any(want):
-        gradient = rows * classes * operand.itemsize
+    if output_dtype != products_dtype and any(want):
+        gradient = rows * classes * products_dtype.itemsize
     head = 0
-    if weight_VH.dtype != operand:
+    if weight_VH.dtype != products_dtype:
         # the head in the dtype of the product's operands
-        head = weight_VH.numel() * operand.itemsize
-    return logits + gradient + head + 2 * rows * hidden_TH.shape[1] * result.itemsize
+        head = weight_VH.numel() * products_dtype.itemsize
+    return logits + gradient + head + 2 * rows * hidden_TH.shape[1] * output_dtype.itemsize

@@ -120,7 +120,10 @@ def _choose_kernel(z: Tensor, teacher: Tensor) -> Callable[..., tuple[Tensor, Te
 
 
 class Heads(NamedTuple):
-    """Computes the logits of both heads, `chunk` rows at a time."""
+    """Computes the logits of both heads, `chunk` rows at a time.
+
+    student, teacher  the logits of each model, in chunks of rows
+    """
 
     student: Chunks
     teacher: Chunks
@@ -181,13 +184,13 @@ def empty_outputs(
     """Allocates divergences, entropies, and the gradient of the hidden rows. The entropies and the
     gradient are empty if forward does not compute them.
     """
-    stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
-    fp32 = arithmetic_dtype(hidden_TH.dtype)
+    stored_dtype = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    wide_dtype = arithmetic_dtype(hidden_TH.dtype)
     tokens = hidden_TH.shape[:1]
     return (
-        hidden_TH.new_empty(tokens, dtype=fp32),
-        hidden_TH.new_empty(shape_if(want_entropy, tokens), dtype=fp32),
-        hidden_TH.new_empty(shape_if(want_gradient, hidden_TH.shape), dtype=stored),
+        hidden_TH.new_empty(tokens, dtype=wide_dtype),
+        hidden_TH.new_empty(shape_if(want_entropy, tokens), dtype=wide_dtype),
+        hidden_TH.new_empty(shape_if(want_gradient, hidden_TH.shape), dtype=stored_dtype),
     )
 
 
@@ -198,13 +201,13 @@ def empty_gradients(
     booleans. They say whether the gradient of `hidden` and the gradient of `weight` are needed.
     """
     want_dhidden, want_dweight = rest[-2:]
-    stored = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
-    fp32 = arithmetic_dtype(hidden_TH.dtype)
+    stored_dtype = stored_gradient_dtype(hidden_TH.dtype, hidden_TH.device)
+    wide_dtype = arithmetic_dtype(hidden_TH.dtype)
     classes = weight_VH.shape[:1]
     return (
-        hidden_TH.new_empty(shape_if(want_dhidden, hidden_TH.shape), dtype=stored),
-        weight_VH.new_empty(shape_if(want_dweight, weight_VH.shape), dtype=fp32),
-        weight_VH.new_empty(shape_if(bias_V is not None, classes), dtype=fp32),
+        hidden_TH.new_empty(shape_if(want_dhidden, hidden_TH.shape), dtype=stored_dtype),
+        weight_VH.new_empty(shape_if(want_dweight, weight_VH.shape), dtype=wide_dtype),
+        weight_VH.new_empty(shape_if(bias_V is not None, classes), dtype=wide_dtype),
     )
 
 

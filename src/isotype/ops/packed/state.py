@@ -42,6 +42,7 @@ _FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int
 class BlockScaled(NamedTuple):
     """A quantised weight. Its real values are (number - zero) * scale.
 
+    kind         the kind of a packed element, a key of `formats.KINDS`
     packed       uint8[rows bytes]
     scale, zero  fp32[blocks groups]; the first block is the one that contains the first row
     """

@@ -188,6 +188,9 @@ class DrawnRow(NamedTuple):
     """A row with the random numbers that were drawn for it.
 
     latents, noise  fp32[C H W]; fp32[C F H W] for clips
+    sigma           the noise level
+    text            the outputs of the text encoders for the caption
+    weight          the factor of the row's loss
     controls        fp32[C H W]  the latents of each picture before the edit
     mask            fp32[1 H W]
     crop            fp32[4]

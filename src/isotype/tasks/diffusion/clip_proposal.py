@@ -21,8 +21,10 @@ from .video_files import count_frames, is_video, missing_pyav, read_frames
 class _VideoModel:
     """What the settings of clips depend on.
 
-    frame_step  the number of frames that the VAE combines; a key of its configuration overrides it
-    frame_rate  the frames per second for which the pipeline is made
+    frame_step      the number of frames that the VAE combines; a key of its configuration overrides
+                    it
+    frame_step_key  the name of this key
+    frame_rate      the frames per second for which the pipeline is made
     """
 
     frame_step: int

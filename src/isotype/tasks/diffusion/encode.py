@@ -222,14 +222,15 @@ def entry_controls(entry: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
 class Encoder:
     """Encodes the pictures and texts of a run and saves them in its store.
 
+    folder           the pipeline with the VAE and the text encoders
     max_text_length  the largest length of a caption, in tokens of the text encoder; 0 for the
-                   length of CLIP's tokenizer
-    keeps_tokens   whether captions are stored as tokens (`tokenize_captions`), because the run
-                   trains the text encoders
-    observed       the dtypes of the encoders that ran; it maps a key of `precision` and the name of
-                   a tensor to the dtype
-    encoded_count  the number of entries that this run made
-    cached_count   the number of entries that were already in the store
+                     length of CLIP's tokenizer
+    keeps_tokens     whether captions are stored as tokens (`tokenize_captions`), because the run
+                     trains the text encoders
+    observed         the dtypes of the encoders that ran; it maps a key of `precision` and the name
+                     of a tensor to the dtype
+    encoded_count    the number of entries that this run made
+    cached_count     the number of entries that were already in the store
     """
 
     folder: PipelineFolder

@@ -159,6 +159,7 @@ class FlowMatching(Objective):
     """Flow matching. The noisy latent is a point on the straight line from a latent to noise. The
     target is the velocity along this line.
 
+    levels    the distribution from which noise levels are drawn
     shift_at  a function that computes the shift of a picture from its number of latent tokens; None
               if the shift is the same for all pictures
     Source    Lipman et al. 2023. Level 0 is the picture and level 1 is noise, as in diffusers'
@@ -193,8 +194,10 @@ class Ddpm(Objective):
     """A DDPM schedule. At step t of the schedule, the noisy latent is signal_t * latent + spread_t
     * noise. The denoiser predicts the noise (epsilon), or v = signal_t * noise - spread_t * latent.
 
+    kind            what the denoiser predicts: EPSILON or V_PREDICTION
+    levels          the distribution from which steps of the schedule are drawn
     signal, spread  fp32[T]  sqrt(a_t) and sqrt(1 - a_t); a_t are the cumulative products of the
-                             schedule
+                    schedule
     factors         fp32[T]  the factor of the loss at step t; None if all are 1
     Source          Ho et al. 2020; v: Salimans and Ho 2022
     """

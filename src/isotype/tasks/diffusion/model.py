@@ -168,9 +168,9 @@ def empty_batch(
     length += controls * family.control_text_tokens
     latents, noise = (torch.empty(latent_shape, dtype=dtype, device=device) for _ in range(2))
     if run.config.adapter.text_encoders:
-        encoders = len(family.trainable_encoders)
+        encoder_count = len(family.trainable_encoders)
         texts = {
-            "ids": torch.zeros(rows, encoders, length, dtype=torch.long, device=device),
+            "ids": torch.zeros(rows, encoder_count, length, dtype=torch.long, device=device),
             "captioned": torch.ones(rows, dtype=torch.bool, device=device),
         }
     else:

@@ -53,6 +53,7 @@ class PipelineFolder:
     """A diffusers pipeline.
 
     path                 the pipeline's folder, with settings and tokenizers
+    family               the code for the pipeline's model family
     index                the content of model_index.json
     hub_name             the pipeline's name on the hub, if `path` is a copy in the local cache; in
                          this case, the weights are downloaded when they are needed

@@ -60,6 +60,7 @@ class ResolvedRun:
 
     folder   the pipeline, with this run's schedule and settings of the denoiser
     sources  the sources of the pictures for training, regularisation and evaluation
+    prompts  the prompts of the samples
     start    the LoRA file of `adapter.start_from`, if it is a file
     """
 

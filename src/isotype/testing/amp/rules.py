@@ -141,9 +141,9 @@ def failure_finding(
     mixed = ""
     if operands:
         mixed = f": {', '.join(operands)}"
-    autocast = ""
+    autocast_name = ""
     if setting.autocast:
-        autocast = format_dtype(setting.autocast)
+        autocast_name = format_dtype(setting.autocast)
     device = "cuda"
     for tensor in outcome.tensors.values():
         device = tensor.device.type
@@ -163,7 +163,7 @@ def failure_finding(
         stage=stage,
         error=first_line(outcome.error).split(": ", 1)[-1],
         mixed=mixed,
-        auto=autocast,
+        auto=autocast_name,
         inside=setting.is_backward_in_autocast,
         out=_OUT.search(source),
         in_place=_IN_PLACE_PRODUCT.search(source),
@@ -276,16 +276,16 @@ def _gradient_fault(
     """Returns the fault AC003 for the gradient of one input."""
     owner = method_name(call.function, "backward")
     argument = _argument_name(call.function, index)
-    autocast = "off"
+    autocast_name = "off"
     if setting.autocast:
-        autocast = format_dtype(setting.autocast)
+        autocast_name = format_dtype(setting.autocast)
     values: dict[str, Any] = {
         "owner": owner,
         "argument": argument,
         "wider": wider,
         "got": format_dtype(returned),
         "expected": format_dtype(expected),
-        "autocast": autocast,
+        "autocast": autocast_name,
     }
     location = return_location(call.function, owner)
     return make_fault("AC003", location, owner, argument, wider, **values)

@@ -120,11 +120,11 @@ def planned_checkpointing(
     if train.gradient_checkpointing != AUTO:
         checkpointing = _configured_checkpointing(model_outline.model, task.config)
         return checkpointing, simulate(checkpointing)
-    layers = len(checkpointable_layers(model_outline.model))
+    layer_count = len(checkpointable_layers(model_outline.model))
     target = None if train.memory is None else size_in_bytes(train.memory)
     return choose_checkpointing_by_plan(
         simulate,
-        layers=layers,
+        layers=layer_count,
         available=available,
         overhead=overhead,
         device_type=device_setup.device.type,

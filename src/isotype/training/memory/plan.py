@@ -62,6 +62,9 @@ class MemoryPlan:
     frozen        the frozen weights; if the blocks are kept in host memory (`model.offload:
                   blocks`), the frozen weights outside of the blocks and those of the two largest
                   blocks
+    trained       the trained weights
+    gradients     the gradients of the trained weights
+    optimizer     the states of the optimizer
     activations   the tensors that exist at the end of a forward pass; these are the logits and the
                   tensors that autograd saved for backward
     working       the most memory that forward, loss and backward need in addition to the
