@@ -147,8 +147,8 @@ def render_findings(findings: Sequence[Finding], *, subject: str) -> str:
             )
         )
     total = ", ".join(
-        pluralise(n, str(severity))
-        for severity, n in sorted(
+        pluralise(count, str(severity))
+        for severity, count in sorted(
             Counter(finding.severity for finding in findings).items(), reverse=True
         )
     )

@@ -77,8 +77,8 @@ def side_facts(rows: TokenRows, tally: Tally, files: list[dict[str, Any]]) -> di
         "truncated": int(rows.column("cut").sum()),
         "bad_rows": dict(tally.bad.kinds.most_common()),
         "dropped": [
-            {"why": reason, "rows": n, "first": tally.first_dropped[reason]}
-            for reason, n in tally.dropped.most_common()
+            {"why": reason, "rows": count, "first": tally.first_dropped[reason]}
+            for reason, count in tally.dropped.most_common()
         ],
         "duplicates": len(digests) - len(np.unique(digests)),
         "lengths": {
@@ -239,8 +239,8 @@ def _ignored_key_notes(side: dict[str, Any]) -> list[str]:
         ignored = file.get("ignored_keys", {})
         notes += [
             f"{file['path']}: the key {key or '(without a name)'} is not read"
-            f" ({pluralise(n, 'row')})"
-            for key, n in list(ignored.items())[:_MAX_KEYS]
+            f" ({pluralise(count, 'row')})"
+            for key, count in list(ignored.items())[:_MAX_KEYS]
         ]
         if len(ignored) > _MAX_KEYS:
             more = pluralise(len(ignored) - _MAX_KEYS, "more key is", "more keys are")
@@ -371,8 +371,8 @@ def _omission_notes(total_tally: Tally) -> list[str]:
         (total_tally.tools_unseen, f"tools {omitted}: the model does not see them"),
         (total_tally.reasoning_unseen, f"reasoning {omitted}: it is not learnt"),
         *(
-            (n, f"a turn of the role {role!r} {omitted}: the model does not see it")
-            for role, n in total_tally.turns_unseen.most_common()
+            (count, f"a turn of the role {role!r} {omitted}: the model does not see it")
+            for role, count in total_tally.turns_unseen.most_common()
         ),
         (
             total_tally.special_in_content,

@@ -435,7 +435,7 @@ def _remove_nulls(value: Any) -> Any:
 
 
 def _find_duplicate(names: Sequence[str]) -> str | None:
-    return next((name for name, n in Counter(names).items() if n > 1), None)
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 class RepeatedKey(ValueError):

@@ -59,7 +59,7 @@ class TokenBlock:
         self.learnt = columns["learnt"]
         self.ends = columns["ends"]
         self.example, self.cut, self.wanted, self.supervised = (
-            columns[n] for n in ("example", "cut", "wanted", "supervised")
+            columns[name] for name in ("example", "cut", "wanted", "supervised")
         )
         self.digest = columns["digest"]
         self.prompt = columns["prompt"]

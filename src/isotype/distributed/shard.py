@@ -157,7 +157,9 @@ def keep_part(model: nn.Module, mesh: Any, part: Part, *, reduce: str) -> list[n
     assigned_ids: set[int] = set()
     units = []
     for full_name, module in [*find_units(inner), ("the model's own weights", inner)]:
-        own_parameters = {n: p for n, p in module.named_parameters() if id(p) not in assigned_ids}
+        own_parameters = {
+            name: p for name, p in module.named_parameters() if id(p) not in assigned_ids
+        }
         refuse_two_dtypes(full_name, own_parameters)
         if module is not inner:
             refuse_weights_of_another_unit(full_name, module, assigned_ids)
@@ -233,7 +235,7 @@ def refuse_weights_of_another_unit(unit: str, module: nn.Module, other_unit_ids:
     the weights of the shared layers of Zamba 2. The message names the weight.
     """
     if shared := next(
-        (f"{unit}.{n}" for n, p in module.named_parameters() if id(p) in other_unit_ids), None
+        (f"{unit}.{name}" for name, p in module.named_parameters() if id(p) in other_unit_ids), None
     ):
         raise UsageError(
             f"parallel.kind: shard: {shared} is a weight of another layer too, and a weight belongs"

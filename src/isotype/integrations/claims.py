@@ -47,7 +47,7 @@ def count_dtypes(parameters: Iterable[nn.Parameter]) -> str:
     counts = Counter(
         format_dtype(p.dtype) for p in parameters if p.is_floating_point() and not is_quantised(p)
     )
-    return ", ".join(f"{name} x {n}" for name, n in counts.most_common()) or "none"
+    return ", ".join(f"{name} x {count}" for name, count in counts.most_common()) or "none"
 
 
 def requested_dtype(trainer: Any) -> str | None:
@@ -106,7 +106,7 @@ def resolve_trainer_precision(trainer: Any, precision: Any) -> Resolved:
     model = trainer.model
     device = trainer.args.device.type
     hardware = detect("cpu" if device == "cpu" else "auto")
-    if any(p.requires_grad and is_adapter(n) for n, p in model.named_parameters()):
+    if any(p.requires_grad and is_adapter(name) for name, p in model.named_parameters()):
         adapter = "lora"
     else:
         adapter = "none"

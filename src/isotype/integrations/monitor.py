@@ -416,8 +416,8 @@ class StepMonitor:
             head = find_fused_head(module)
             calls += Counter(
                 {
-                    op if op == "linear_log_probs" else f"TRL's own code: {op}": n
-                    for op, n in head.calls.items()
+                    op if op == "linear_log_probs" else f"TRL's own code: {op}": count
+                    for op, count in head.calls.items()
                 }
                 if head
                 else {}

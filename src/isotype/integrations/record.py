@@ -159,7 +159,7 @@ class Record(TrainerCallback):
         content = self.attachment.to_dict()
         if self.monitor is not None and self.monitor.calls:
             content["first_step"] = [
-                {"part": part, "op": op, "calls": n}
-                for (part, op), n in sorted(self.monitor.calls.items())
+                {"part": part, "op": op, "calls": count}
+                for (part, op), count in sorted(self.monitor.calls.items())
             ]
         self.folder.write_json("manifest.json", content)

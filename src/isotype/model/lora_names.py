@@ -34,7 +34,7 @@ def detect_lora_format(names: Iterable[str], metadata: Mapping[str, str]) -> str
         return "Isotype, for ComfyUI"
     if first.startswith("lora_"):
         return "kohya"
-    if first.startswith("diffusion_model.") or any(n.endswith(ALPHA_SUFFIX) for n in names):
+    if first.startswith("diffusion_model.") or any(name.endswith(ALPHA_SUFFIX) for name in names):
         return "ComfyUI"
     if first.startswith(PEFT_PREFIX):
         return "PEFT"

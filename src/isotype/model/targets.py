@@ -163,11 +163,11 @@ def target_notes(model: PeftModel, section: AdapterSection) -> list[str]:
     parts = vision_parts(base)
     picture_layer_names = set() if parts is None else set(picture_layers(base, parts))
     unadapted = [
-        n
-        for n, layer in linear_layers(base, section)
+        name
+        for name, layer in linear_layers(base, section)
         if id(layer) not in peft_modules
         and id(layer) not in routers
-        and n not in picture_layer_names
+        and name not in picture_layer_names
     ]
     unadapted += [
         name

@@ -241,12 +241,12 @@ def merge_observation(record: Mapping[str, Any], observation: Observation) -> di
         return {**earlier_counts, **new_counts}
 
     promotions = [
-        {"module": module, "dtype": dtype, "times": n}
-        for (module, dtype), n in observation.promotions.most_common()
+        {"module": module, "dtype": dtype, "times": count}
+        for (module, dtype), count in observation.promotions.most_common()
     ]
     arithmetic = [
-        {"operator": operator, "dtype": dtype, "times": n}
-        for (operator, dtype), n in observation.arithmetic.most_common()
+        {"operator": operator, "dtype": dtype, "times": count}
+        for (operator, dtype), count in observation.arithmetic.most_common()
     ]
     return {
         "observed": merge_counts("observed", observation.dtypes),
@@ -301,7 +301,7 @@ def from_file_record(written: Mapping[str, Any], step: int) -> dict[str, Any]:
     }
     return {
         **counts,
-        "total": {str(role): int(n) for role, n in written.get("total", {}).items()},
+        "total": {str(role): int(count) for role, count in written.get("total", {}).items()},
         "violations": [],
         "promotions": list(written["promotions"]),
         "arithmetic": list(written.get("arithmetic", [])),

@@ -261,7 +261,8 @@ def recognise_block(module: Any) -> BlockForward | str:
     probe = make_probe_copy(module, stubs, {})
     generator = torch.Generator().manual_seed(0)
     picture, text = (
-        torch.randn(2, n, _PROBE_WIDTH, generator=generator, dtype=torch.float64) for n in (3, 2)
+        torch.randn(2, token_count, _PROBE_WIDTH, generator=generator, dtype=torch.float64)
+        for token_count in (3, 2)
     )
     emb = torch.randn(2, _PROBE_WIDTH, generator=generator, dtype=torch.float64)
     original_forward = partial(

@@ -45,14 +45,14 @@ def activation_names(module: nn.Module) -> list[str]:
     that can be called and have no weights.
     """
     children = [
-        n
-        for n, child in module.named_children()
-        if not list(child.parameters()) and n not in linear_sizes(module)
+        name
+        for name, child in module.named_children()
+        if not list(child.parameters()) and name not in linear_sizes(module)
     ]
     return children + [
-        n
-        for n, v in vars(module).items()
-        if callable(v) and not n.startswith("_") and n != "forward"
+        name
+        for name, v in vars(module).items()
+        if callable(v) and not name.startswith("_") and name != "forward"
     ]
 
 

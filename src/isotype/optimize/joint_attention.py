@@ -89,9 +89,9 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
     )
     width = _HEADS * _SIZE
     names = [
-        n
-        for n in (*_PICTURE, *_TEXT, *_NORMS, "to_add_out")
-        if getattr(module, n, None) is not None
+        name
+        for name in (*_PICTURE, *_TEXT, *_NORMS, "to_add_out")
+        if getattr(module, name, None) is not None
     ]
     stubs: dict[str, nn.Module] = {name: ProbeLayer(0.1 * (i + 1)) for i, name in enumerate(names)}
     has_out = getattr(module, "to_out", None) is not None
@@ -101,7 +101,8 @@ def recognise(module: Any) -> tuple[JointSettings, type] | str:
     vars(probe).update(heads=_HEADS, head_dim=_SIZE)
     generator = torch.Generator().manual_seed(0)
     picture, text = (
-        torch.randn(1, n, width, generator=generator, dtype=torch.float64) for n in (3, 2)
+        torch.randn(1, token_count, width, generator=generator, dtype=torch.float64)
+        for token_count in (3, 2)
     )
     joint = all(name in stubs for name in _TEXT)
     angle = torch.randn(

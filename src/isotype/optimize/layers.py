@@ -51,13 +51,15 @@ def find_children(module: nn.Module) -> Children | str:
     ignored.
     """
     children = {
-        n: child
-        for n, child in module.named_children()
+        name: child
+        for name, child in module.named_children()
         if not isinstance(child, nn.Identity) and not (type(child) is nn.Dropout and child.p == 0.0)
     }
-    norm_names = [n for n, child in children.items() if norms.is_candidate(child)]
-    attention = [n for n, child in children.items() if attention_implementation(child) is not None]
-    other_names = [n for n in children if n not in norm_names and n not in attention]
+    norm_names = [name for name, child in children.items() if norms.is_candidate(child)]
+    attention = [
+        name for name, child in children.items() if attention_implementation(child) is not None
+    ]
+    other_names = [name for name in children if name not in norm_names and name not in attention]
     if next(module.parameters(recurse=False), None) is not None:
         return "it has parameters of its own"
     if len(attention) != 1:

@@ -58,11 +58,18 @@ def rotary_name(module: nn.Module) -> str | None:
     if not isinstance(forward, FunctionType):
         return None
     called_names = [
-        n for n in forward.__code__.co_names if isinstance(forward.__globals__.get(n), FunctionType)
+        name
+        for name in forward.__code__.co_names
+        if isinstance(forward.__globals__.get(name), FunctionType)
     ]
-    rotary_names = [n for n in called_names if has_rotary_signature(forward.__globals__[n])]
+    rotary_names = [
+        name for name in called_names if has_rotary_signature(forward.__globals__[name])
+    ]
     return next(
-        iter(rotary_names or [n for n in called_names if "rotary" in n or "rope" in n.split("_")]),
+        iter(
+            rotary_names
+            or [name for name in called_names if "rotary" in name or "rope" in name.split("_")]
+        ),
         None,
     )
 

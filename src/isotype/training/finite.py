@@ -32,8 +32,8 @@ def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> 
 
     # an inner module finishes before the module around it, so the first recorded is the innermost
     handles = [
-        m.register_forward_hook(make_hook(n or type(inner_module).__name__))
-        for n, m in inner_module.named_modules()
+        m.register_forward_hook(make_hook(name or type(inner_module).__name__))
+        for name, m in inner_module.named_modules()
     ]
     try:
         with torch.no_grad():
@@ -47,8 +47,8 @@ def first_non_finite_module(model: nn.Module, forward: Callable[[], object]) -> 
 
 def non_finite_parameters(model: nn.Module) -> list[str]:
     return [
-        n
-        for n, p in model.named_parameters()
+        name
+        for name, p in model.named_parameters()
         if p.is_floating_point() and not bool(local_part(p).isfinite().all())
     ]
 
@@ -57,7 +57,7 @@ def first_non_finite_trained(model: nn.Module) -> str | None:
     """Returns the first trained parameter that contains a non-finite number. Waits for the device
     only once.
     """
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         return None
     finite = torch.stack(
@@ -88,8 +88,8 @@ def non_finite_gradients(
     beginning with the last layer.
     """
     names = [
-        n
-        for n, p in model.named_parameters()
+        name
+        for name, p in model.named_parameters()
         if (g := gradient(p)) is not None and not bool(g.isfinite().all())
     ]
     return names[::-1]

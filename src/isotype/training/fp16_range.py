@@ -45,7 +45,9 @@ def choose_fp32_layers(subject: PreflightSubject, folder: RunFolder) -> str:
         return ""
     use_fp32_layers(prepared.model, names)
     if world.is_first and not subject.is_resuming:
-        folder.write_json(FP32_LAYERS_FILE, {"layers": {n: ranges.get(n, 0.0) for n in names}})
+        folder.write_json(
+            FP32_LAYERS_FILE, {"layers": {name: ranges.get(name, 0.0) for name in names}}
+        )
     model_name = type(inner_model(prepared.model)).__name__
     largest = max((ranges.get(name, 0.0), name) for name in names)
     return (

@@ -184,12 +184,14 @@ def find_typed_operands(site: FailureSite) -> list[ast.AST]:
     stopped. If one of them contains another, only the outer operand is returned.
     """
     root = site.node.iter if isinstance(site.node, ast.For) else site.node
-    typed_nodes = [n for n in ast.walk(root) if n in site.frame.dtypes and n is not site.node]
+    typed_nodes = [
+        node for node in ast.walk(root) if node in site.frame.dtypes and node is not site.node
+    ]
     return [
-        n
-        for n in typed_nodes
+        node
+        for node in typed_nodes
         if not any(
-            n is not parent and parent is not root and n in ast.walk(parent)
+            node is not parent and parent is not root and node in ast.walk(parent)
             for parent in typed_nodes
         )
     ]
@@ -219,9 +221,9 @@ def diagnose_branch(site: FailureSite) -> Fault | None:
         block = "else"
         new_dtype = scalar_dtype(mismatch[3])
     enclosing_branches = [
-        n
-        for n in site.frame.nodes()
-        if isinstance(n, ast.If) and any(child is site.node for child in ast.walk(n))
+        node
+        for node in site.frame.nodes()
+        if isinstance(node, ast.If) and any(child is site.node for child in ast.walk(node))
     ]
     branch = enclosing_branches[-1] if enclosing_branches else None
     assignments = _find_assignments(site.frame, name, new_dtype, branch)
@@ -243,9 +245,9 @@ def diagnose_branch(site: FailureSite) -> Fault | None:
     # parameters in the condition that are not constexpr
     if test:
         runtime_parameters = [
-            n
-            for n in find_names(test)
-            if not site.frame.parameters.get(n, "constexpr").startswith("constexpr")
+            name
+            for name in find_names(test)
+            if not site.frame.parameters.get(name, "constexpr").startswith("constexpr")
         ]
     else:
         runtime_parameters = []
@@ -475,8 +477,8 @@ def _iterate_sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, s
     """Finds the sums that are accumulated in bf16 or fp16. For each sum, yields its node, its
     variable, its dtype, and the message, cause and fix of the fault.
     """
-    for loop in [n for n in frame.nodes() if isinstance(n, (ast.For, ast.While))]:
-        for statement in [n for part in loop.body for n in ast.walk(part)]:
+    for loop in [node for node in frame.nodes() if isinstance(node, (ast.For, ast.While))]:
+        for statement in [node for part in loop.body for node in ast.walk(part)]:
             name = _accumulator_name(statement)
             if name is None or not _is_carried_across(frame, name, loop):
                 continue
@@ -499,7 +501,9 @@ def _iterate_sums(frame: Frame) -> Iterator[tuple[ast.AST, str, str, str, str, s
                 )
                 yield statement, name, dtype, f"{name} accumulates in {dtype}", cause, fix
     for call in [
-        n for n in frame.nodes() if isinstance(n, ast.Call) and call_name(n) in ("sum", "cumsum")
+        node
+        for node in frame.nodes()
+        if isinstance(node, ast.Call) and call_name(node) in ("sum", "cumsum")
     ]:
         if call.args:
             argument = call.args[0]
@@ -561,8 +565,10 @@ def _is_carried_across(frame: Frame, name: str, loop: ast.AST) -> bool:
     """
     loop_nodes = set(ast.walk(loop))
     is_initialised_again = any(
-        isinstance(n, ast.Assign) and is_assignment_to(n, name) and name not in find_names(n.value)
-        for n in loop_nodes
+        isinstance(node, ast.Assign)
+        and is_assignment_to(node, name)
+        and name not in find_names(node.value)
+        for node in loop_nodes
     )
     is_bound_earlier = any(
         binding.name == name

@@ -122,9 +122,9 @@ def value_dtype(value: Any) -> str | None:
 
 
 def _value_shape(value: Any) -> tuple[int, ...]:
-    sizes = [getattr(n, "value", n) for n in _get_attribute(value, "shape") or ()]
+    sizes = [getattr(size, "value", size) for size in _get_attribute(value, "shape") or ()]
     # the sizes of a tensor descriptor are run-time values, which are left out
-    return tuple(n for n in sizes if isinstance(n, int))
+    return tuple(size for size in sizes if isinstance(size, int))
 
 
 def _root_error(error: BaseException) -> BaseException:
@@ -462,7 +462,11 @@ def _call_origin(frame: Frame, node: ast.Call, last_line: int | None, depth: int
     if name == "load" and node.args:
         pointer = frame.dtypes.get(node.args[0], "")
         parameter = next(
-            (n for n in find_names(node.args[0]) if frame.parameters.get(n, "").startswith("*")),
+            (
+                name
+                for name in find_names(node.args[0])
+                if frame.parameters.get(name, "").startswith("*")
+            ),
             None,
         )
         pointer_name = parameter or variable_name(node.args[0])

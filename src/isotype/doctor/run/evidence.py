@@ -134,7 +134,9 @@ class Evidence:
     @property
     def majority_dtype(self) -> torch.dtype | None:
         """The floating-point dtype that most of the parameter elements have."""
-        counts = [(n, dtype) for dtype, n in self.dtype_counts.items() if dtype.is_floating_point]
+        counts = [
+            (count, dtype) for dtype, count in self.dtype_counts.items() if dtype.is_floating_point
+        ]
         return max(counts, key=lambda pair: pair[0])[1] if counts else None
 
     def dtype_share(self, dtype: torch.dtype) -> float:

@@ -613,11 +613,11 @@ def _explain_unscale(context: Context, error: BaseException, evidence: Evidence)
     because the trainable parameters are fp16.
     """
     trainable = [
-        (n, p)
-        for kind, n, p in context.names.tensors()
+        (name, p)
+        for kind, name, p in context.names.tensors()
         if kind == "parameter" and p.requires_grad and p.dtype == torch.float16
     ]
-    fp16_names = [n for n, _ in trainable] or evidence.trainable
+    fp16_names = [name for name, _ in trainable] or evidence.trainable
     if not fp16_names:
         return None
     change = next(

@@ -274,7 +274,7 @@ class Parameters(Watcher):
         return any(
             root is not root_of_module
             and type(root) is type(root_of_module)
-            and [n for n, _ in root.named_parameters()] == names
+            and [name for name, _ in root.named_parameters()] == names
             for root in roots
         )
 

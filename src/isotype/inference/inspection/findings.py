@@ -150,7 +150,9 @@ def _other_dtype(facts: Facts) -> Iterator[Finding]:
         place=facts.place(file=CONFIG_FILE),
         cause=f"programs that load in the declared dtype cast every weight from {stored}",
         fix=f'"dtype": "{stored}" in config.json, or write the weights in the declared dtype',
-        details=(("stored", ", ".join(f"{n:,} numbers in {name}" for name, n in counts.items())),),
+        details=(
+            ("stored", ", ".join(f"{count:,} numbers in {name}" for name, count in counts.items())),
+        ),
     )
 
 

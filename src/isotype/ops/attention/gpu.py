@@ -59,7 +59,7 @@ class Documents(NamedTuple):
     @classmethod
     def from_lengths(cls, lengths: Iterable[int]) -> Documents:
         """Creates documents of these lengths, in order, on the CPU. Lengths of 0 are skipped."""
-        lengths = [n for n in lengths if n]
+        lengths = [length for length in lengths if length]
         return cls(
             torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
             max(lengths, default=0),

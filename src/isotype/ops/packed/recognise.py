@@ -103,7 +103,7 @@ def recognise_layout(
     if "SCB" in headers:
         _check_shape(layer, headers, "SCB", (shape[0],))
         return Layout("int8_rows", shape, ("weight", torch.int8, shape), (1, shape[1]))
-    name = next((n for n in ("weight_scale", "weight_scale_inv") if n in headers), None)
+    name = next((name for name in ("weight_scale", "weight_scale_inv") if name in headers), None)
     if name is None or weight.dtype not in (*FP8, torch.int8):
         description = f"{layer}.weight is {str(weight.dtype).removeprefix('torch.')}"
         raise UsageError(

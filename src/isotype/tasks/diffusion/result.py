@@ -299,8 +299,8 @@ def load_adapter_as_diffusers(
     }
     for part, encoder in encoders.items():
         named_parameters = (
-            (".".join(split_part(f"{PREFIX}{part}.{_saved_name(n)}", pipeline.family)), p)
-            for n, p in encoder.named_parameters()
+            (".".join(split_part(f"{PREFIX}{part}.{_saved_name(name)}", pipeline.family)), p)
+            for name, p in encoder.named_parameters()
         )
         loaded |= {name: p for name, p in named_parameters if ".lora_" in name}
     _refuse_differences(
@@ -375,7 +375,9 @@ def _saved_name(name: str) -> str:
 
 def _refuse_differences(saved: dict[str, Tensor], loaded: dict[str, Tensor], source: str) -> None:
     different_names = sorted(set(saved) ^ set(loaded)) or [
-        n for n in saved if not torch.equal(saved[n].to(loaded[n].dtype), loaded[n].cpu())
+        name
+        for name in saved
+        if not torch.equal(saved[name].to(loaded[name].dtype), loaded[name].cpu())
     ]
     if different_names:
         raise RunError(

@@ -320,10 +320,12 @@ def check_positions(subject: PreflightSubject) -> Iterator[Finding]:
     tokens = model.get_input_embeddings()
     # some tables have two more rows than the model has positions (OPT)
     tables = [
-        (n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m is not tokens
+        (name, m)
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Embedding) and m is not tokens
     ]
     table = next(
-        (n for n, module in tables if 0 <= module.num_embeddings - position_count <= 2), None
+        (name for name, module in tables if 0 <= module.num_embeddings - position_count <= 2), None
     )
     yield Finding(
         code="PF020",

@@ -67,9 +67,9 @@ def record_backward_calls() -> Iterator[list[BackwardCall]]:
     """
     calls: list[BackwardCall] = []
     originals = {
-        n: BackwardCFunction.__dict__[n]
-        for n in ("apply", "apply_boxed")
-        if n in BackwardCFunction.__dict__
+        name: BackwardCFunction.__dict__[name]
+        for name in ("apply", "apply_boxed")
+        if name in BackwardCFunction.__dict__
     }
 
     def make_recorder(original: Any, boxed: bool) -> Any:
@@ -100,7 +100,10 @@ def record_backward_calls() -> Iterator[list[BackwardCall]]:
 
     with mock.patch.multiple(
         BackwardCFunction,
-        **{n: make_recorder(original, n == "apply_boxed") for n, original in originals.items()},
+        **{
+            name: make_recorder(original, name == "apply_boxed")
+            for name, original in originals.items()
+        },
     ):
         yield calls
 
@@ -290,8 +293,8 @@ def attempt(
             return outcome
         outcome.outputs = floating_tensors(result)
         outcome.changed_by_forward = {
-            n
-            for n, (t, copy) in outcome.watched_inputs.items()
+            name
+            for name, (t, copy) in outcome.watched_inputs.items()
             if not torch.equal(t.detach(), copy)
         }
         outcome.values = [t.detach().clone() for t in outcome.outputs]
@@ -304,7 +307,7 @@ def attempt(
             for i, t in enumerate(outcome.outputs)
             if t.requires_grad
         ]
-        tensors_with_grad = {n: t for n, t in outcome.tensors.items() if t.requires_grad}
+        tensors_with_grad = {name: t for name, t in outcome.tensors.items() if t.requires_grad}
         if forward_only or not differentiable or not tensors_with_grad:
             return outcome
         try:
@@ -321,7 +324,7 @@ def attempt(
             outcome.stage = BACKWARD
             outcome.error = error
             return outcome
-    outcome.grads = {n: t.grad for n, t in tensors_with_grad.items()}
+    outcome.grads = {name: t.grad for name, t in tensors_with_grad.items()}
     return outcome
 
 
@@ -460,7 +463,7 @@ def method_location(function: type, method: str, owner: str, *, at_return: bool 
         except SyntaxError:
             tree = ast.Module(body=[], type_ignores=[])
         line = max(
-            (first + n.lineno - 1 for n in ast.walk(tree) if isinstance(n, ast.Return)),
+            (first + node.lineno - 1 for node in ast.walk(tree) if isinstance(node, ast.Return)),
             default=line,
         )
     return Place(file=file, line=line, symbol=owner)

@@ -624,7 +624,7 @@ def _frozen_inputs(numerics: Numerics, setting: Setting, baseline: Outcome) -> l
     subject = numerics.subject
     sample = numerics.sample
     faults: list[Fault] = []
-    trainable = [n for n, gradient in baseline.grads.items() if gradient is not None]
+    trainable = [name for name, gradient in baseline.grads.items() if gradient is not None]
     if not 1 < len(trainable) <= 8:
         return []
     for frozen in trainable:

@@ -44,9 +44,9 @@ def autocast_around_backward(text: str, display_path: str) -> Iterator[Finding]:
         return  # `read_calls` reports it
     aliases = {
         alias.asname
-        for n in ast.walk(tree)
-        if isinstance(n, ast.ImportFrom)
-        for alias in n.names
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
         if alias.name == "autocast" and alias.asname
     }
     for region, symbol in _find_autocast_regions(tree, {"autocast", *aliases}):
@@ -172,7 +172,9 @@ def _has_zero_factor(call: ast.Call) -> bool:
     such a loss are zero in every dtype.
     """
     products = [
-        n for n in ast.walk(call.func) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)
+        node
+        for node in ast.walk(call.func)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
     ]
     return any(
         isinstance(side, ast.Constant) and side.value == 0
