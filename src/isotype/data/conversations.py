@@ -22,7 +22,7 @@ from .bad_rows import EmptyAnswer, RowError
 from .records import RepeatedKey, parse_json
 from .row_keys import ROLES, SHAREGPT_ROLES
 
-Message = dict[str, Any]
+Message = dict[str, Any]  # one message (turn) of a conversation, as in OpenAI's format
 # keys of a turn that say whether it is learnt: `weight` is OpenAI's, the others are from axolotl's
 # data
 LEARN_KEYS = ("weight", "train", "training")

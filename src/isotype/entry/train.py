@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 
 PACKAGE = Path(__file__).parents[1]
+# a section of the configuration as the caller of `train` may give it: a name or path, a mapping,
+# or a section
 SectionLike: TypeAlias = str | Path | Mapping[str, Any] | Section | None
 # the device files of the drivers of NVIDIA (on Windows' Linux too) and of AMD
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")

@@ -44,7 +44,7 @@ from .ollama import CONVERTED, modelfile, write_for_converter
 from .run_weights import RunWeights, is_tied
 
 COMPRESSED = "compressed-tensors"
-Export = tuple[dict[str, Any], list[str]]
+Export = tuple[dict[str, Any], list[str]]  # (what `--json` prints, the lines for the terminal)
 
 
 def export_language(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import RunError
 from .packed import read_tensor_parts
 
-Digests = Mapping[str, str]
+Digests = Mapping[str, str]  # name of a tensor -> a hash of its bytes
 
 
 def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -92,6 +92,7 @@ def _find_rounding(old: Tensor, new: Tensor) -> str:
     return ""
 
 
+# the values of tensors with the same device and dtype are stored together
 StorageKind = tuple[torch.device, torch.dtype]
 
 

@@ -107,8 +107,9 @@ def _module_state(module: nn.Module) -> list[Any]:
     return state
 
 
+# parameter -> its gradient as the optimizer gets it
 Gradient = Callable[[nn.Parameter], Tensor | None]
-States = Callable[[nn.Parameter], Mapping[str, Any]]
+States = Callable[[nn.Parameter], Mapping[str, Any]]  # parameter -> the optimizer's states
 
 # bitsandbytes keeps a state with fewer elements in fp32 (`min_8bit_size` of its optimizers)
 MIN_8BIT_ELEMENTS = 4096

@@ -36,6 +36,7 @@ BACKWARD = "backward"  # while autograd runs
 AFTER_BACKWARD = "gradients"  # between backward and the update, such as gradient clipping
 UPDATE = "update"  # in the optimizer's step
 
+# runs an operator with its arguments and returns its result
 RunOperator = Callable[[Operator, tuple, dict], Any]
 
 

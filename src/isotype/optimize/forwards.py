@@ -369,13 +369,15 @@ def compute_gated(module: nn.Module, x: Tensor, settings: GatedSettings) -> Tens
 
 # --- rotary functions
 
-Form = Literal["runs", "values", "once"]
+# how a table of cos or sin has the values of the pairs: all values once, and then again ("runs");
+# each value twice ("values"); or each value once
+TableForm = Literal["runs", "values", "once"]
 # which two dimensions a function rotates together: d and d + R (halves), 2d and 2d + 1
 # (neighbours), or 2d and 2d + 1 with the result in the order of halves
 Pairs = Literal["halves", "neighbours", "neighbours to halves"]
 
 
-def narrow_table(table: Tensor, form: Form) -> Tensor:
+def narrow_table(table: Tensor, form: TableForm) -> Tensor:
     """Reduces a table of cos or sin to one value for each pair of rotated dimensions."""
     if form == "once":
         return table
@@ -385,7 +387,7 @@ def narrow_table(table: Tensor, form: Form) -> Tensor:
 
 
 def rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, form: Form
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, form: TableForm
 ) -> tuple[Tensor, Tensor]:
     if pairs == "neighbours to halves":
         # the form of DeepSeek-V3: one copy reorders neighbours to halves
@@ -395,7 +397,7 @@ def rotate(
     )
 
 
-def wrap_rotary(original: Callable[..., Any], pairs: Pairs, form: Form) -> Callable[..., Any]:
+def wrap_rotary(original: Callable[..., Any], pairs: Pairs, form: TableForm) -> Callable[..., Any]:
     names = tuple(inspect.signature(original).parameters)[:4]
 
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..instance_method import Placement
-from .forwards import Form, Pairs, rotate, wrap_rotary
+from .forwards import Pairs, TableForm, rotate, wrap_rotary
 from .instances import (
     KERNEL_LIBRARIES,
     Replacement,
@@ -45,7 +45,7 @@ class Tables:
     reason  why the layout is unknown
     """
 
-    form: Form | None
+    form: TableForm | None
     reason: str = ""
 
 
@@ -82,7 +82,7 @@ def has_rotary_signature(function: Callable[..., Any]) -> bool:
     return len(names) >= 4 and names[2:4] == ["cos", "sin"]
 
 
-def make_tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]:
+def make_tables(positions: int, pairs: int, form: TableForm) -> tuple[Tensor, Tensor]:
     """Creates tables of cos and sin in one of the layouts that transformers uses."""
     angle = torch.arange(positions, dtype=torch.float64)[:, None] / (
         1.0 + torch.arange(pairs, dtype=torch.float64)
@@ -96,7 +96,7 @@ def make_tables(positions: int, pairs: int, form: Form) -> tuple[Tensor, Tensor]
 
 
 @cache
-def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
+def recognise(original: Callable[..., Any], form: TableForm) -> Pairs | None:
     """Finds out which pairs of dimensions this function rotates. Returns the value of `Pairs` with
     which `rope` computes the same output for tables with the model's layout, or None if there is no
     such value.
@@ -126,7 +126,7 @@ def recognise(original: Callable[..., Any], form: Form) -> Pairs | None:
     return None
 
 
-def _runs(original: Callable[..., Any], q: Tensor, k: Tensor, pairs: int, form: Form) -> bool:
+def _runs(original: Callable[..., Any], q: Tensor, k: Tensor, pairs: int, form: TableForm) -> bool:
     try:
         original(q, k, *make_tables(q.shape[2], pairs, form))
     except Exception:

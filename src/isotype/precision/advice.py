@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..finding import Finding, Severity
 
-Settings = Mapping[str, str]
+Settings = Mapping[str, str]  # key of the configuration -> its value
 Change = dict[str, str | None]  # key -> its new value, or None where it is removed
 _MAX_ADDITIONS = 4  # largest number of settings that are added to a remedy
 

@@ -46,7 +46,7 @@ from .adapters import (
 from .learning import write_model
 from .parts import ResultRow, Scale
 
-Step = Callable[[], float]
+Step = Callable[[], float]  # runs one training step and returns the loss
 TOKENS = 2048  # of one step
 TINY_TOKENS = 32  # of one step if `Scale.is_tiny`
 WARMUP_STEPS = 3  # steps before the measurement

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from ..wording import format_bytes, format_compact, format_number, format_percent
 from .record import RunRecord, spread_evenly
 
-Point = tuple[float, float]
+Point = tuple[float, float]  # (x, y) of a curve, in units of the data
 LOSSES_OF_PICTURES = (
     "Training loss: the squared error of the predicted velocity or noise, a mean over the latent"
     " pixels of a step's pictures, before its update; it depends on the noise levels that were"

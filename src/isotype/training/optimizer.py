@@ -31,7 +31,7 @@ from ..ops.adamw import AdamwHyperparameters, adamw_
 from ..precision.parts import first_element_index, local_part
 from ..precision.precision import EIGHT_BIT_OPTIMIZERS, Precision
 
-Gradient = Callable[[nn.Parameter], Tensor | None]
+Gradient = Callable[[nn.Parameter], Tensor | None]  # parameter -> its gradient; None if it has none
 Matrices = Callable[[Tensor], Sequence[Tensor]]
 """Returns a view of each matrix in a tensor. A stack of experts has one matrix per expert."""
 MUON = "muon"

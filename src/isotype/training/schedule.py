@@ -16,7 +16,7 @@ from typing import Literal
 from ..config.schema import RunConfig, TrainSection
 from ..wording import pluralise
 
-PauseKind = Literal["evaluation", "samples", "checkpoint"]
+PauseKind = Literal["evaluation", "samples", "checkpoint"]  # what a run does between two steps
 
 
 def warmup_steps(train: TrainSection, total: int) -> int:

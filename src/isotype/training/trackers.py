@@ -20,7 +20,7 @@ from ..runs.checkpoint.atomic_folder import write_text
 from ..wording import first_line
 from .task import Sample, preserve_random_state
 
-PrintLine = Callable[[str], None]
+PrintLine = Callable[[str], None]  # prints one line of text to the terminal and the log
 WANDB_ID_FILE = "wandb_id"
 INIT_TIMEOUT = 30  # seconds to wait for the service before the run continues without it
 

@@ -191,6 +191,7 @@ def _is_same_value(value: Any, source_value: Any) -> bool:
         return False
 
 
+# translates one key of the other tool into the configuration
 Handler = Callable[[ConfigDraft, SourceKey], None]
 
 

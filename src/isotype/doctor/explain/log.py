@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-NumberedLine = tuple[int, str]
+NumberedLine = tuple[int, str]  # (number of the line in the log, its text)
 
 _TRACEBACK_TITLE = "Traceback (most recent call last):"
 _BOX_TOP = re.compile(r"^(?P<head>[^╭]*)(?P<box>╭─+ Traceback \(most recent call last\) ─+╮)")

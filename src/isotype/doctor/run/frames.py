@@ -17,7 +17,9 @@ from typing import Any
 
 from ...observe.origin import is_library_file, short_path
 
+# the syntax tree of the code of one frame
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
+# (first line, last line, first column, last column), as in `co_positions`
 Position = tuple[int | None, int | None, int | None, int | None]
 
 _END_OF_CODE = 10**9  # a line after the last line of every file

@@ -283,6 +283,7 @@ class Context:
         return self.names.count_dtypes(self.names.find_root(running))
 
 
+# called with an operator and its arguments before it runs; the result goes to its AfterHook
 BeforeHook = Callable[[Operator, tuple, dict], Any]
 AfterHook = Callable[[Any], None]
 EVENTS = (

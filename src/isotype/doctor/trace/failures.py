@@ -491,7 +491,7 @@ def _parameter_names(func: Any) -> list[str]:
         return []
 
 
-Details = tuple[tuple[str, str], ...]
+Details = tuple[tuple[str, str], ...]  # rows of a label and a text
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ...errors import UsageError
 
-Scores = list[float | None]
+Scores = list[float | None]  # log-probabilities; None for a token that the server does not score
 
 
 class RefusedError(UsageError):

@@ -85,6 +85,7 @@ class Documents(NamedTuple):
 
 # --- which back end
 
+# the code that computes attention
 Backend = Literal["cpp", "cudnn", "flash", "flex", "sdpa", "plain"]
 
 _HALF = (torch.bfloat16, torch.float16)

@@ -19,6 +19,7 @@ from ..backend import arithmetic_dtype, can_count_rows
 Reduction = Literal["mean", "sum", "none"]
 # the schema of `LossRule.arguments` in a `torch.library` op
 RULE = "int ignore_index, float[] factors"
+# (ignore_index, (label_smoothing, logit_scale, softcap, z_loss))
 RuleArguments = tuple[int, tuple[float, float, float, float]]
 
 

@@ -29,6 +29,7 @@ class Clamped(NamedTuple):
     limit: float
 
 
+# an activation that the kernels have, or a function of PyTorch
 Activation = Literal["silu", "gelu", "gelu_tanh"] | Clamped | Callable[[Tensor], Tensor]
 
 

@@ -348,6 +348,7 @@ class Experts(torch.autograd.Function):
         return dx_TH, None, dweights, None, None, *layer_gradients
 
 
+# (stacked weights, biases, A, B) of the first or the second layer of all experts
 Layer = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 

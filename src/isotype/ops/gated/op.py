@@ -46,7 +46,7 @@ GELU_MUL = OpContract(
 GELU = OpContract("x: F[*n d] -> F[*n d]", inside="fp32", grads={"x": "F"}, autocast="ignored")
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-Gated = Literal["silu_mul", "gelu_mul exact", "gelu_mul tanh"]
+Gated = Literal["silu_mul", "gelu_mul exact", "gelu_mul tanh"]  # the op and, for GELU, its form
 _ACTIVATIONS: dict[Gated, Activation] = {
     "silu_mul": "silu",
     "gelu_mul exact": "gelu",

@@ -17,6 +17,7 @@ from .pictures import MissingPicture, write_class_pictures
 from .resolved_run import ResolvedRun
 from .sample import Prompt, sample
 
+# returns each prompt with the outputs of the text encoders for it and for its negative prompt
 EncodePrompts = Callable[
     [Sequence[Prompt]], Sequence[tuple[Prompt, dict[str, Tensor], dict[str, Tensor]]]
 ]

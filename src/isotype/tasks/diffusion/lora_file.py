@@ -233,6 +233,7 @@ def _fused_modules(layers: Mapping[str, nn.Module], family: Family) -> dict[str,
     return modules_by_name
 
 
+# (A, B, alpha); alpha is None if the file does not have it
 _Pair = tuple[Tensor, Tensor, float | None]
 
 

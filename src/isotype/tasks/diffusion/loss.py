@@ -398,7 +398,7 @@ def mean_of_pictures(errors_NCHW: Tensor, mask_N1HW: Tensor | None) -> Tensor:
     return (errors_NCHW * mask).flatten(1).sum(1) / mask.flatten(1).sum(1)
 
 
-EvaluationDraw = tuple[int, Row, float]
+EvaluationDraw = tuple[int, Row, float]  # (number of the draw, row, noise level)
 
 
 def evaluate(

@@ -184,7 +184,7 @@ class VideoFile:
 
 Clip = FrameFolder | VideoFile
 PathContent = FileContent | Clip
-Content = PathContent | ParquetContent
+Content = PathContent | ParquetContent  # where a picture or clip is stored
 """Where the bytes of one picture or clip are. `read` returns the bytes of the picture or of the
 first frame, and `fingerprint` returns a hash; both raise OSError.
 """

@@ -404,7 +404,7 @@ def log1mexp(x: Tensor) -> Tensor:
 # continues an earlier one, and an adapter whose start changes the base
 
 REFERENCE_FILE = "reference.safetensors"
-AnswerRows = Pairs | LabelledAnswers
+AnswerRows = Pairs | LabelledAnswers  # the rows of DPO and similar objectives, or of KTO
 # recorded in place of a fingerprint if no process has the whole model
 SHARDED_MODEL = "shared"
 

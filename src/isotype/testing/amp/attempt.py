@@ -372,6 +372,7 @@ def incoming_gradient(output: Tensor, index: int) -> Tensor:
     return gradient.to(output.device, output.dtype)
 
 
+# (a key that is the same for findings about the same fault, the finding)
 Fault = tuple[tuple[object, ...], Finding]
 format_finding = load_finding_formatter(Path(__file__).with_name("findings.txt"))
 

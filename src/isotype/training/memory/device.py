@@ -43,6 +43,7 @@ _M_MMAP_THRESHOLD = -3  # allocations of this size and larger are mapped on thei
 _RETURN_THRESHOLD = 128 << 10  # the initial threshold of glibc, which raises it unless it was set
 _is_returning = False
 
+# the chosen gradient checkpointing, and the memory that is planned for it
 PlannedCheckpointing = tuple[Checkpointing, MemoryPlan]
 
 

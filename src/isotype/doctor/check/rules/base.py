@@ -29,6 +29,7 @@ from ....pages.sheets import Section, read_sections
 from ..settings import Record, Setting
 from .facts import RuleFacts
 
+# reads the settings of one program and yields what is wrong
 Rule = Callable[[Record], Iterator[Finding]]
 RULES: dict[str, Rule] = {}
 

@@ -25,7 +25,7 @@ FLOW_ONLY = ("flow_matching",)
 # --- latents: how a family's VAE encodes and decodes, and how its latents are converted to those of
 # the denoiser
 
-Config = Mapping[str, Any]
+Config = Mapping[str, Any]  # the content of the config.json of a part of the pipeline
 
 
 class Latents:
@@ -208,7 +208,7 @@ class PatchedLatents(Latents):
 
 # --- families
 
-Text = dict[str, Tensor]
+Text = dict[str, Tensor]  # the outputs of the text encoders for N captions, by name
 Denoiser = Callable[..., Sequence[Tensor]]
 """A denoiser, called with `return_dict=False`."""
 
