@@ -533,3 +533,26 @@ def test_text_that_fits_two_causes_is_open(text):
     (finding,) = explain(text.splitlines(keepends=True))
     assert not is_decided(finding)
     assert "or" in dict(finding.details)
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "words"),
+    [
+        ("_grouped_linear", "logits = self.router(x)", "grouped_mm"),
+        ("forward", "y = self.time_proj(series)", "sinusoidal"),
+        ("forward", "y = self.time_embed(batch)", "sinusoidal"),
+    ],
+)
+def test_name_that_only_resembles_a_cause_does_not_decide(function, code, words):
+    finding = explain_traceback(("/home/me/model.py", 4, function, code), LINEAR)
+    assert words not in finding.cause
+    assert not is_decided(finding)
+
+
+def test_folder_named_fft_is_no_transform():
+    error = "RuntimeError: \"cdist_cuda\" not implemented for 'Half'"
+    frame = ("/home/me/fft_utils/a.py", 4, "distance", "y = torch.cdist(a, b)")
+    assert "FFT" not in explain_traceback(frame, error=error).message
+    assert "cuFFT" not in explain_traceback(frame, error=error).cause
+    frame = ("/home/me/a.py", 4, "spectrum", "y = torch.fft.rfft(a)")
+    assert "cuFFT" in explain_traceback(frame, error=error).cause
