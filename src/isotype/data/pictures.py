@@ -445,6 +445,8 @@ class _FixedTokenizer:
         from transformers import BatchEncoding
 
         class FixedEncoding(BatchEncoding):
+            """The tokens of a prompt that was already tokenised."""
+
             def char_to_token(self, *_: Any, **__: Any) -> int:
                 return 0  # called to build token types, which these models do not read
 

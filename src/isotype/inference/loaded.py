@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 class LoadedRun:
     """Contains a loaded model, its tokenizer and its precision. `weights_name` says where its
     weights come from, and is `adapter`, `model` or `checkpoint step_N`.
+
+    source  where the base model comes from
     """
 
     folder: Path

@@ -55,8 +55,10 @@ COMPARED_ROWS = 16  # number of rows on which the losses are compared
 class MergeResult:
     """The result of a merge.
 
-    noise  rounding error of the cast, relative to the adapter's change, over all merged weights
-    rows   number of rows on which both losses were computed
+    why      the reason for this dtype
+    weights  the number of merged weights
+    noise    rounding error of the cast, relative to the adapter's change, over all merged weights
+    rows     number of rows on which both losses were computed
     """
 
     folder: Path

@@ -309,6 +309,8 @@ class Section:
     """One section of a text file of rules. `code` and `page` are the code and the explanation that
     stand above the section in the file. `header` is the text after `=`. The first of the `entries`
     contains the section's variables.
+
+    sheet  the name of the text file
     """
 
     sheet: str

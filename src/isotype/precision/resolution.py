@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 class Resolved:
     """The precision of one run, with the reason for each value.
 
-    reasons   role -> the reason for its value, which is the preset, a line of the configuration
-              file, or the choice of `auto` on this device
-    warnings  problems that the rules report but that do not prevent the run
+    reasons          role -> the reason for its value, which is the preset, a line of the
+                     configuration file, or the choice of `auto` on this device
+    warnings         problems that the rules report but that do not prevent the run
+    preset_reason    the reason for the preset
     from_checkpoint  the dtype of the base that `auto` took from a checkpoint that was published
                      quantised; else ""
     """

@@ -32,6 +32,7 @@ class TensorEntry:
 
     dtype   its name in the file, such as `BF16`
     offset  the position of its first byte in the file
+    size    the number of its bytes
     """
 
     dtype: str

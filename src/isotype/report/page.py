@@ -122,6 +122,8 @@ OP_COLUMNS = ("part", "op", "kind", "reason")
 
 @dataclass(frozen=True)
 class Tile:
+    """A box at the top of the report with one number or word, such as the final loss."""
+
     label: str
     value: str
     note: str = ""

@@ -35,6 +35,8 @@ LAUNCHER_PREFIX = "launcher."
 
 
 class Fate(StrEnum):
+    """What happens to a key of the other tool's configuration."""
+
     UNCHANGED = "taken"  # the same key with the same value
     RENAMED = "renamed"  # the same value under another key
     CHANGED = "changed"  # another value or another meaning; the note explains it

@@ -284,6 +284,8 @@ class Record:
     """The precision with which a run will train: for each role (such as `compute` or `optimizer`),
     the value and the reason for it.
 
+    tool            the program to which the settings belong
+    facts           the settings themselves
     adapter         whether adapters are trained; None if no setting says so
     quantised_bits  the bits per weight of a quantised base model; None if it is not quantised
     """

@@ -20,6 +20,8 @@ _VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}|\$(?P<bar
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
+    """An assignment of a shell variable, `NAME=value`."""
+
     name: str
     value: str
     line: int

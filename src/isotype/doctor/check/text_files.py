@@ -31,6 +31,12 @@ class UnreadableError(ValueError):
 
 @dataclass(slots=True)
 class Tree:
+    """The values of a YAML, TOML or JSON file.
+
+    data   the nested dictionaries and lists
+    lines  the path of keys to a value -> the line of the value
+    """
+
     data: Any
     lines: dict[KeyPath, int] = field(default_factory=dict)
 

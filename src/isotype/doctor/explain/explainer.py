@@ -32,9 +32,10 @@ from .situation import RecognisedError, find_log_flags, find_report_flags, read_
 class Cause:
     """A possible cause of an error.
 
-    name      a short name
-    score     a higher score means a likelier cause
-    evidence  the part of the text that supports the cause; empty if it is only the usual cause
+    name         a short name
+    score        a higher score means a likelier cause
+    reason, fix  why this causes the error, and what to change
+    evidence     the part of the text that supports the cause; empty if it is only the usual cause
     """
 
     name: str

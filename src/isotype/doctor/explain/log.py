@@ -215,6 +215,8 @@ _CHAINED_EXCEPTION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Frame:
+    """A frame of a traceback. `code` is the line of source code that the traceback shows."""
+
     file: str
     line: int | None
     function: str

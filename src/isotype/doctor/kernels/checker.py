@@ -339,6 +339,8 @@ MAX_SPILLS = 64  # 4-byte values per thread; fewer spills have no measurable cos
 class Usage:
     """The resources of one compiled kernel. A value is None if the tool that reports it is not
     installed.
+
+    spills  the number of registers that are spilled to memory
     """
 
     registers: int | None

@@ -106,7 +106,11 @@ OPTION_NAMES = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 @dataclass(frozen=True)
 class Configuration:
-    """The values that one `triton.Config` sets."""
+    """The values that one `triton.Config` sets.
+
+    constexprs  the values of `tl.constexpr` parameters
+    options     options of the compiler, such as num_warps
+    """
 
     constexprs: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -219,12 +223,13 @@ class Reach(IntEnum):
 class Combination:
     """One combination of argument types for which a kernel is compiled.
 
-    label       describes the combination in messages
-    types       parameter -> Triton's type name (`*bf16`, `i32`, `fp32`, `constexpr`)
-    constexprs  parameter (or a path into a tuple parameter) -> value
-    attributes  the position of a parameter (as a path, see constexprs) -> the attributes that
-                Triton's launcher would set for it, such as divisibility by 16
-    options     num_warps, num_stages and the like
+    label                 describes the combination in messages
+    types                 parameter -> Triton's type name (`*bf16`, `i32`, `fp32`, `constexpr`)
+    constexprs            parameter (or a path into a tuple parameter) -> value
+    attributes            the position of a parameter (as a path, see constexprs) -> the attributes
+                          that Triton's launcher would set for it, such as divisibility by 16
+    options               num_warps, num_stages and the like
+    reach                 how likely it is that a caller uses the combination
     counterpart           for a launch under torch.compile, which passes Python floats as fp64: the
                           label of the combination of the same launch with fp32. Otherwise ""
     is_traced_by_compile  whether torch.compile would trace the launch; False for an explicit

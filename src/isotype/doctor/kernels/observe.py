@@ -38,7 +38,13 @@ class Binding:
 
 @dataclass(eq=False)
 class Frame:
-    """One `@triton.jit` function, as Triton compiled it for one set of argument types."""
+    """One `@triton.jit` function, as Triton compiled it for one set of argument types.
+
+    tree            the syntax tree of the function
+    dtypes, shapes  the dtype and the shape of the value of each expression
+    bindings        the assignments, in the order in which they were compiled
+    parameters      parameter -> Triton's type name
+    """
 
     name: str
     file: str
@@ -76,9 +82,12 @@ class Frame:
 class Observation:
     """The result of one compilation.
 
-    frames    the functions that Triton compiled, the kernel first
-    failures  for each frame, the node at which its compilation stopped; the innermost frame first
-    ttir      the text of the compiled module with its locations, if it was asked for
+    target          the GPU for which the kernel was compiled
+    frames          the functions that Triton compiled, the kernel first
+    failures        for each frame, the node at which its compilation stopped; the innermost frame
+                    first
+    error, message  the exception of the compiler, and its message; None and "" if it compiled
+    ttir            the text of the compiled module with its locations, if it was asked for
     """
 
     combination: Combination

@@ -28,7 +28,10 @@ _OPERATION = re.compile(r'^"?(?P<name>[a-z_]+\.[\w.]+)"?')
 
 @dataclass
 class Block:
-    """A list of operations. `arguments` are the values that a branch to this block passes."""
+    """A list of operations. `arguments` are the values that a branch to this block passes.
+
+    label  the name of the block, to which branches refer
+    """
 
     label: str = ""
     arguments: list[str] = field(default_factory=list)
@@ -62,6 +65,8 @@ class Operation:
 
 @dataclass
 class Function:
+    """A function of a module. The first of its blocks is the entry."""
+
     name: str
     parameters: list[str]
     blocks: list[Block]

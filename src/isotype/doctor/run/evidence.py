@@ -87,11 +87,13 @@ class Operand:
 class Evidence:
     """The facts about one exception.
 
-    error         the exception that was raised first
-    operation     the name of the function or operator that failed
-    user_frame    the innermost frame of the user's own code
-    module        the innermost module that was running
-    in_backward   whether autograd was running
+    error              the exception that was raised first
+    operation          the name of the function or operator that failed
+    user_frame         the innermost frame of the user's own code
+    module             the innermost module that was running
+    in_backward        whether autograd was running
+    settings           the settings of the run that were found in the frames
+    producers          id of an operand -> the place where its dtype was decided
     compiled_location  the file and line of the user's code that `torch.compile` traced
     """
 

@@ -60,7 +60,10 @@ _FINDING_ATTRIBUTE = "_isotype_finding"
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One argument of an op."""
+    """One argument of an op.
+
+    writer  the op and the module that wrote the operand last
+    """
 
     label: str
     dtype: torch.dtype

@@ -42,6 +42,7 @@ _MAX_CALLERS = 6  # the number of callers of a cast that are checked for an eval
 class Change:
     """One change of a tensor's dtype.
 
+    stack    the lines of code that were running, innermost first
     rounded  the fraction of the sampled values that the new dtype cannot represent
     calls    the number of forward calls of the owning module before the change
     steps    the number of optimizer steps before the change

@@ -26,7 +26,9 @@ from .origin import ORIGIN_ATTRIBUTE, Origin
 class Promotion:
     """Counts how often the same op at the same line of code widens an activation.
 
-    spread  the places that used the widened tensor before it was cast back
+    narrow       the dtype of the activation before it was widened
+    extra_bytes  the memory that the wider results take in addition
+    spread       the places that used the widened tensor before it was cast back
     """
 
     origin: Origin

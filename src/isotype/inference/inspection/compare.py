@@ -58,8 +58,12 @@ class WeightDifference:
 class CheckpointComparison:
     """Contains the result of comparing two checkpoints.
 
+    first, second   the labels of the two checkpoints
     equal, rounded  the number of weights whose values are equal, and the number of weights whose
                     values differ only by the rounding of their dtypes
+    only_first, only_second
+                    the names of weights that one checkpoint does not have
+    skipped         name of a weight -> the reason why it was not compared
     kept            the share of an adapter's change that the other checkpoint contains; None
                     without an adapter
     expected        the share that the weights with the change still contain after rounding to the

@@ -55,14 +55,15 @@ _NOT_A_WEIGHT = ("rotary_emb.inv_freq",)
 class DenseWeights:
     """The weights of a checkpoint by their names in transformers.
 
-    label        what the weights are, for the report
-    skipped      the names of tensors that are not compared, with the reason
-    aliases      for each tied weight, the weight that has the same values
-    changes      for the name of each weight that an adapter changes, a function that returns what
-                 the adapter adds. `tensors` contains the sums
-    base         the weights to which the adapter's changes were added
-    is_loaded    whether the names are those of the loaded class, where experts are stacked
-    computed     the names of weights that no file has: they are computed in fp32 from the adapter
+    label      what the weights are, for the report
+    skipped    the names of tensors that are not compared, with the reason
+    aliases    for each tied weight, the weight that has the same values
+    changes    for the name of each weight that an adapter changes, a function that returns what the
+               adapter adds. `tensors` contains the sums
+    base       the weights to which the adapter's changes were added
+    config     the configuration of the model in transformers; None if it was not read
+    is_loaded  whether the names are those of the loaded class, where experts are stacked
+    computed   the names of weights that no file has: they are computed in fp32 from the adapter
     """
 
     label: str

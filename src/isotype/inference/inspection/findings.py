@@ -30,8 +30,12 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "t
 class Facts:
     """Contains everything that was read from a checkpoint.
 
-    ranges   the values of each tensor with floating-point numbers
-    loading  how transformers would load the folder; None if this was not found out
+    ranges      the values of each tensor with floating-point numbers
+    tokens      the special tokens of the tokenizer and the settings; None without a tokenizer
+    loading     how transformers would load the folder; None if this was not found out
+    adapter     what was found out about an adapter; None for a model
+    equal_ties  name of a tied weight -> whether its values are those of the weight to which it is
+                tied
     """
 
     checkpoint: Checkpoint

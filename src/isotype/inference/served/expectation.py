@@ -46,7 +46,9 @@ class ExpectedAnswer:
 class ScoredRow:
     """A row with the log-probabilities of its labelled tokens.
 
-    positions  the positions of labelled tokens
+    positions      the positions of labelled tokens
+    logprobs       their log-probabilities under the trained model
+    base_logprobs  their log-probabilities under the base model
     """
 
     ids: tuple[int, ...]

@@ -49,8 +49,11 @@ class ServedResult:
     kept                the share of the run's improvement in loss that the server shows; None if
                         the server cannot return log-probabilities of given tokens, or if these rows
                         show no improvement
-    base_loss, trained_loss, served_loss  the mean losses of the compared tokens; served_loss is
-                                          None if the server returns no log-probabilities
+    min_kept            the smallest share that is accepted
+    base_loss, trained_loss, served_loss
+                        the mean losses of the compared tokens; served_loss is None if the server
+                        returns no log-probabilities
+    row_source          where the compared rows come from
     cause               the cause of different answers; None if the answers are the same
     agreement           the share of greedy tokens that are the same; None without a comparison
     """

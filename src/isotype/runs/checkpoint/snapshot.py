@@ -34,11 +34,12 @@ PROCESS_COUNT = "processes"  # in state.json: the number of processes that wrote
 class Progress:
     """The progress of a run.
 
-    best_loss       the lowest evaluation loss, reached at `best_step`
-    without_gain    the number of evaluations since `best_step`
-    evaluated       a hash of the evaluation rows with which `best_loss` was measured
-    eval_stride     an evaluation uses every `eval_stride`-th row; 0 in checkpoints of older versions
-    units           the number of tokens or pictures that were trained on
+    position      the number of training rows that were used
+    best_loss     the lowest evaluation loss, reached at `best_step`
+    without_gain  the number of evaluations since `best_step`
+    evaluated     a hash of the evaluation rows with which `best_loss` was measured
+    eval_stride   an evaluation uses every `eval_stride`-th row; 0 in checkpoints of older versions
+    units         the number of tokens or pictures that were trained on
     """
 
     step: int = 0

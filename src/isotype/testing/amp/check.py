@@ -60,10 +60,11 @@ class ConformanceError(AssertionError):
 class Report:
     """The result of `ampcheck(..., raises=False)`.
 
-    tried    number of combinations that were run
-    refused  setting and reason of each combination for which the function raises an error and may
-             do so, for example because plain PyTorch raises an error too
-    skipped  checks that were not possible, with the reason
+    subject       the name of the checked function
+    tried         number of combinations that were run
+    refused       setting and reason of each combination for which the function raises an error and
+                  may do so, for example because plain PyTorch raises an error too
+    skipped       checks that were not possible, with the reason
     measurements  the error of each result, and the error of plain code with the same dtypes
     compared_in   the dtype in which the function was compared with the reference, or ""
     """

@@ -58,6 +58,8 @@ REORDERING_STEPS = 16
 class Excess:
     """A result whose error is larger than allowed. Errors are divided by the norm of the exact
     result.
+
+    yardstick  what the plain code is (see the docstring of the module)
     """
 
     result: str

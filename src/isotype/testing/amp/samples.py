@@ -55,6 +55,8 @@ class Slot:
 class Sample:
     """The arguments of one call. `leaves` contains all values in these arguments as a flat
     sequence. `slots` describes the floating-point tensors in `leaves`.
+
+    tree  the structure of the arguments, from which they are rebuilt
     """
 
     leaves: tuple[Any, ...]
