@@ -227,6 +227,10 @@ def test_a_file_of_diffusion_pipe_with_its_directories(tmp_path):
     said = notes(result)
     assert said["video_clip_mode"].startswith("not offered: ")
     assert "the shortest of them" in said["dataset.0.frame_buckets"]
+    masks = DIFFUSION_PIPE_DATA.replace('path = "clips"', 'path = "clips"\nmask_path = "masks"')
+    (tmp_path / "data.toml").write_text(masks)
+    masked = notes(translate(tmp_path / "run.toml"))["dataset.0.mask_path"]
+    assert "not offered:  a mask for the loss of clips" in masked
     assert "verysecret" not in result.text + str(result.outcomes)
 
 

@@ -144,7 +144,13 @@ _DATASET_KEYS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_not_offered, _DATASET_NOT_OFFERED),
     "path": transforms.report_changed("images.train"),
     "num_repeats": transforms.report_changed("repeats of the source"),
-    "mask_path": transforms.convert_to("images.masks", str),
+    "mask_path": transforms.choose_handler(
+        lambda draft, source_key: (
+            _clip_length(draft, dict(clips.dataset_of_key(draft, source_key))) == 1
+        ),
+        transforms.convert_to("images.masks", str),
+        transforms.report_not_offered("a mask for the loss of clips"),
+    ),
     "control_path": transforms.report_changed("controls of the source"),
     "resolutions": _convert_resolutions,
     "enable_ar_bucket": transforms.choose_handler(

@@ -271,6 +271,7 @@ def test_a_step_of_a_mixed_run_has_clips_or_pictures(studio, drawn, clips):
     assert (facts["frames"], facts["latent_tokens"]) == (5, 3 * 16)
     (line, *_) = task.plan_lines()
     assert f"4 training clips of 5 frames and {picture_count} training pictures, 0 for" in line
+    assert "at most 48 latent tokens each" in line
 
 
 def test_large_pictures_beside_small_clips_are_the_largest_rows(studio, drawn, clips):

@@ -104,6 +104,8 @@ def _describe_pictures(facts: Mapping[str, Any]) -> str:
         if facts[f"{kind}_pictures"]
     ]
     kinds_text = f" ({', '.join(kinds)})" if kinds else ""
+    has_lengths = len(facts.get("train_clips_by_frames", ())) > 1
+    limit = "at most " if has_lengths or len(facts["resolutions"]) > 1 else ""
     sides = " and ".join(f"{side} x {side}" for side in facts["resolutions"])
     if "frames" in facts:
         training = _describe_clips(facts["train_clips_by_frames"])
@@ -112,7 +114,7 @@ def _describe_pictures(facts: Mapping[str, Any]) -> str:
     return (
         f"{training}{kinds_text},"
         f" {facts['eval_pictures']:,} for evaluation, {sides} pixels,"
-        f" {facts['latent_tokens']:,} latent tokens each"
+        f" {limit}{facts['latent_tokens']:,} latent tokens each"
     )
 
 
