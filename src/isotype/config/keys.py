@@ -120,6 +120,7 @@ def _describe_number(noun: str, schema: dict[str, Any]) -> str:
     return f"{noun} {' and '.join(bounds)}" if bounds else noun
 
 
+# Isotype's key -> the names of the same setting in other tools, in one text
 _ALIASES_BY_KEY = {
     "train.learning_rate": "lr",
     "train.epochs": "num_train_epochs num_epochs",
@@ -178,6 +179,7 @@ MAIN_KEYS = {
     "adapter": "adapter.kind",
     "precision": "precision.preset",
 }
+# the name in another tool -> Isotype's key
 KEY_ALIASES = {alias: key for key, names in _ALIASES_BY_KEY.items() for alias in names.split()}
 # keys whose value is the name of a file, a folder or a model
 NAME_KEYS = (
@@ -195,6 +197,7 @@ NAME_KEYS = (
     "run.folder",
 )
 
+# dtype that a user wrote as the precision -> the presets with this dtype
 _PRESETS_BY_DTYPE = {
     "bf16": "bf16-lora with an adapter, or bf16-mixed for every weight",
     "fp16": "fp16-mixed",

@@ -47,6 +47,7 @@ PREFERENCE_KEYS: Mapping[str, tuple[str, ...]] = {
     "reward": ("center_rewards_coefficient",),
     "distil": (),
 }
+# objectives that need the log-probabilities of the initial model
 REFERENCE_OBJECTIVES = ("dpo", "ipo", "kto")
 # objective -> the only data format that it learns from; sft learns from the other formats
 FORMAT_OF_OBJECTIVE: Mapping[str, Literal["preference", "labelled"]] = {

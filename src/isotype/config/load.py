@@ -47,6 +47,7 @@ class Recipe:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+# name after --preset -> the settings for which it stands
 RECIPES = {
     "lora": Recipe(
         "LoRA adapter; precision from the device",
@@ -97,7 +98,7 @@ VALUE_SYNONYMS: Mapping[str, Mapping[Any, str]] = {
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 MAX_COMPLAINTS = 40  # largest number of complaints that are shown at once
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of files in UTF-16
 MAX_BYTES = 4 << 20  # a configuration has a few kilobytes; a larger file is a data file by mistake
 
 

@@ -46,7 +46,7 @@ class SourceSpec:
 
 
 _SOURCE_KEYS = tuple(field.name for field in fields(SourceSpec) if field.name != "group")
-_HUB_KEYS = ("subset", "split", "revision")
+_HUB_KEYS = ("subset", "split", "revision")  # keys of a source that only a dataset of the hub has
 SPLITS_FILE = "dataset_dict.json"  # lies in a folder of `save_to_disk` with several splits
 
 
@@ -440,6 +440,7 @@ def first_source_name(value: Any) -> str:
     return next(iter(source_names(value)), "data").removeprefix(HUB_PREFIX)
 
 
+# columns of a table of pictures that `columns` can rename
 PICTURE_COLUMNS = ("image", "text", "mask", "control")
 
 

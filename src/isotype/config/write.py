@@ -25,6 +25,7 @@ _ESSENTIAL_PICTURE_KEYS = {
     "images.train", "images.resolution", "images.max_aspect", "train.steps", "run.samples", "run.adapters_every",
 }  # fmt: skip
 _RESOLVED_KEYS = {"precision.preset", *AUTO_KEYS}  # keys that can be `auto`
+# section -> the comment that is written above it
 _SECTION_DESCRIPTIONS = {
     "model": "The model that is fine-tuned.",
     "data": "The training data of a language model.",

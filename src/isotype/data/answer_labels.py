@@ -25,7 +25,7 @@ _UNWANTED_COLUMNS = (
     "rejected", "is_rejected", "thumbs_down", "disliked", "undesirable", "unwanted", "wrong", "is_wrong", "incorrect", "is_incorrect",
     "is_bad",
 )  # fmt: skip
-_YES = ("true", "t", "yes", "y", "1")
+_YES = ("true", "t", "yes", "y", "1")  # words for a wanted answer
 # values that mark a wanted answer
 _WANTED_WORDS = (
     *_YES, "up", "thumbs_up", "thumbsup", "👍", "good", "like", "liked", "upvote", "accept", "accepted", "wanted", "desirable", "chosen",

@@ -47,6 +47,7 @@ _STALE_SECONDS = 24 * 3600
 _CHUNK = 1 << 22  # bytes of a file that are read at once
 # files with other names may be a user's weights
 _ENTRY_NAME = re.compile(r"[0-9a-f]{32}\.(safetensors|picture)")
+# dtype of torch -> its name in safetensors files
 _DTYPE_CODES = {"int32": "I32", "int64": "I64", "uint64": "U64", "bool": "BOOL", "uint8": "U8"}
 # columns with wider elements come first, so that every column begins at a multiple of its
 # elements' size

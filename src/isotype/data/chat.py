@@ -145,7 +145,7 @@ DEFAULT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 
 _OTHER_TEMPLATE_FIX = "data.chat_template: FILE.jinja, or a name, takes another template"
-_TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
+_TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")  # endings of the files of chat templates
 _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 # private-use characters, which templates and texts do not contain
 _SENTINEL = "\U000f0f0e\U000f0f0f"

@@ -26,6 +26,7 @@ Message = dict[str, Any]  # one message (turn) of a conversation, as in OpenAI's
 # keys of a turn that say whether it is learnt: `weight` is OpenAI's, the others are from axolotl's
 # data
 LEARN_KEYS = ("weight", "train", "training")
+# other names of roles -> roles
 _ROLE_ALIASES = {
     "human": "user",
     **dict.fromkeys(("gpt", "model", "bot", "ai", "chatbot"), "assistant"),

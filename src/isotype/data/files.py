@@ -22,7 +22,7 @@ from ..runs.folder import LOCK, RESOLVED
 from ..wording import pluralise
 from .read import CODE_ENDINGS, DATA_ENDINGS, ENDINGS, file_suffix, require_file, text_lines
 
-TRAIN_SPLITS = {"train", "training"}
+TRAIN_SPLITS = {"train", "training"}  # names of the folders and files with training data
 _SPLIT_NAMES = TRAIN_SPLITS | {
     "test",
     "testing",
@@ -40,6 +40,7 @@ _SPLIT_PATTERN = re.compile(
 )
 _STATE_FILE = "state.json"
 _INFO_FILE = "dataset_info.json"
+# files of the library `datasets` that contain no rows
 _METADATA_FILES = frozenset((_STATE_FILE, _INFO_FILE, "dataset_infos.json", SPLITS_FILE))
 _FIRST_RUN_FILES = ("preflight.json", "env.json")  # files that a run writes before resolved.yaml
 # number of characters of a piece of plain text; pieces end at line ends

@@ -491,6 +491,7 @@ def _pair_prompt(row: Mapping[str, Any], location: str) -> Any:
 
 # the beginnings of turns in a text that contains a whole dialogue; each follows a blank line
 _DIALOGUE_TURN = re.compile(r"(?:\A\s*|\n\s*\n)(Human|User|Assistant|System):[ \t]?")
+# the names of speakers in a dialogue that is one text -> roles
 _DIALOGUE_ROLES = {
     "Human": "user",
     "User": "user",

@@ -17,6 +17,7 @@ _PAIR_KEYS = (
     ("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer"), ("instruction", "response"),
     ("input", "output"), ("prompt", "response"), ("prompt", "answer"), ("source", "target"),
 )  # fmt: skip
+# keys that often hold a question, for hints
 _QUESTION_KEYS = ("question", "query", "input", "source", "user", "context")
 # names of a wanted and an unwanted answer to one question
 _CHOSEN_KEYS = (
@@ -53,6 +54,7 @@ def unknown_row_hint(row: Mapping[str, Any]) -> str:
     )
 
 
+# keys of data for the classification of texts, which is not offered
 _TEXT_KEYS = ("sentence", "text", "review", "tweet", "comment", "content", "title", "document")
 _CLASS_KEYS = ("label", "labels", "label_text", "class", "category", "intent", "sentiment")
 _EMBEDDING_KEYS = (

@@ -53,6 +53,7 @@ _PHONE_FORMATS = {
     **dict.fromkeys((b"heic", b"heix", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"),
     **dict.fromkeys((b"avif", b"avis"), "AVIF"),
 }
+# ending of a file -> format
 _PHONE_SUFFIXES = {".heic": "HEIC", ".heif": "HEIC", ".hif": "HEIC", ".avif": "AVIF"}
 
 

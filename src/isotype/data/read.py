@@ -36,6 +36,7 @@ CODE_ENDINGS = (
 )  # fmt: skip
 DATA_ENDINGS = JSON_ENDINGS + TABLE_ENDINGS
 ENDINGS = DATA_ENDINGS + TEXT_ENDINGS
+# the first bytes of a file -> its encoding
 _BOMS = ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"))
 # formats whose files are often named like text files: (first bytes, name of the format, ending with
 # which Isotype reads the file, or "" if Isotype cannot read it)
@@ -284,6 +285,7 @@ def first_line(path: Path) -> str:
         return ""
 
 
+# exceptions of a compressed file that cannot be read
 _READ_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error, OSError)
 
 

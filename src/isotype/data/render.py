@@ -35,6 +35,7 @@ MAX_CHARACTERS = 1 << 26  # largest length of a rendered conversation
 MAX_PREPARED_BYTES = 1 << 24
 MAX_PREPARED_CHARACTERS = 1 << 24
 MAX_PROCESSES = 4  # largest number of child processes; each tokenizer has its own process
+# exceptions of pickle for a value that cannot be sent to another process
 _UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError, RecursionError)
 
 

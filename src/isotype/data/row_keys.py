@@ -32,7 +32,7 @@ class Format:
 # distilabel
 ANSWER_KEYS = ("completions", "responses", "generations")
 SCORE_KEYS = ("scores", "rewards", "ratings")
-PREFERENCE_KEYS = ("chosen", "rejected")
+PREFERENCE_KEYS = ("chosen", "rejected")  # keys of the two answers of a preference pair
 # keys of the pictures that a conversation is about
 PICTURE_KEYS = ("images", "image")
 # optional keys of every format with a conversation, which is every format except `text`
@@ -43,7 +43,7 @@ ALPACA_OPTIONAL_KEYS = ("input", "history")
 TURN_KEYS = {"role", "author", "from", "parts"}
 # keys inside a turn that `data.columns` can rename
 TURN_COLUMNS = ("role", "content", "tool_calls", "reasoning_content", "weight", "train")
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")  # the roles of a chat template
 # values of ShareGPT's `from` in data sets -> roles. `function_call` is no role of a chat template:
 # such a turn becomes a message of the assistant with `tool_calls`
 SHAREGPT_ROLES = {
@@ -73,6 +73,7 @@ LABELLED_FORMATS: tuple[FormatName, ...] = (
 )
 # keys that can contain the prompt of a preference pair; the first one that the row has is used
 PAIR_PROMPT_KEYS = ("prompt", "instruction", "messages", "conversations")
+# all keys that some format reads
 KNOWN_KEYS = frozenset(
     key for row_format in FORMATS.values() for key in row_format.keys + row_format.optional_keys
 )

@@ -69,6 +69,7 @@ _WHICH_QUESTIONS = (
     "Which {kind} of `{module}` fits this description? {summary}",
     "Name the {kind} in `{module}` for this: {summary}",
 )
+# kind of the item -> forms of a question about it
 _QUESTION_FORMS = {
     "function": _FUNCTION_QUESTIONS,
     "method": _METHOD_QUESTIONS,

@@ -30,6 +30,7 @@ COMPARED_PACKAGES = (
 )  # fmt: skip
 MODEL_SETTINGS = "settings of the model"
 
+# what differs between the processes -> what the user can do
 _FIXES = {
     "versions": "install the same versions on every machine: isotype doctor env shows them",
     "configuration": "give every process the same file and settings",

@@ -21,7 +21,7 @@ from ..finding import Finding, Severity
 from ..wording import pluralise
 from .check.checker import SKIPPED_FOLDERS, check, format_record, may_be_configuration
 
-_LOG_SUFFIXES = (".log", ".err", ".out")
+_LOG_SUFFIXES = (".log", ".err", ".out")  # endings of files that are read as logs
 _MAX_SOURCE_BYTES = 2_000_000  # larger source files are not read
 _TRITON_KERNEL = re.compile(r"^\s*@(?:triton\.)?jit\b", re.MULTILINE)
 _AUTOGRAD_FUNCTION = re.compile(r"^class (\w+)\((?:[\w.]*autograd\.)?Function\):", re.MULTILINE)

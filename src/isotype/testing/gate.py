@@ -36,6 +36,7 @@ from .amp.samples import Subject, read_samples
 PASS = "pass"
 FAIL = "fail"
 NOT_ASKED = "not asked"
+# question -> the codes of the findings that answer it with no
 _CODES = {
     "fp64": ("AC023",),
     "precision": ("AC006", "AC007", "AC022"),

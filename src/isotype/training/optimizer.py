@@ -52,6 +52,7 @@ _EXTERNAL_OPTIONS: dict[str, dict[str, Any]] = {
     PRODIGY: {"safeguard_warmup": True},
     SCHEDULE_FREE: {"foreach": False},
 }
+# optimizer -> the settings that it does not use
 _UNUSED_SETTINGS = {
     "lion": ("epsilon",),
     "lion8bit": ("epsilon",),

@@ -171,6 +171,7 @@ def compare_loaded_state(continuity: Continuity, checkpoint: Checkpoint) -> Obse
     return observation
 
 
+# kind of a tensor -> the beginning of its name in a checkpoint
 _CHECKPOINT_PREFIX = {WEIGHT: "model", STATE: "optimizer", AVERAGE: "ema", BUFFER: "buffer"}
 
 

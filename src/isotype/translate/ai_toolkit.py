@@ -242,6 +242,7 @@ _DATASET_NO_EFFECT = {
     pictures.BUCKETS_NOTE: "buckets bucket_tolerance",
     transforms.IRRELEVANT_NOTE: "trim_auto_frame_count_tail",
 }
+# what to use instead -> the keys of a data set that Isotype does not offer
 _DATASET_NOT_OFFERED = {
     "images.flip mirrors left and right": "flip_y",
     "the loss counts what the mask shows": "mask_min_value",
@@ -250,6 +251,7 @@ _DATASET_NOT_OFFERED = {
     clips.NO_PICTURE_NOTE: "do_i2v",
     "videos have no sound": "do_audio audio_*",
 }
+# key of a data set in the tool's configuration -> the function that translates it
 _DATASET_KEYS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _DATASET_NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _DATASET_NOT_OFFERED),
@@ -294,6 +296,7 @@ _NO_EFFECT = {
         " train.noise_scheduler sample.sampler save.save_format"
     ),
 }
+# what to use instead -> the keys that Isotype does not offer, in one text
 _NOT_OFFERED = {
     "precision.preset: nf4-lora": "model.low_vram model.layer_offloading*",
     "an assistant adapter is not offered: train on the model that is not distilled": (
@@ -306,8 +309,10 @@ _NOT_OFFERED = {
         "train.diff_output_preservation* train.bypass_guidance_embedding"
     ),
 }
+# the tool's distribution of noise levels -> Isotype's
 _TIMESTEPS = {"sigmoid": "logit_normal", "linear": "uniform", "uniform": "uniform"}
 _STYLE_NOTE = "diffusion.logit_mean above 0 draws more noise (content), below 0 less (style)"
+# key of the tool's configuration -> the function that translates it
 HANDLERS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),

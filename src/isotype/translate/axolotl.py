@@ -18,6 +18,7 @@ from .hugging_face import (
 from .source import Source
 from .transforms import ConfigDraft, SourceKey
 
+# the tool's name of a row format -> Isotype's
 _FORMATS = {
     "alpaca": "alpaca",
     "alpaca_chat": "alpaca",
@@ -383,6 +384,7 @@ _NO_EFFECT = {
         " low_cpu_mem_usage flex_attn_compile_kwargs do_bench"
     ),
 }
+# what to use instead -> the keys that Isotype does not offer, in one text
 _NOT_OFFERED = {
     "remove repeated rows beforehand": "dataset_exact_deduplication",
     "write the system message into the rows": "default_system_message",
@@ -423,6 +425,7 @@ def _convert_rope(rope_scaling: dict[str, Any]) -> dict[str, Any]:
     return {("rope_type" if key == "type" else key): value for key, value in rope_scaling.items()}
 
 
+# key of the tool's configuration -> the function that translates it
 HANDLERS: dict[str, transforms.Handler] = {
     **TRAINER_HANDLERS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),

@@ -57,6 +57,7 @@ _NO_EFFECT = {
         " enable_xformers_memory_efficient_attention set_grads_to_none"
     ),
 }
+# what to use instead -> the keys that Isotype does not offer, in one text
 _NOT_OFFERED = {
     "download it, and name its folder in images.train": "dataset_name",
     "images.columns, and a file of rows": (
@@ -71,7 +72,9 @@ _NOT_OFFERED = {
     "train.schedule has no powers and no restarts": "lr_num_cycles lr_power",
     "isotype train --resume RUN": "resume_from_checkpoint",
 }
+# the tool's distribution of noise levels -> Isotype's
 _TIMESTEPS = {"logit_normal": "logit_normal", "mode": "mode", "none": "uniform"}
+# key of the tool's configuration -> the function that translates it
 HANDLERS: dict[str, transforms.Handler] = {
     **pictures.DIFFUSERS_KEYS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),

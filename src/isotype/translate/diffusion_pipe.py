@@ -133,12 +133,14 @@ _DATASET_NO_EFFECT = {
     pictures.BUCKETS_NOTE: "num_ar_buckets",
     transforms.IRRELEVANT_NOTE: "cache_shuffle_delimiter shuffle_metadata online_captions",
 }
+# what to use instead -> the keys of a data set that Isotype does not offer
 _DATASET_NOT_OFFERED = {
     "images.max_aspect and images.resolution decide the sizes": "ar_buckets size_buckets",
     "images.trigger: a word before every caption": "caption_prefix",
     "one mask for all pictures: give each picture its own in images.masks": "default_mask_file",
     "images.limit uses the first pictures": "subsample_ratio",
 }
+# key of a data set in the tool's configuration -> the function that translates it
 _DATASET_KEYS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _DATASET_NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _DATASET_NOT_OFFERED),
@@ -194,6 +196,7 @@ _NO_EFFECT = {
         " eval_image_micro_batch_size_per_gpu model.type"
     ),
 }
+# what to use instead -> the keys that Isotype does not offer, in one text
 _NOT_OFFERED = {
     "images.eval names a folder of clips or pictures": "eval_datasets",
     "run.adapters_every counts steps": "save_every_n_epochs save_every_n_examples",
@@ -206,6 +209,7 @@ _NOT_OFFERED = {
     "images.caption_dropout leaves captions out": "uncond_fraction model.uncond_fraction",
     pictures.ADAM_SETTINGS_NOTE: "optimizer.*",
 }
+# the tool's name of an optimizer -> Isotype's
 _OPTIMIZERS = {
     **transforms.OPTIMIZERS,
     **dict.fromkeys(("adamw_optimi", "genericoptim"), "adamw"),
@@ -224,6 +228,7 @@ def _convert_huber(draft: ConfigDraft, source_key: SourceKey) -> None:
     draft.set(source_key, "diffusion.huber_c", float(source_key.value), _LOSS_NOTE)
 
 
+# key of the tool's configuration -> the function that translates it
 HANDLERS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),

@@ -426,6 +426,7 @@ _TRAINER_NO_EFFECT = {
         " include_tokens_per_second group_by_length"
     ),
 }
+# what to use instead -> the keys that Isotype does not offer, in one text
 _TRAINER_NOT_OFFERED = {
     "one learning rate for all weights": "embedding_learning_rate",
     "isotype plan says which batch fits": "auto_find_batch_size",
@@ -439,6 +440,7 @@ _TRAINER_NOT_OFFERED = {
     transforms.NO_GPU_COUNT_NOTE: "fsdp fsdp_config",
     "model.device is auto, cuda or cpu": "use_mps_device",
 }
+# key of a Trainer's arguments -> the function that translates it
 TRAINER_HANDLERS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _TRAINER_NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _TRAINER_NOT_OFFERED),
@@ -537,6 +539,7 @@ _NO_EFFECT = {
         " ref_model_mixup_alpha ref_model_sync_steps log_level unsloth_force_compile"
     ),
 }
+# what to use instead -> the keys that Isotype does not offer, in one text
 _NOT_OFFERED = {
     f"{transforms.REFERENCE_NOTE}; another one": (
         "ref_model force_use_ref_model sync_ref_model reference_free ref_adapter_name"
@@ -551,6 +554,7 @@ _NOT_OFFERED = {
     ),
     transforms.NO_SETTING_NOTE: "lora_bias use_weighting ld_alpha alpha loftq qat_scheme offload_embedding",
 }
+# key of the tool's configuration -> the function that translates it
 HANDLERS: dict[str, transforms.Handler] = {
     **TRAINER_HANDLERS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),

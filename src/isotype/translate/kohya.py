@@ -167,6 +167,7 @@ _DATASET_NO_EFFECT = {
     pictures.BUCKETS_NOTE: "min_bucket_reso max_bucket_reso bucket_reso_steps",
     transforms.IRRELEVANT_NOTE: "caption_separator caption_extension",
 }
+# what to use instead -> the keys of a data set that Isotype does not offer
 _DATASET_NOT_OFFERED = {
     "images.crop: windows at random": "face_crop_aug_range",
     "images.trigger: a word before every caption": "caption_prefix caption_suffix",
@@ -177,6 +178,7 @@ _DATASET_NOT_OFFERED = {
         " keep_tokens_separator"
     ),
 }
+# key of a data set in the tool's configuration -> the function that translates it
 _DATASET_KEYS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _DATASET_NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _DATASET_NOT_OFFERED),
@@ -198,6 +200,7 @@ _DATASET_KEYS: dict[str, transforms.Handler] = {
     ),
     **transforms.copy_values(images="flip=flip_aug caption_dropout=caption_dropout_rate"),
 }
+# key of a subset in the tool's configuration -> the function that translates it
 _SUBSET_KEYS: dict[str, transforms.Handler] = {
     **_DATASET_KEYS,
     "image_dir": transforms.report_changed("images.train, or images.regularisation with is_reg"),
@@ -229,6 +232,7 @@ _NO_EFFECT = {
         " wandb_* torch_compile dynamo_* apply_t5_attn_mask prior_* split_mode no_metadata"
     ),
 }
+# what to use instead -> the keys that Isotype does not offer, in one text
 _NOT_OFFERED = {
     "train.clip bounds the gradient": "scale_weight_norms",
     "the base is bf16; precision.preset: nf4-lora takes a quarter": "blocks_to_swap",
@@ -249,12 +253,14 @@ _NOT_OFFERED = {
         " weighting_scheme scale_v_pred_loss_like_noise_pred debiased_*"
     ),
 }
+# the tool's distribution of noise levels -> Isotype's
 _TIMESTEPS = {
     "sigmoid": "logit_normal",
     **dict.fromkeys(("shift", "flux_shift"), ("logit_normal", "the shift is diffusion.shift")),
     **dict.fromkeys(("uniform", "sigma"), "uniform"),
 }
 _LOSSES = dict.fromkeys(("huber", "smooth_l1"), ("huber", "with a constant c"))
+# key of the tool's configuration -> the function that translates it
 HANDLERS: dict[str, transforms.Handler] = {
     **pictures.DIFFUSERS_KEYS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),

@@ -275,6 +275,7 @@ _NO_EFFECT = {
     ),
     transforms.IRRELEVANT_NOTE: "pissa_iter quantization_method double_quantization plot_loss",
 }
+# what to use instead -> the keys that Isotype does not offer, in one text
 _NOT_OFFERED = {
     "model.rope_parameters: {rope_type: yarn, factor: N}, N being cutoff_len over the model's positions": (
         "rope_scaling"
@@ -298,6 +299,7 @@ _NOT_OFFERED = {
         " image_do_pan_and_scan crop_to_patches"
     ),
 }
+# key of the tool's configuration -> the function that translates it
 HANDLERS: dict[str, transforms.Handler] = {
     **TRAINER_HANDLERS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),

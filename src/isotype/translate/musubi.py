@@ -125,6 +125,7 @@ _DATASET_NO_EFFECT = {
     transforms.IRRELEVANT_NOTE: "debug_dataset caption_extension bucket_no_upscale",
     clips.FRAME_RATE_NOTE: "source_fps",
 }
+# what to use instead -> the keys of a data set that Isotype does not offer
 _DATASET_NOT_OFFERED = {
     clips.OTHER_PARTS_NOTE: "frame_stride frame_sample",
     "the pictures before the edit have the size of the edited picture": (
@@ -132,6 +133,7 @@ _DATASET_NOT_OFFERED = {
     ),
     "settings of FramePack and Qwen-Image-Layered": "fp_* multiple_target",
 }
+# key of a data set in the tool's configuration -> the function that translates it
 _DATASET_KEYS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _DATASET_NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _DATASET_NOT_OFFERED),
@@ -170,12 +172,14 @@ _NO_EFFECT = {
         " block_swap_* img_in_txt_in_offloading async_upload num_timestep_buckets save_last_*"
     ),
 }
+# what to use instead -> the keys that Isotype does not offer, in one text
 _NOT_OFFERED = {
     clips.NO_PICTURE_NOTE: "one_frame",
     "activations are recomputed: train.gradient_checkpointing": "gradient_checkpointing_cpu_offload",
     "merge the LoRA into the pipeline first": "base_weights base_weights_multiplier",
     "samples are drawn at step 0 and every run.sample_every steps": "sample_at_first",
 }
+# the tool's distribution of noise levels -> Isotype's
 _TIMESTEPS = {
     "sigmoid": "logit_normal",
     **dict.fromkeys(
@@ -184,6 +188,7 @@ _TIMESTEPS = {
     ),
     **dict.fromkeys(("uniform", "sigma"), "uniform"),
 }
+# key of the tool's configuration -> the function that translates it
 HANDLERS: dict[str, transforms.Handler] = {
     **kohya.HANDLERS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),

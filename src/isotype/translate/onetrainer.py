@@ -11,6 +11,7 @@ from . import pictures, transforms
 from .source import Source
 from .transforms import ConfigDraft, SourceKey
 
+# OneTrainer's training method -> `adapter.kind`
 _ADAPTER_KINDS = {"LORA": "lora", "FINE_TUNE": "none"}
 
 
@@ -27,12 +28,14 @@ def refusal_reason(source: Source) -> str | None:
     return None
 
 
+# reason -> the keys of a concept that have no effect for this reason
 _CONCEPT_NO_EFFECT = {
     transforms.IRRELEVANT_NOTE: (
         "name seed type enabled balancing_strategy tag_delimiter include_subdirectories"
         " image_variations text_variations"
     ),
 }
+# key of a concept in the tool's configuration -> the function that translates it
 _CONCEPT_KEYS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _CONCEPT_NO_EFFECT),
     "path": transforms.report_changed("images.train, or images.regularisation"),
@@ -136,6 +139,7 @@ def _interval_handler(target: str, unit_key: str) -> transforms.Handler:
     return handler
 
 
+# OneTrainer's value -> `train.gradient_checkpointing`
 _CHECKPOINTING = {"OFF": "none", "CPU_OFFLOADED": "layers+offload"}
 _NOT_LOGIT_NORMAL = "without LOGIT_NORMAL"
 # reason -> the keys for which it holds, separated by spaces
@@ -157,6 +161,7 @@ _NO_EFFECT = {
         " fused_gradient_reduce async_gradient* attention_mechanism"
     ),
 }
+# what to use instead -> the keys that Isotype does not offer, in one text
 _NOT_OFFERED = {
     "images.masks names a folder of masks": "masked_training",
     "adapter.targets names modules": "layer_filter layer_filter_preset",
@@ -168,6 +173,7 @@ _NOT_OFFERED = {
         " lora_decompose_norm_epsilon perturbation_noise_weight generalized_offset_noise"
     ),
 }
+# key of the tool's configuration -> the function that translates it
 HANDLERS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),

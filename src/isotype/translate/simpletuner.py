@@ -52,6 +52,7 @@ DEFAULT_MODELS = {  # (family, flavour) -> the model that SimpleTuner uses if th
 }  # fmt: skip
 # findings that do not stop a translation, because the result already does what they advise
 HARMLESS_CODES = ("CF020",)
+# the tool's name of an optimizer -> Isotype's
 _OPTIMIZERS = {
     "adamw_bf16": ("adamw", "bf16 weights with stochastic rounding: precision.preset decides"),
     **transforms.OPTIMIZERS,
@@ -61,6 +62,7 @@ _OPTIMIZERS = {
     ),
     "prodigy": ("prodigy", "Prodigy without SimpleTuner's averages"),
 }
+# the tool's name of a schedule -> Isotype's
 _SCHEDULES = {
     **{
         name: transforms.SCHEDULES[name]
@@ -440,6 +442,7 @@ _DATASET_NO_EFFECT = {
     ),
     transforms.IRRELEVANT_NOTE: "maximum_image_size target_downsample_size id type dataset_type metadata_backend",
 }
+# what to use instead -> the keys of a data set that Isotype does not offer
 _DATASET_NOT_OFFERED = {
     "captions are taken as they are, a line each": (
         "prepend_instance_prompt caption_shuffle caption_filter_list disable_multiline_split"
@@ -448,6 +451,7 @@ _DATASET_NOT_OFFERED = {
         "minimum_image_size minimum_aspect_ratio maximum_aspect_ratio"
     ),
 }
+# key of a data set in the tool's configuration -> the function that translates it
 _DATASET_KEYS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _DATASET_NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _DATASET_NOT_OFFERED),
@@ -516,6 +520,7 @@ _NO_EFFECT = {
         " enable_xformers_memory_efficient_attention set_grads_to_none enable_watermark"
     ),
 }
+# what to use instead -> the keys that Isotype does not offer, in one text
 _NOT_OFFERED = {
     "pictures of every size are scaled to images.resolution": "minimum_image_size",
     "adapter.dora is for language models": "use_dora",
@@ -531,6 +536,7 @@ _NOT_OFFERED = {
         " deepspeed_config"
     ),
 }
+# key of the tool's configuration -> the function that translates it
 HANDLERS: dict[str, transforms.Handler] = {
     **pictures.DIFFUSERS_KEYS,
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),

@@ -34,6 +34,7 @@ from .transforms import LAUNCHER_PREFIX, Computed, SourceKey
 MAX_BYTES = 4 << 20  # largest size of a file that is read
 # names that `identify_tool` returns for files with only a model's or an adapter's arguments
 _TOOL_ALIASES = {"model": "hf", "peft": "hf"}
+# command -> the tool to which it belongs
 _COMMAND_TOOLS = {
     "trl": "hf",
     "llamafactory-cli": "llamafactory",

@@ -27,7 +27,7 @@ _DATASETS = {  # component -> (its hub dataset if `source` is not set, format)
 }
 _STACK_EXCHANGE = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
 _DPO_LOSS = "torchtune.rlhf.loss.DPOLoss"
-_MODULE_NAMES = {"output_proj": "o_proj"}
+_MODULE_NAMES = {"output_proj": "o_proj"}  # the tool's name of a module -> the name in transformers
 _MLP_MODULES = ["gate_proj", "up_proj", "down_proj"]
 
 
@@ -193,6 +193,7 @@ _NO_EFFECT = {
         " save_adapter_weights_only log_peak_memory_stats recipe name log_level"
     ),
 }
+# what to use instead -> the keys that Isotype does not offer, in one text
 _NOT_OFFERED = {
     "adapter.targets: [..., lm_head] where the model's head is not tied": (
         "model.apply_lora_to_output"
@@ -212,6 +213,7 @@ _NOT_OFFERED = {
     ),
     "train.gradient_checkpointing: layers+offload, an adapter, or nf4-lora": "fsdp_cpu_offload",
 }
+# key of the tool's configuration -> the function that translates it
 HANDLERS: dict[str, transforms.Handler] = {
     **transforms.handlers_by_reason(transforms.report_no_effect, _NO_EFFECT),
     **transforms.handlers_by_reason(transforms.report_not_offered, _NOT_OFFERED),

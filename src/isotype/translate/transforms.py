@@ -403,6 +403,7 @@ _TEMPLATE_ALIASES = {
     "mistral": "mistral mistral_v1 mistralchattemplate",
     "zephyr": "zephyr",
 }
+# another tool's name of a chat template -> Isotype's
 TEMPLATES = {
     alias: name for name, aliases in _TEMPLATE_ALIASES.items() for alias in aliases.split()
 }
@@ -519,6 +520,7 @@ _LAUNCHER_NO_EFFECT = {
     ),
     "part of run.log_every and of the terminal": "quiet debug",
 }
+# what to use instead -> the launcher's keys that Isotype does not offer
 _LAUNCHER_NOT_OFFERED = {
     "isotype train --processes N: the file says what a step is, not on how many GPUs": (
         "num_processes num_machines nproc_per_node nnodes num_gpus num_nodes num_cpu_threads_per_process"
@@ -543,6 +545,7 @@ def _convert_launcher_precision(draft: ConfigDraft, source_key: SourceKey) -> No
         draft.add_precision_key(source_key)
 
 
+# setting of the launcher (accelerate) -> the function that translates it
 LAUNCHER: dict[str, Handler] = {
     f"{LAUNCHER_PREFIX}{name}": handler
     for name, handler in {
@@ -577,6 +580,7 @@ _OPTIMIZER_ALIASES = {
     "adafactor": "adafactor torch.optim.adafactor",
     "prodigy": "prodigy",
 }
+# another tool's name of an optimizer -> Isotype's
 OPTIMIZERS = {
     alias: name for name, aliases in _OPTIMIZER_ALIASES.items() for alias in aliases.split()
 } | {
@@ -632,6 +636,7 @@ def resolve_optimizer_conflicts(draft: ConfigDraft) -> None:
             draft.notes.append(f"train.{key} is left out: {name} does not read it")
 
 
+# another tool's name of a schedule -> Isotype's
 SCHEDULES = {
     "cosine": "cosine",
     "linear": "linear",

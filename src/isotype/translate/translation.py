@@ -76,6 +76,7 @@ _OWN_PRECISION_TOOLS = (
     diffusion_pipe,
 )
 _PICTURE_TOOLS = (simpletuner, *_OWN_PRECISION_TOOLS)
+# internal name of a tool -> the name in messages
 _TOOL_TITLES = {
     "trl": "TRL",
     "hf": "Hugging Face TrainingArguments",

@@ -104,6 +104,7 @@ def nothing_recognised_finding(checked: CheckResult, paths: Iterable[str]) -> Fi
     )
 
 
+# internal name of a tool -> the name in messages
 _TOOL_NAMES = {"aitoolkit": "ai-toolkit", "onetrainer": "OneTrainer"}
 
 
@@ -150,6 +151,7 @@ def _decision_to_json(decision: Decision) -> dict[str, object]:
     return fields
 
 
+# the tools whose settings describe a whole run
 MAIN_TOOLS = (
     "hf",
     "simpletuner",
@@ -293,6 +295,7 @@ def _runs_without_main(documents: list[Document], device: str | None) -> list[Fa
     return runs
 
 
+# folders that are not searched
 SKIPPED_FOLDERS = {
     ".git",
     "node_modules",
@@ -319,6 +322,7 @@ MAX_FILES = 5000  # configuration files of a folder that are read
 _TRAINING_KEYWORDS = re.compile(
     r"bf16|fp16|mixed_precision|learning_rate|load_in_4bit|bfloat16|float16"
 )
+# endings of the files that are read
 _SUFFIXES = {
     ".json",
     ".yaml",

@@ -249,6 +249,7 @@ class _ProgramReader:
             self.code.add("deepspeed.initialize", True, call.line)
 
 
+# name of a called function -> the method that reads its arguments
 _CALL_READERS: dict[str, Callable[[_ProgramReader, Call], None]] = {
     "setattr": _ProgramReader._read_assignment,
     "BitsAndBytesConfig": _ProgramReader._read_quantisation,
@@ -294,6 +295,7 @@ def _cast_dtype(call: Call) -> str | None:
 
 
 _MODEL_CLASS = "Model|VAE|UNet|Transformer"
+# method of a model -> the dtype to which it casts
 _CAST_METHODS = {"half": "torch.float16", "bfloat16": "torch.bfloat16", "float": "torch.float32"}
 
 

@@ -674,6 +674,7 @@ def _set_derived_roles(record: Record) -> None:
         record.set("norms", "fp32", "autocast runs norms in fp32")
 
 
+# tool -> the function that fills in the roles of its runs
 _ROLE_SETTERS: dict[str, Callable[[Record], None]] = {
     "simpletuner": set_simpletuner_roles,
     "axolotl": set_axolotl_roles,

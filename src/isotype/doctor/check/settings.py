@@ -355,6 +355,7 @@ def _keys_of_every_tool(keys: str) -> list[str]:
     return [f"{tool}.{key}" for tool in _ALL_TOOLS for key in keys.split()]
 
 
+# settings for the dtype in which the model is loaded
 MODEL_DTYPE_KEYS = (
     "model.dtype",
     "model.torch_dtype",
@@ -509,6 +510,7 @@ def _parse_int(setting: Setting) -> int | None:
         return None
 
 
+# settings that turn FSDP on
 _FSDP_KEYS = (
     "hf.fsdp",
     "axolotl.fsdp",

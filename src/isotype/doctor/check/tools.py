@@ -51,6 +51,7 @@ _KEYS_OF_UNKNOWN_TOOLS = {
     "pipeline_stages",  # diffusion-pipe
 }
 _ISOTYPE_SECTIONS = {"model", "data", "adapter", "precision", "train", "run"}
+# if several tools have the same number of known keys, the first of them here is chosen
 _TIE_ORDER = (
     "model",
     "checkpoint",

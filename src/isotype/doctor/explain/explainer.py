@@ -414,6 +414,7 @@ _AUTOCAST_ADVICE = re.compile(
 
 DECISIVE_SCORE = 4.0  # evidence with a lower score is compatible with other causes
 SOLE_SCORE = 3.0  # the same if the family of errors has one cause only
+# codes of errors that a Triton kernel raises
 _KERNEL_CODES = ("EX020", "EX021", "EX022", "EX023", "EX024")
 _OTHER_FRAMEWORK = re.compile(
     r"\b(?:jax|jnp|lax|tensorflow|tf)\b|zero-based\) was expected to be|\bcarry component\b"

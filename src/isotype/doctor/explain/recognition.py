@@ -75,6 +75,7 @@ _EXPLICIT_DTYPE = re.compile(
 _HALF_DTYPE = re.compile(
     r"(?i)(?<![\w.-])(?:torch\.|c10::|at::|tl\.)?(?:bfloat16|bf16|float16|fp16|half|float8\w*|fp8\w*)(?:tensor)?(?![\w-])"
 )
+# name of a C++ type in a message -> dtype
 _C_TYPE_NAMES = {
     "unsigned char": "uint8",
     "byte": "uint8",

@@ -20,6 +20,7 @@ _LIBRARY_PATH = re.compile(
 _PACKAGE_PATH = re.compile(
     r"(?:site-packages|dist-packages)/(?P<name>[\w]+)|(?:^|/)(?P<bare>torch|transformers|peft|trl|accelerate|deepspeed|diffusers|triton|bitsandbytes|flash_attn|xformers|unsloth)/"
 )
+# packages whose frames mean that a trainer is running
 _TRAINER_PACKAGES = (
     "trl",
     "accelerate",

@@ -196,7 +196,7 @@ def locate_kernel(function: Any) -> tuple[str, int]:
     return function.fn.__code__.co_filename, first_line + offset
 
 
-FLOATS = ("fp64", "fp32", "bf16", "fp16")
+FLOATS = ("fp64", "fp32", "bf16", "fp16")  # the float types that an element of a pointer can have
 
 
 class Reach(IntEnum):

@@ -390,6 +390,7 @@ def _wider_dtype(first: str, second: str) -> str:
     return max(ordered, key=order.index) if ordered else second
 
 
+# the functions that explain a failure; the first result is used
 DIAGNOSES: tuple[Callable[[FailureSite], Fault | None], ...] = (
     diagnose_branch,
     diagnose_loop,

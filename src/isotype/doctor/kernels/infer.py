@@ -29,6 +29,7 @@ from .compile_inputs import (
 )
 from .observe import call_name
 
+# dtype of torch -> Triton's type name of a pointer
 _POINTER_TYPES = {
     "int64": "*i64",
     "int32": "*i32",

@@ -509,6 +509,7 @@ def _compute(operation: Operation, operands: Sequence[Value]) -> Value:
 
 
 _OTHER_ARITHMETIC = {"arith.subi", "arith.remsi", "arith.remui"}
+# operation of Triton's IR -> the word in messages
 _OPERATION_NAMES = {
     "arith.addi": "addition",
     "arith.subi": "subtraction",

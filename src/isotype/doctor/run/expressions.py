@@ -55,6 +55,7 @@ _FLOAT_METHODS = frozenset(
         "mean",
     ]
 )
+# method of a tensor -> the dtype to which it casts
 CAST_METHODS = {
     "float": torch.float32,
     "half": torch.float16,
@@ -65,6 +66,7 @@ CAST_METHODS = {
     "bool": torch.bool,
 }
 _CONVERTING_METHODS = frozenset(("to", "type", "type_as"))
+# methods of a tensor whose result has the dtype of the tensor
 _DTYPE_KEEPING_METHODS = frozenset(
     [
         "t",

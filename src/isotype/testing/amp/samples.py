@@ -381,7 +381,7 @@ def count_rows(sample: Sample) -> set[int]:
     return {first.shape[0], first.numel() // max(1, first.shape[-1])}
 
 
-LOW = (torch.bfloat16, torch.float16)
+LOW = (torch.bfloat16, torch.float16)  # dtypes of 16 bits
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,8 @@ def configured_checkpointing(model: nn.Module, train: TrainSection) -> Checkpoin
 def select_layers(layers: str | int | list[int], total: int) -> tuple[int, ...]:
     """Returns the positions of the layers that the setting `train.checkpointed_layers` names. The
     model has `total` layers. Raises UsageError if a named layer does not exist.
+
+    layers  "all", "every N", the number of first layers, or a list of positions
     """
     if layers == "all":
         return tuple(range(total))

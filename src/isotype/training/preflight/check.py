@@ -29,6 +29,7 @@ PREFLIGHT_FILE = "preflight.json"
 # the phase "real" rehearses a step, an evaluation and samples with the loaded model. The names of
 # the phases are keys of `seconds` in preflight.json
 PHASES = ("static", "data", "memory", "real")
+# stage of the preflight -> its checks, in order
 CHECKS: Mapping[str, tuple[Check, ...]] = {
     "static": (
         Check(("PF001",), check_device),

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 from ...errors import UsageError
 
+# code -> what must hold, as the preflight's report says it
 CODES: Mapping[str, str] = {
     "PF001": "the device is the one expected",
     "PF003": "updates survive rounding into the trained dtype",

@@ -20,6 +20,7 @@ from ..settings import (
 )
 from .base import make_error, rule
 
+# pairs of settings that must not both be on
 _EXCLUSIVE_PAIRS = (
     ("hf.bf16_full_eval", "hf.fp16_full_eval"),
     ("llamafactory.pure_bf16", "llamafactory.fp16"),
