@@ -26,7 +26,7 @@ _MUSUBI_PROGRAM = re.compile(
 )
 _MUSUBI_DATA = ("video_directory", "video_jsonl_file", "image_directory", "image_jsonl_file")
 NO_PICTURE_NOTE = (
-    "a video that continues a picture: models that generate videos from text are trained"
+    "only models that generate videos from text are trained, and none that continue a picture"
 )
 HEAD_NOTE = "the first frames of each video, at images.frame_rate"
 OTHER_PARTS_NOTE = (
