@@ -44,8 +44,8 @@ _ALIASES = {
     "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "fp8e4nv": "fp8_e4m3", "fp8e5": "fp8_e5m2",
     "long": "int64", "int": "int32", "i64": "int64", "i32": "int32", "i16": "int16", "i8": "int8", "u8": "uint8", "i1": "bool",
 }  # fmt: skip
-FLOATS = ("fp64", "fp32", "bf16", "fp16")
-TRAINING_FLOATS = ("fp32", "bf16", "fp16")
+FLOATS = ("fp64", "fp32", "bf16", "fp16")  # float dtypes that are not quantised
+TRAINING_FLOATS = ("fp32", "bf16", "fp16")  # dtypes in which weights can be trained
 NO_FP8_PRODUCTS = (
     "fp8 products are refused until they are measured on a GPU that has them: precision.base: fp8"
     " is a frozen base in fp8"

@@ -46,7 +46,8 @@ _TRIAL_SETTINGS = (
     "run.report=false",
 )
 _QLORA_IN_FP16 = "nf4-lora compute=fp16 loss_scaling=dynamic"
-_SIGNIFICANT_BITS = {"bf16": 8, "fp16": 11}
+_SIGNIFICANT_BITS = {"bf16": 8, "fp16": 11}  # bits of a number's mantissa, with the implicit one
+# quantised dtype of the base -> what its rounding costs, for the table
 _BASE_LOSSES = {
     "nf4": "frozen weights have 16 values in each block of 64",
     "fp8": "frozen weights keep 4 bits",

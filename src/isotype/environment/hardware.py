@@ -444,6 +444,7 @@ def wait_passively(
 _CPU_ALLOCATOR_ERROR = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes"
 )
+# texts of exceptions of other libraries that mean a lack of memory
 _MEMORY_MESSAGES = ("std::bad_alloc", "Cannot allocate memory")
 
 

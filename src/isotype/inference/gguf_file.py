@@ -54,6 +54,7 @@ class Family:
     norm_offset: float = 0.0
 
 
+# the model's `model_type` -> how it is written to a GGUF file
 FAMILIES = {
     "llama": Family("LLAMA", permutes_rows=True),
     "mistral": Family("LLAMA", permutes_rows=True),

@@ -81,6 +81,7 @@ ARGUMENT_NAMES = SettingNames(
 # how many of the first rows are checked. A picture is decoded when its row is read
 MAX_ROWS = 4096
 MAX_PICTURE_ROWS = 32
+# columns of a trainer's data that contain token ids
 _ID_COLUMNS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 
 

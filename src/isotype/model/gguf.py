@@ -34,6 +34,7 @@ from .gguf_header import read_header
 from .pre_tokenizers import build_pre_tokenizer, find_splitting
 from .value_ranges import check_config_size, check_gguf_fields, check_model_config
 
+# kind of a tensor in GGUF -> dtype, for kinds without blocks
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -94,6 +95,7 @@ _LAYER_TENSORS = {
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip
+# llama.cpp's name of a stack of experts -> the name in transformers
 _EXPERT_TENSORS = {
     "ffn_gate_exps": "gate_proj",
     "ffn_up_exps": "up_proj",
@@ -112,6 +114,7 @@ _HANDLED_SETTINGS = (
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout",
 )  # fmt: skip
 _ROPE_FACTORS = "rope_freqs.weight"
+# tensors without which a file is no language model
 _REQUIRED_TENSORS = ("token_embd.weight", "output_norm.weight")
 USE_DENSE_MODEL = "the dense model that it was made from, with precision.base: nf4, fp8 or int8"
 

@@ -33,7 +33,7 @@ _KINDS = {
     22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
     35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
-_PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number, for kinds without blocks
 # length of the longest list of numbers that is read; longer ones are vocabularies
 _MAX_LIST_LENGTH = 4096
 _MAX_ENTRIES = 1 << 20  # largest number of settings, and of tensors

@@ -584,6 +584,7 @@ def explain_loading_errors(
         ) from error
 
 
+# names of exceptions that mean that the hub was not reached
 _CONNECTION_ERRORS = {
     "ConnectionError",
     "ConnectError",

@@ -418,6 +418,7 @@ def _register_placeholder(module: nn.Module, name: str, part: TensorHeader) -> N
 # the packed tensors of all experts are concatenated
 
 _SEPARATE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)$")
+# a stack of experts -> the weights that it consists of
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PLAN_ATTRIBUTE = "_isotype_packed"
 _BLOCKS_SUFFIX = ".gate_up_proj_blocks"

@@ -38,6 +38,7 @@ rounded; the embedding and the head keep the dtype of the model.
 """
 # numbers of columns that share a scale; the first that divides all rows
 _INT4_GROUPS = (128, 64, 32)
+# value of `adapter.serve_as` -> kind of blocks in a GGUF file
 GGUF_FORMATS = {"q8_0": "Q8_0", "q5_0": "Q5_0", "q4_0": "Q4_0"}
 GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 """Families of which whole models can be written as GGUF files."""

@@ -408,6 +408,7 @@ _CONTINUITY_RULE = (
     "weights, states, averages and buffers are at the start of a step what the last update left"
 )
 _ALL_BITS_RULE = "trained weights, states and averages of fp32 have the bits of fp32"
+# kind of a tensor -> the role that declares its dtype
 _ROLES = {WEIGHT: "trainable", STATE: "optimizer", AVERAGE: "optimizer", BUFFER: "compute"}
 
 

@@ -20,6 +20,7 @@ CREATE = "create"
 ARITHMETIC = "arithmetic"
 FOREIGN = "opaque"
 
+# floating-point and complex dtypes
 FLOATS = frozenset(
     {
         torch.float64,
@@ -30,6 +31,7 @@ FLOATS = frozenset(
         torch.float8_e5m2,
     }
 )
+# float dtypes with fewer bits than fp32
 NARROW_FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
@@ -101,6 +103,7 @@ ROUTER_CHOICES = split_names("topk argmax sort argsort max")
 # operators that bring memory from outside the dispatcher; their result counts as newly created
 _LIFTS = split_names("lift lift_fresh lift_fresh_copy")
 
+# name of an operator -> what it does to the precision of its inputs
 _KINDS = {
     name: kind
     for kind, members in (

@@ -30,6 +30,7 @@ OBSERVER_FOLDERS = tuple(
     os.path.join(_ISOTYPE_FOLDER, room) + os.sep for room in ("observe", "doctor", "testing", "cli")
 )
 _STDLIB_FOLDER = sysconfig.get_paths()["stdlib"] + os.sep
+# folders of installed packages
 _PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # libraries whose code counts as common practice. A model's own code from the hub lies in the cache
 # folder of transformers, and counts as the user's code
@@ -46,6 +47,7 @@ _GENERATED_FILES = (
     "<decorator-gen",
     "<built-in>",
 )
+# packages whose frames are never the user's code
 _TOOL_PACKAGES = frozenset(("torch", "triton", "numpy", "functorch", "_pytest", "pluggy"))
 # functions that compute an adapter's own products if `lora_branch` is fp32
 _LORA_BRANCH_FUNCTIONS = ("add_branch_fp32", "branch_gradients_fp32")

@@ -30,6 +30,7 @@ MASK_BOUND = 1e4  # a number of a larger magnitude fills a mask
 # a larger tensor is not computed again to check whether it was rounded
 MAX_RECOMPUTED_ELEMENTS = 1 << 20
 
+# complex dtype -> the dtype of its parts
 _REAL_DTYPES = {
     torch.complex32: torch.float16,
     torch.complex64: torch.float32,
@@ -211,6 +212,7 @@ class Lineages:
             self.set(tensor, Lineage(WEIGHT))
 
 
+# part of a step -> the role that declares the dtype of its arithmetic
 _ROLE_OF_REGION = {
     LOSS: "loss",
     BACKWARD: "grads",

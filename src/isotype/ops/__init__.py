@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .token_log_probs import TokenLogProbs as TokenLogProbs
     from .token_log_probs import linear_log_probs as linear_log_probs
 
+# name -> the module that defines it, which is imported when the name is first used
 _LAZY = {
     "OpContract": "isotype.ops.contract",
     "attention": "isotype.ops.attention.op",

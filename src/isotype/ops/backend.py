@@ -143,7 +143,7 @@ def product_dtype(x: Tensor, *operands: Tensor) -> torch.dtype:
 
 # "graph" is plain PyTorch that is traced
 Implementation = Literal["triton", "cpp", "plain", "graph"]
-BACKENDS = ("triton", "cpp", "eager")
+BACKENDS = ("triton", "cpp", "eager")  # values that `force_backend` accepts
 
 _forced_backend: ContextVar[str | None] = ContextVar("isotype_ops_backend", default=None)
 # the backend of `force_backend`, or None

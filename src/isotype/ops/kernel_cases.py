@@ -367,6 +367,7 @@ PACKED = OpContract("weight: F[o k], scale: F[o b] -> F[o k]")
 UPDATE = OpContract("weight: F[n], gradient: F[n] -> F[n], fp32[n], fp32[n]")
 
 
+# name of the case in the results of `isotype proof` -> the case
 CASES = {
     "rms_norm": OpCase(
         "rms_norm",

@@ -171,6 +171,7 @@ def _output_product_node(output: Any) -> Any:
     return products[0]
 
 
+# autograd nodes of functions that call `is_output_unused`
 _SKIPPABLE_PRODUCTS = ("LoraMlpBackward", "LoraLinearBackward", "ExpertsBackward")
 
 

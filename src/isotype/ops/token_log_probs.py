@@ -138,6 +138,7 @@ def empty_outputs(
     )
 
 
+# names of the values that `linear_log_probs` can return
 OUTPUTS = ("log_probs", "entropy", "logsumexp", "log_sum_sq_probs", "mean_logits", "top1")
 
 

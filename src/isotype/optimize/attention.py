@@ -314,6 +314,7 @@ class DocumentMask(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # a C function, where Tensor has a class method
 
 
+# values of `layer_types` for layers with ordinary attention
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 

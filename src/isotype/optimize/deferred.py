@@ -55,6 +55,7 @@ _IN_PLACE = {
         for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
     ),
 }
+# methods that register a hook
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 _VIEWS = {
     *(
@@ -571,6 +572,7 @@ def _requires_grad(x: DeferredLogits) -> bool:
     )
 
 
+# function of PyTorch -> what it does with deferred logits
 _RULES: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _scale),

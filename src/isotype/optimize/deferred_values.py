@@ -377,6 +377,7 @@ def _nll_loss(
     return F.cross_entropy(x.logits, target, ignore_index=ignore_index, reduction=reduction)
 
 
+# function of PyTorch -> what it does with deferred log-probabilities
 _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.gather, torch.gather), _gather),
     **dict.fromkeys((Tensor.sum, torch.sum), _sum),

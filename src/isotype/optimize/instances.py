@@ -122,6 +122,7 @@ def make_probe_copy(
     return probe_copy
 
 
+# types of attributes that are settings of a module
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
 
 

@@ -39,8 +39,9 @@ from .instances import (
 )
 
 PART_NAME = "joint attention"  # the value of `Placement.part`
-_PICTURE = ("to_q", "to_k", "to_v")
-_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
+_PICTURE = ("to_q", "to_k", "to_v")  # names of the projections of the picture's tokens
+_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")  # names of the projections of the text's tokens
+# names of the norms of queries and keys
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 _TABLES = "image_rotary_emb"
 _HEADS = 2  # of the probe

@@ -36,8 +36,9 @@ class Setting:
         return f"{self.value} ({self.source})"
 
 
+# settings and properties of the model that rules can ask about
 SETTINGS = (*ALL_ROLES, "preset", "adapter", "frozen", "family", "optimizer_name", "micro_batches")
-_HALF_DTYPES = ("bf16", "fp16")
+_HALF_DTYPES = ("bf16", "fp16")  # dtypes of 16 bits
 
 
 class SettingFacts(sheets.Facts):

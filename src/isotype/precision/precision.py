@@ -14,6 +14,7 @@ from ..errors import UsageError
 from .packing import PACKED_DTYPES
 
 _FLOAT_DTYPES = ("fp32", "bf16", "fp16")
+# roles that cannot be quantised
 _FLOAT_ROLES = (
     "trainable",
     "compute",
@@ -25,6 +26,7 @@ _FLOAT_ROLES = (
     "save_model",
     "save_adapter",
 )
+# formats of files that a run can train for
 SERVED_FORMATS = ("q8_0", "q5_0", "q4_0", "fp8", "int8", "int4", "nvfp4", "mxfp4")
 TASK_ROLES = ("vae", "text_encoder", "timesteps", "latents", "ema", "vision", "served")
 """Roles that only some runs have. In other runs their value is empty."""
@@ -37,6 +39,7 @@ ALLOWED_DTYPES: dict[str, tuple[str, ...]] = {
     "rounding": ("nearest", "stochastic"),
     "loss_scaling": ("none", "dynamic"),
 }
+# all roles for which every precision has a dtype
 ROLES = (
     "base",
     "trainable",
@@ -280,6 +283,7 @@ PRESETS: dict[str, Precision] = {
     ),
 }  # fmt: skip
 
+# preset -> what it is for
 PRESET_DESCRIPTIONS = {
     "fp32": "everything in fp32, the reference",
     "bf16-mixed": "full fine-tuning: fp32 weights, bf16 products",

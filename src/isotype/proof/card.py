@@ -11,6 +11,7 @@ from ..environment.hardware import Hardware, detect
 from ..environment.versions import installed_versions
 from ..version import __version__
 
+# packages whose versions are recorded
 _PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth", "liger-kernel")
 
 

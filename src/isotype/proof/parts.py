@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeAlias
 
-ResultRow: TypeAlias = dict[str, Any]
+ResultRow: TypeAlias = dict[str, Any]  # one row of the results of a part
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Part:
         return function
 
 
+# name after --part -> the part
 PARTS = {
     "kernels": Part("every op beside its fp64 reference", "kernels:check_ops", 60, 240),
     "adapters": Part(

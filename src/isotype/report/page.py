@@ -49,6 +49,7 @@ REPORT = "report.html"
 # the files of a saved adapter; the first is the one that diffusers and other programs read
 ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 STEPS_SCRIPT = "steps.js"  # the script of a page with pictures
+# status of a run -> the colour of its label
 _STATUS_RATINGS = {
     "done": "good",
     "running": "busy",

@@ -68,7 +68,7 @@ SMOOTHED_ABOVE = 30
 MAX_POINTS = 600  # per line; more points than a page has pixels for
 COLUMNS = 48  # the number of columns of a chart that show values under the pointer
 FIT_RATIO = 0.5  # an axis starts above 0 if the minimum is above this share of the maximum
-_NOISY = ("tokens_per_second", "share_changed")
+_NOISY = ("tokens_per_second", "share_changed")  # metrics that are drawn as a smoothed line
 
 
 @dataclass(frozen=True)

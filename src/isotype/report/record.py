@@ -22,6 +22,7 @@ from ..runs.metrics import MetricsRows, read_all_rows, read_last_rows
 from ..runs.value_limits import MAX_BYTES, check_limits, parse_json
 from ..wording import first_line
 
+# files of a run that the report reads
 FILES = (
     "resolved.yaml",
     "metrics.jsonl",

@@ -46,6 +46,7 @@ _WRITING_OPERATIONS = frozenset(
     + ("index_add", "index_copy", "scatter", "scatter_add", "masked_scatter", "masked_scatter_")
     + ("scatter_reduce_", "scatter_reduce", "index_reduce_", "index_reduce")
 )
+# losses whose targets are classes
 _CLASS_LOSSES = frozenset(("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd"))
 _FLOAT_LOSSES = frozenset(
     ("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "huber_loss")

@@ -40,6 +40,7 @@ _CAST_FUNCTIONS = frozenset(
         "cuda",
     }
 )
+# names that wrappers of modules add to paths
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 
 make_finding = load_finding_formatter(Path(__file__).with_name("findings.txt"))
@@ -286,6 +287,7 @@ class Context:
 # called with an operator and its arguments before it runs; the result goes to its AfterHook
 BeforeHook = Callable[[Operator, tuple, dict], Any]
 AfterHook = Callable[[Any], None]
+# methods of a watcher that the tracer calls
 EVENTS = (
     "on_forward_start",
     "on_module_enter",

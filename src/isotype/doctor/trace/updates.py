@@ -29,7 +29,9 @@ from .context import AfterHook, BeforeHook, Context, Watcher, is_due, make_findi
 
 SAMPLE = 16_384  # the number of elements of a tensor that are compared
 MIN_MOVEMENT = 0.5  # below this share of the fp32 change the update counts as rounded away
+# arithmetic that changes a tensor in place
 _ARITHMETIC = ("add_", "sub_", "mul_", "div_", "lerp_", "addcdiv_", "addcmul_")
+# operators that change a tensor in place
 UPDATE_OPS = frozenset(
     {*_ARITHMETIC, "copy_", *(f"_foreach_{name}" for name in _ARITHMETIC), "_foreach_copy_"}
 ) | frozenset(f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))

@@ -26,7 +26,7 @@ _FETCH_AGAIN = "get the file again from where it came"
 _MAX_SETTINGS_BYTES = 32 << 20  # largest size of a JSON file of settings
 # the files of weights in the order in which transformers and diffusers look for them
 _FILE_STEMS = {MODEL: ("model", "diffusion_pytorch_model"), ADAPTER: ("adapter_model",)}
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # endings of files that contain pickles
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ _MAX_ROWS = 20
 # values that are a constant times the other side's: their cosine is at least this
 _SCALED_COSINE = 0.99
 _SCALED_FACTOR = 0.02  # and the constant differs from 1 by at least this
-_NARROW = {"F16": "fp16", "BF16": "bf16"}
+_NARROW = {"F16": "fp16", "BF16": "bf16"}  # kind of a tensor with 16 bits -> its dtype
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,10 @@ from .loading import (
     weight_parts,
 )
 
+# dtype -> the kind, with the name in GGUF files, as which it is compared
 _KINDS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "fp64": "F32"}
 _QUANT_STATE = "weight.quant_state."
-_NOT_A_WEIGHT = ("rotary_emb.inv_freq",)
+_NOT_A_WEIGHT = ("rotary_emb.inv_freq",)  # tensors that a module computes itself
 
 
 @dataclass

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _FETCH = "write the files again, or fetch them from where they came"
 _NAMES_SHOWN = 3  # names of tensors that a finding lists
 _FP16_MAX = 65504.0  # the largest finite number of fp16
+# the end of an embedding's name in the families
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "token_embd.weight")
 
 
@@ -451,6 +452,7 @@ def _incomplete_adapter(facts: Facts) -> Iterator[Finding]:
         )
 
 
+# each yields the findings of one kind
 _RULES: tuple[Callable[[Any], Iterator[Finding]], ...] = (
     _not_finite,
     _all_zero,

@@ -43,9 +43,12 @@ from .checkpoint import CONFIG_FILE, Checkpoint, StoredTensor
 _NF4_PARTS = re.compile(r"^(?P<owner>.+)\.weight\.(?P<part>absmax|quant_map|nested_\w+|quant_state\.\w+)$")  # fmt: skip
 _STACK_PARTS = re.compile(r"^(?P<owner>.+\.experts\.\w+_proj)_(?P<part>blocks|scales)$")
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.\w+$")
+# names of tensors with packed numbers, which need scales
 _CODE_NAMES = ("weight_packed", "qweight", "_weight_qdata", "blocks")
+# tensors that bitsandbytes needs beside a packed weight
 _NF4_REQUIRED = ("absmax", "quant_map", "quant_state")
-_SENTINEL = "\U000f0f0e\U000f0f0f"
+_SENTINEL = "\U000f0f0e\U000f0f0f"  # characters that no chat template contains
+# a conversation that is rendered to find the token that ends an answer
 _PROBE = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": _SENTINEL})
 
 

@@ -14,6 +14,7 @@ from .server import Answer, Prompt, RefusedError, Remedies, Scores, ServerFacts
 Value = TypeVar("Value")
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
+# values of `finish_reason` for an answer that the model ended itself
 _ENDED = ("stop", "eos", "end_turn", "tool_calls")
 
 

@@ -23,6 +23,7 @@ from .written_model import WrittenModel, WrittenTensor
 
 # the largest relative error of one rounding
 _ROUNDING = {"F32": 2.0**-23, "F16": 2.0**-11, "BF16": 2.0**-8}
+# the largest relative error of rounding to a dtype
 _DTYPE_ROUNDING = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
 _SMALLEST_FP16 = 2.0**-24  # the smallest fp16 number above zero
 # the largest error in a block of 32, as a share of the block's largest value

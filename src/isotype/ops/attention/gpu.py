@@ -88,7 +88,7 @@ class Documents(NamedTuple):
 # the code that computes attention
 Backend = Literal["cpp", "cudnn", "flash", "flex", "sdpa", "plain"]
 
-_HALF = (torch.bfloat16, torch.float16)
+_HALF = (torch.bfloat16, torch.float16)  # dtypes of 16 bits
 # the compute capability (Hopper) that is assumed when memory is planned without a GPU
 PLANNED_CAPABILITY = (9, 0)
 # the oldest and the newest compute capability that FlashAttention supports

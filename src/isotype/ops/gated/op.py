@@ -47,6 +47,7 @@ GELU = OpContract("x: F[*n d] -> F[*n d]", inside="fp32", grads={"x": "F"}, auto
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Gated = Literal["silu_mul", "gelu_mul exact", "gelu_mul tanh"]  # the op and, for GELU, its form
+# op -> the activation that it computes
 _ACTIVATIONS: dict[Gated, Activation] = {
     "silu_mul": "silu",
     "gelu_mul exact": "gelu",

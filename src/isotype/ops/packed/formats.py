@@ -32,7 +32,7 @@ from .ggml import decode_blocks
 
 # the kinds of a packed element; the C++ source has the same numbers
 KINDS = {"e4m3": 0, "e5m2": 1, "int8": 2, "fp4": 3, "int4": 4}
-FOUR_BIT_KINDS = ("fp4", "int4")
+FOUR_BIT_KINDS = ("fp4", "int4")  # two of these elements are in one byte
 
 Tensors = Mapping[str, Tensor]
 # Tensor.sub_ or Tensor.mul_

@@ -136,6 +136,7 @@ def _scale_groups(scale: Tensor, q: Tensor, minimum: Tensor | None = None) -> Te
     return values if minimum is None else values.sub_(minimum[..., None])
 
 
+# kind of blocks with 256 values -> the function that decodes it
 _K_DECODERS = {
     "Q2_K": _decode_q2_k,
     "Q3_K": _decode_q3_k,

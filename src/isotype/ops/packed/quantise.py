@@ -100,6 +100,7 @@ def _quantise_q8_0(blocks: Tensor) -> Tensor:
     return torch.cat((_scale_bytes(d), numbers), 1)
 
 
+# kind of blocks -> the function that rounds a weight to it
 _BLOCK_QUANTISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _quantise_q4_0,
     "Q5_0": _quantise_q5_0,

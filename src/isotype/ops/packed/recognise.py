@@ -19,7 +19,7 @@ from .formats import Layout
 from .ggml import BLOCKS, find_non_finite
 from .state import PackedState
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # dtypes of 8-bit floats
 SERVING_TENSORS = (
     "input_scale",
     "activation_scale",
@@ -41,6 +41,7 @@ PACKED_TENSOR_NAMES = frozenset((
     "weight_g_idx", "SCB", "qweight", "qzeros", "scales", "g_idx", *BLOCKS, *TORCHAO_NAMES,
 ))  # fmt: skip
 """Names that only packed weights have."""
+# names of the tensors that contain the scales of a weight
 _SCALES = (
     "weight_scale",
     "weight_scale_inv",

@@ -32,6 +32,7 @@ class _VideoModel:
     frame_rate: float
 
 
+# class of the diffusers pipeline -> what its clips need
 VIDEO_MODELS = {
     "WanPipeline": _VideoModel(4, "scale_factor_temporal", 16.0),
     "LTXPipeline": _VideoModel(8, "temporal_compression_ratio", 25.0),

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from ...errors import UsageError
 
 V_TENSOR, ZERO_SNR_TENSOR = "v_pred", "ztsnr"
+# tensors of a model that was trained with EDM
 EDM_TENSORS = ("edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")
 PREDICTION_KEYS = ("modelspec.prediction_type", "modelspec.predict_key", "prediction_type")
 SHIFT_KEYS = ("modelspec.shift", "ss_discrete_flow_shift", "discrete_flow_shift", "flow_shift")

@@ -230,9 +230,10 @@ class Picture:
     resolutions: tuple[int, ...] = ()
 
 
-CAPTION_SUFFIXES = (".txt", ".caption")
+CAPTION_SUFFIXES = (".txt", ".caption")  # endings of the files with the caption of a picture
 MAX_CAPTION_BYTES = 1 << 20  # limit of one caption and of a caption file; encoders read 2 KB
 NO_CAPTION = "no caption: there is no .txt file with the same name"
+# tables of pictures, as the library `datasets` names them
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 ReportBad = Callable[[str, str], None]
 """A function that records a bad row: it receives the row's file or location, and the reason."""
@@ -429,6 +430,7 @@ def pictures_by_name(folder: Path) -> dict[str, Path]:
     }
 
 
+# column -> names that it may have in a table of pictures
 COLUMN_NAMES: Mapping[str, tuple[str, ...]] = {
     "image": ("image", "file_name", "image_path", "path", "file"),
     "text": ("text", "caption", "captions", "prompt"),

@@ -151,6 +151,7 @@ def _list_files(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+# key of an entry of `run.samples` -> the type of its value
 _VALUE_TYPES: dict[str, Any] = {
     "prompt": str,
     "control": (str, list),
@@ -161,6 +162,7 @@ _VALUE_TYPES: dict[str, Any] = {
     "guidance": (int, float),
     "seed": int,
 }
+# keys of an entry that replace a setting of the samples
 _OVERRIDES = ("steps", "frames", "guidance", "seed")
 
 

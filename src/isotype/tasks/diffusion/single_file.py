@@ -148,7 +148,7 @@ def refuse_other_family(
             ) from error
 
 
-_VAE_PREFIXES = ("first_stage_model.", "vae.")
+_VAE_PREFIXES = ("first_stage_model.", "vae.")  # beginnings of the names of the VAE's tensors
 # the beginning or a part of a tensor's name -> what a file with such a tensor is
 _OTHER_MODELS = {
     "control_model.": "a ControlNet",

@@ -26,6 +26,7 @@ from .sample import generation_config
 
 # below this share, rows without a token to learn are only listed in data.json
 MIN_UNLEARNT_SHARE = 0.05
+# formats with answers
 ANSWER_FORMATS = {"messages", "sharegpt", "alpaca", "prompt_completion", "preference", "labelled"}
 # rows that are nearer to the mean row than this share of the median distance are untrained;
 # transformers draws new rows around the mean with 1e-9 of the rows' covariance
@@ -422,6 +423,7 @@ def measure_leakage(
     return float((original - changed).abs().max() / original.abs().max().clamp_min(1e-9))
 
 
+# stage of the preflight -> the checks of a language run
 CHECKS: dict[str, tuple[Check, ...]] = {
     "data": (
         Check(("PF005",), check_learnt_tokens),

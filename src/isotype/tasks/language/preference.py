@@ -45,10 +45,11 @@ from .batches import Batch, collate, longest_rows, model_inputs, move_to_device,
 from .checks import CHECKS, check_end_token
 from .objective import Objective, refuse_balancing_loss
 
+# metrics of the rewards, with TRL's names
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 # attributes with the dropout of modules that call `torch.nn.functional.dropout`
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
-LOGPS = ("logps/chosen", "logps/rejected")
+LOGPS = ("logps/chosen", "logps/rejected")  # metrics of the log-probabilities, with TRL's names
 
 
 class BatchOfAnswers:

@@ -26,6 +26,7 @@ from .ltx2 import LTX2
 from .noise import SDXL, PixArtAlpha, PixArtSigma, StableDiffusion
 from .video import LTX, Wan, WanHighNoise, WanLowNoise
 
+# class of the diffusers pipeline -> the code for its models
 FAMILIES: dict[str, type[Family]] = {
     family.pipeline: family
     for family in (

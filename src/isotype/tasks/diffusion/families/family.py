@@ -579,6 +579,7 @@ _VIDEO = (
     " LTX2Pipeline are trained"
 )
 
+# class of a diffusers pipeline -> the reason why it cannot be trained
 REFUSED: dict[str, str] = {
     "StableDiffusionInstructPix2PixPipeline": (
         "its U-Net gets both pictures as channels; use FluxKontextPipeline, which trains on pairs"
