@@ -164,6 +164,22 @@ TRUTH = {
         "casts a value of 3.403e+38 to fp16",
         "torch.finfo(x.dtype).min",
     ),
+    "label_count": Truth(
+        2,
+        "RN033",
+        "loss = losses.sum() / count",
+        "div gives NaN",
+        "divides by a count of 0",
+        "count.clamp(min=1)",
+    ),
+    "half_weight": Truth(
+        1,
+        "RN032",
+        "",
+        "gain is not finite before step 1",
+        "1 of 2 values of gain (fp16) are inf since the weights were made, loaded or cast",
+        "keep gain in fp32 or bf16",
+    ),
     "zero_count": Truth(
         3, "RN036", "", "a weight is not finite", "between backward and step", "changes .grad"
     ),

@@ -41,7 +41,8 @@ TRUTH = {
         "because `parameter.data = parameter.data.float()`"
         " (tests/doctor/run/programs/library_norms.py:21) made the weights of"
         " model.layers.0.input_layernorm fp32",
-        "leave model.layers.0.input_layernorm out of `parameter.data = parameter.data.float()`",
+        "leave `parameter.data = parameter.data.float()`"
+        " (tests/doctor/run/programs/library_norms.py:21) out, which also casts other modules",
     ),
     "library_hook": Truth(
         "RN001",
@@ -118,7 +119,7 @@ TRUTH = {
         "RN001",
         "return self.conv_out(self.conv_in(latents))",
         "conv_in",
-        "`torch.randn(1, 4, 4, 4)` creates a fp32 tensor",
+        "`torch.randn(1, 4, 4, 4)` creates a tensor in fp32",
         "`latents.to(torch.float16)`",
     ),
     "loader_float64": Truth(
@@ -216,7 +217,7 @@ TRUTH = {
         "RN001",
         "return self.rnn(self.embed(ids), start)[0]",
         "rnn",
-        "`torch.zeros(1, ids.shape[1], 4)` creates a fp32 tensor",
+        "`torch.zeros(1, ids.shape[1], 4)` creates a tensor in fp32",
         "`start.to(torch.bfloat16)`",
     ),
     "backward_targets": Truth(
@@ -347,14 +348,14 @@ TRUTH = {
         "RN001",
         "model(noisy).sum().backward()",
         "Conv2d",
-        "`torch.randn(latents.shape, dtype=dtype)` creates a fp32 tensor",
+        "`torch.randn(latents.shape, dtype=dtype)` creates a tensor in fp32",
         "`noisy.to(torch.bfloat16)` at",
     ),
     "second_model": Truth(
         "RN001",
         "return model(noise)",
         "0",
-        "`torch.randn(2, 8)` creates a fp32 tensor",
+        "`torch.randn(2, 8)` creates a tensor in fp32",
         "`noise.to(torch.bfloat16)` at",
     ),
     "projected_prefix": Truth(
@@ -392,6 +393,115 @@ TRUTH = {
         "0",
         "is fp32",
         "`steering.to(torch.bfloat16)` at",
+    ),
+    "complex_rotary": Truth(
+        "RN014",
+        "complex_queries = torch.view_as_complex(queries.unflatten(-1, (-1, 2)))",
+        "rotate",
+        "is bf16, and PyTorch implements view_as_complex on cpu for other dtypes only",
+        ":11, and the same at line 12; the result is complex",
+    ),
+    "polar_table": Truth(
+        "RN014",
+        "return torch.polar(torch.ones_like(angles), angles)",
+        "rotation_table",
+        "`angles` is bf16",
+        "`angles = angles.float()` before",
+    ),
+    "attention_mask": Truth(
+        "RN024",
+        "return F.scaled_dot_product_attention(hidden, hidden, hidden, attn_mask=mask)",
+        "attend",
+        "`mask` is int64",
+        "`mask.bool()`",
+    ),
+    "quantised_head": Truth(
+        "RN025",
+        "logits = torch.matmul(hidden, model[1].weight.t())",
+        "<module>",
+        "1.weight (Codes) holds int8 codes",
+        "call the layer `1` in place of matmul",
+    ),
+    "other_device": Truth(
+        "RN026",
+        "model(torch.randn(2, 4, dtype=torch.bfloat16))",
+        "1",
+        "other_device.py:10 opens autocast for cuda only",
+        'torch.autocast("cpu", dtype=torch.bfloat16) at tests/doctor/run/programs/other_device.py:10',
+    ),
+    "lstm_state": Truth(
+        "RN001",
+        "rnn(torch.randn(3, 2, 4, dtype=torch.bfloat16), state)",
+        "LSTM",
+        "`torch.zeros(1, batch, 4)` creates a tensor in fp32",
+        "`torch.zeros(1, batch, 4, dtype=torch.bfloat16)` at"
+        " tests/doctor/run/programs/lstm_state.py:13, and the same for the other tensors",
+    ),
+    "compiled_input": Truth(
+        "RN001",
+        "compiled(images)",
+        "OptimizedModule",
+        "`images` is fp32",
+        "`images.to(torch.bfloat16)`",
+    ),
+    "loaded_states": Truth(
+        "RN007",
+        "optimizer.step()",
+        "<module>",
+        "`optimizer.state[parameter] = ...` (tests/doctor/run/programs/loaded_states.py:13)",
+        "optimizer.load_state_dict(optimizer.state_dict()) after it",
+    ),
+    "assigned_checkpoint": Truth(
+        "RN001",
+        "model(features)",
+        "Linear",
+        "because `model.load_state_dict(checkpoint, assign=True)`",
+        "model.float() after `model.load_state_dict(checkpoint, assign=True)`",
+    ),
+    "default_dtype": Truth(
+        "RN019",
+        "loss.backward()",
+        "<module>",
+        "`torch.linspace(0, 1, 4)` (tests/doctor/run/programs/default_dtype.py:12) creates a tensor"
+        " in the default dtype",
+        "give `torch.linspace(0, 1, 4)`",
+    ),
+    "integer_features": Truth(
+        "RN001",
+        "model(counts)",
+        "0",
+        "creates a tensor in int64 (tests/doctor/run/programs/integer_features.py:9); the weights of"
+        " 0 are fp32, and autocast casts neither of them",
+        "`counts.to(torch.float32)`",
+    ),
+    "reward_scores": Truth(
+        "RN014",
+        "return (rewards - rewards.mean()) / (rewards.std() + 1e-4)",
+        "advantages",
+        "`rewards` is int64",
+        "`torch.tensor(lengths, dtype=torch.float32)`",
+    ),
+    "trainer_targets": Truth(
+        "RN010",
+        "Trainer(Regressor(), settings, data_collator=collate, train_dataset=rows).train()",
+        "<module>",
+        "`labels` is fp64",
+        "`torch.tensor(scores, dtype=torch.float32)` at"
+        " tests/doctor/run/programs/trainer_targets.py:27",
+    ),
+    "scaled_adapters": Truth(
+        "RN006",
+        "scaler.step(optimizer)",
+        "<module>",
+        "`model.half()` (tests/doctor/run/programs/scaled_adapters.py:10) made them fp16",
+        "leave `model.half()`",
+    ),
+    "trainer_norms": Truth(
+        "RN001",
+        "Trainer(model, settings, train_dataset=rows).train()",
+        "model.layers.0.self_attn.q_proj",
+        "made the weights of model.layers.0.input_layernorm fp32",
+        "or set bf16=True in TrainingArguments",
     ),
 }
 

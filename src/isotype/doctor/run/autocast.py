@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ class AutocastState:
     location  the line that set the state; "" if none did
     lost_at   the line of an autocast region that has no effect, because the code runs in a new
               thread; "" if there is none
+    unused_device  the device of an autocast region that has no effect, because the tensors are on
+                   another device; "" if there is none
+    unused_at      the line of this region
     """
 
     is_on: bool | None = False
@@ -35,22 +38,38 @@ class AutocastState:
     device: str = ""
     location: str = ""
     lost_at: str = ""
+    unused_device: str = ""
+    unused_at: str = ""
 
 
 OFF = AutocastState()
 
 
-def read_autocast_state(frames: Sequence[CallFrame]) -> AutocastState:
-    """Returns the autocast state at the running line of the innermost frame."""
+def read_autocast_state(frames: Sequence[CallFrame], device: str = "") -> AutocastState:
+    """Returns the autocast state at the running line of the innermost frame.
+
+    device  the type of the device that computes; "" if it is not known
+    """
     state = OFF
     for frame in frames:
         if starts_thread(frame):
             lost_at = state.location if state.is_on else ""
             state = AutocastState(lost_at=lost_at)
-        state = _state_of_decorator(frame) or state
-        for region in _surrounding_regions(frame):
-            state = _read_region(region, frame) or state
+        states = [_state_of_decorator(frame)]
+        states += [_read_region(region, frame) for region in _surrounding_regions(frame)]
+        for inner in states:
+            if inner is not None:
+                state = _enter_region(state, inner, device)
     return state
+
+
+def _enter_region(outer: AutocastState, inner: AutocastState, device: str) -> AutocastState:
+    """Returns the state of autocast on a device inside a region."""
+    if not device or inner.device in ("", device):
+        return inner
+    if not inner.is_on:
+        return outer
+    return replace(outer, unused_device=inner.device, unused_at=inner.location)
 
 
 def find_other_region(frames: Sequence[CallFrame]) -> AutocastState | None:

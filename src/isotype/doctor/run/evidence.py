@@ -30,6 +30,8 @@ MENTIONS_DTYPE = re.compile(
     r"|CheckpointError|low precision|must be long|complex dtype",
     re.IGNORECASE,
 )
+# messages of oneDNN, which also appear for operands of different dtypes
+_HIDES_DTYPE = re.compile("could not create a primitive")
 # words of messages about the other properties of tensors
 _OTHER_SUBJECTS = re.compile(
     r"out of memory|shapes? (?:of|cannot|mismatch)|same device|No such file"
@@ -129,6 +131,10 @@ class Evidence:
         return self.operands[0].device.type if self.operands else "cpu"
 
     @property
+    def floating_dtypes(self) -> set[torch.dtype]:
+        return {operand.dtype for operand in self.operands if operand.dtype.is_floating_point}
+
+    @property
     def dtype_counts(self) -> Counter[torch.dtype]:
         """The number of elements of the parameters by dtype, of the model that was running."""
         return self.names.dtype_counts_of(self.module)
@@ -189,6 +195,8 @@ def describe_autocast(state: AutocastState) -> str:
     if state.is_on is None:
         return f"not known, {state.location} decides"
     if not state.is_on:
+        if state.unused_at:
+            return f"off; {state.unused_at} switches it on for {state.unused_device} only"
         return f"off, switched off at {state.location}" if state.location else "off"
     dtype = "" if state.dtype is None else f", {format_dtype(state.dtype)}"
     return f"on{dtype}, since {state.location}"
@@ -200,12 +208,15 @@ def collect_evidence(error: BaseException) -> Evidence | None:
     """
     for cause in iterate_causes(error):
         text = f"{type(cause).__name__}: {cause}"
-        if not MENTIONS_DTYPE.search(text) or _OTHER_SUBJECTS.search(text):
+        hides_dtype = _HIDES_DTYPE.search(text) is not None
+        if not (hides_dtype or MENTIONS_DTYPE.search(text)) or _OTHER_SUBJECTS.search(text):
             continue
         frames = collect_frames(cause)
         if frames:
             evidence = _build_evidence(cause, frames)
             evidence = replace(evidence, compiled_location=_compiled_location(error))
+            if hides_dtype and len(evidence.floating_dtypes) < 2:
+                continue
             if _concerns_torch(evidence):
                 return evidence
     return None
@@ -228,11 +239,12 @@ def _concerns_torch(evidence: Evidence) -> bool:
 def _build_evidence(error: BaseException, frames: list[CallFrame]) -> Evidence:
     names = ModelNames(frames)
     operation, operands = _read_operands(frames, names)
-    user_frames = [frame for frame in frames if frame.is_user_code]
+    user_frames = [f for f in frames if f.is_user_code and not f.is_compiled_entry]
+    owners = [frame.variables.get("self") for frame in frames]
     modules = [
-        frame.variables["self"]
-        for frame in frames
-        if isinstance(frame.variables.get("self"), nn.Module)
+        owner
+        for owner in owners
+        if isinstance(owner, nn.Module) and type(owner).__name__ != "GraphModule"
     ]
     return Evidence(
         error=error,
@@ -243,7 +255,7 @@ def _build_evidence(error: BaseException, frames: list[CallFrame]) -> Evidence:
         user_frame=user_frames[-1] if user_frames else frames[-1],
         module=modules[-1] if modules else None,
         in_backward=any(frame.function == "_engine_run_backward" for frame in frames),
-        autocast=read_autocast_state(frames),
+        autocast=read_autocast_state(frames, operands[0].device.type if operands else ""),
         other_region=find_other_region(frames),
         settings=collect_settings(frames),
         optimizer=find_optimizer(frames),

@@ -65,6 +65,14 @@ class CallFrame:
         return not is_library_file(self.file)
 
     @property
+    def is_compiled_entry(self) -> bool:
+        """True for the code that `torch.compile` makes of a function. It has the function's name
+        and file, but no lines of its own.
+        """
+        statement = self.statement
+        return statement is not None and statement is self.scope
+
+    @property
     def is_forwarding(self) -> bool:
         """True if the function only passes its arguments to another function, as
         `Module._call_impl` does.

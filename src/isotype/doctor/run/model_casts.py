@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -136,6 +136,115 @@ def _model_names(frames: Sequence[CallFrame]) -> set[str]:
             if isinstance(value, nn.Module) and name != "self":
                 names.add(name)
     return names
+
+
+def find_only_model_cast(frames: Sequence[CallFrame], dtype: torch.dtype) -> ModelCast | None:
+    """Returns the call in the user's files that casts a model to `dtype`, if there is only one."""
+    names = _model_names(frames)
+    casts = [
+        ModelCast(ast.unparse(node), f"{short_path(file)}:{node.lineno}")
+        for file, tree, module_frame in _iterate_user_files(frames)
+        for node in _iterate_casts(tree, module_frame, names, dtype)
+    ]
+    return casts[0] if len(casts) == 1 else None
+
+
+def find_assigned_checkpoint(frames: Sequence[CallFrame]) -> ModelCast | None:
+    """Returns the call `load_state_dict(..., assign=True)` of the user's files, which gives the
+    weights the dtypes of the checkpoint. Returns None if there is no such call, or more than one.
+    """
+    return _find_only_node(frames, _is_assigning_load)
+
+
+def _is_assigning_load(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    assigns = [k for k in node.keywords if k.arg == "assign" and isinstance(k.value, ast.Constant)]
+    return node.func.attr == "load_state_dict" and any(k.value.value for k in assigns)  # type: ignore[attr-defined]
+
+
+def find_state_write(frames: Sequence[CallFrame]) -> ModelCast | None:
+    """Returns the assignment of the user's files that puts states into an optimizer, such as
+    `optimizer.state[p] = ...`. Returns None if there is no such line, or more than one.
+    """
+    return _find_only_node(frames, _is_state_write)
+
+
+def _describe_node(node: ast.AST) -> str:
+    """Returns the source code of a node. The value of an assignment is left out."""
+    if isinstance(node, ast.Assign):
+        return f"{ast.unparse(node.targets[0])} = ..."
+    return ast.unparse(node)
+
+
+def _is_state_write(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assign):
+        target: ast.AST = node.targets[0]
+        while isinstance(target, ast.Subscript):
+            target = target.value
+            if isinstance(target, ast.Attribute) and target.attr == "state":
+                return True
+        return False
+    match node:
+        case ast.Call(ast.Attribute(ast.Subscript(ast.Attribute(_, "state"), _), "update"), _):
+            return True
+    return False
+
+
+_CREATIONS_IN_DEFAULT_DTYPE = frozenset(
+    ("zeros", "ones", "empty", "full", "rand", "randn", "linspace", "logspace", "eye", "tensor")
+)
+
+
+def find_default_dtype_creation(frames: Sequence[CallFrame], content: Any) -> ModelCast | None:
+    """Returns the call in a checkpointed function or module that creates a tensor in the default
+    dtype, if the user's files set the default dtype. `function` of the result is the line that
+    sets it.
+    """
+    function = (
+        getattr(type(content), "forward", None) if isinstance(content, nn.Module) else content
+    )
+    frame = make_returned_frame(function, {})
+    setter = _find_first_node(frames, _sets_default_dtype)
+    if frame is None or frame.scope is None or setter is None:
+        return None
+    for node in ast.walk(frame.scope):
+        if isinstance(node, ast.Call) and _creates_in_default_dtype(node):
+            return ModelCast(ast.unparse(node), frame.location_of(node), setter.location)
+    return None
+
+
+def _creates_in_default_dtype(call: ast.Call) -> bool:
+    owner, _, name = ast.unparse(call.func).rpartition(".")
+    is_creation = owner == "torch" and name in _CREATIONS_IN_DEFAULT_DTYPE
+    return is_creation and all(keyword.arg != "dtype" for keyword in call.keywords)
+
+
+def _sets_default_dtype(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("set_default_dtype")
+
+
+def _find_only_node(
+    frames: Sequence[CallFrame], is_wanted: Callable[[ast.AST], bool]
+) -> ModelCast | None:
+    nodes = list(_iterate_nodes(frames, is_wanted))
+    return nodes[0] if len(nodes) == 1 else None
+
+
+def _find_first_node(
+    frames: Sequence[CallFrame], is_wanted: Callable[[ast.AST], bool]
+) -> ModelCast | None:
+    return next(_iterate_nodes(frames, is_wanted), None)
+
+
+def _iterate_nodes(
+    frames: Sequence[CallFrame], is_wanted: Callable[[ast.AST], bool]
+) -> Iterator[ModelCast]:
+    for file, tree, _ in _iterate_user_files(frames):
+        for node in ast.walk(tree):
+            if is_wanted(node):
+                line = getattr(node, "lineno", 0)
+                yield ModelCast(_describe_node(node), f"{short_path(file)}:{line}")
 
 
 def _iterate_callback_casts(

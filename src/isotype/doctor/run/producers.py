@@ -193,6 +193,8 @@ class _Search:
                 return self.follow(operand, index, line)
             case ast.IfExp(_, body, _):
                 return self.follow(body, index, line)
+            case ast.Tuple(items) | ast.List(items) if self.key in range(len(items)):
+                return self.follow(items[self.key], index, line)
             case ast.DictComp() | ast.ListComp() | ast.GeneratorExp() | ast.Dict():
                 return self.follow_container(node, index, line)
             case ast.Call():
@@ -313,7 +315,11 @@ class _Search:
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values):
                 if key is not None and read_value(key, frame) == self.key:
-                    return self.follow(value, index, line)
+                    result = self.follow(value, index, line)
+                    is_creation = result.kind == "creation" and not is_tensor(
+                        read_value(value, frame)
+                    )
+                    return replace(result, is_proven=True) if is_creation else result
             return self.producer("data", node, index)
         part = node.value if isinstance(node, ast.DictComp) else node.elt  # type: ignore[attr-defined]
         cast = find_cast(part, frame, self.dtype)
@@ -539,6 +545,8 @@ class _Search:
             result = self.follow_previous_layer(index)
             if result is not None:
                 return result
+        if self.is_unchanged_argument(scope, name, index):
+            return self.follow_argument(scope, name, node, index)
         for binding in _earlier_bindings(scope, name, line):
             if self.is_skipped(binding, scope, index) or self.has_other_dtype(binding, name, index):
                 continue  # in a branch that did not run
@@ -550,6 +558,24 @@ class _Search:
         if name not in frame.variables and name in frame.global_variables:
             return self.follow_global(node, name, frame)
         return self.producer("unknown", node, index)
+
+    def is_unchanged_argument(self, scope: Any, name: str, index: int) -> bool:
+        """True if a parameter of a running function still holds the object that the caller passed.
+        Assignments to the parameter are then in branches that did not run.
+        """
+        value = self.frames[index].variables.get(name)
+        is_container = isinstance(value, (torch.Tensor, tuple, list, dict))
+        if index >= self.running_count or not is_container or isinstance(scope, ast.Module):
+            return False
+        outer, call, _ = self.find_caller(index)
+        if outer < 0 or name not in _parameter_names(scope):
+            return False
+        owner = self.frames[index].variables.get("self")
+        is_bound = not _is_first_argument(owner, call, self.frames[outer])
+        argument = _argument_expression(scope, call, name, is_bound)
+        if argument is None or isinstance(argument, ast.Starred):
+            return False
+        return read_value(argument, self.frames[outer]) is value
 
     def follow_global(self, node: ast.AST, name: str, frame: CallFrame) -> Producer:
         """Continues the search at the assignment of a global variable."""

@@ -22,13 +22,21 @@ from ...finding import Finding, Place
 from ...observe.origin import short_path
 from ...pages.finding_sheet import load_finding_formatter
 from .autocast import starts_thread
+from .batches import find_batch_item
 from .causes import SHEET
 from .evidence import Evidence, Operand, describe_autocast
 from .expressions import is_tensor, read_value
 from .frames import CallFrame, parse_user_file
 from .graph import find_widening_operation
 from .hooks import find_handler
-from .model_casts import find_model_cast, find_weight_cast
+from .model_casts import (
+    find_assigned_checkpoint,
+    find_default_dtype_creation,
+    find_model_cast,
+    find_only_model_cast,
+    find_state_write,
+    find_weight_cast,
+)
 from .modules import floating_weight_dtypes
 from .producers import (
     Producer,
@@ -37,8 +45,12 @@ from .producers import (
     find_constructor_argument,
     find_producer,
 )
+from .settings import find_arguments_without_autocast
 
 _format_finding = load_finding_formatter(SHEET)
+_LABEL_WIDTH = 28
+# functions of torch whose variables say nothing about the cause
+_PLUMBING = ("_engine_run_backward", "_unscale_grads_")
 _MAX_GRAPH_NODES = 200  # nodes of an autograd graph that are searched for a loss
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _WRITING_OPERATIONS = frozenset(
@@ -180,11 +192,13 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
     if frame is not evidence.user_frame:
         details.append(("raised at", evidence.user_frame.location))
     for operand in evidence.operands[:6]:
+        if evidence.frames[operand.frame_index].function in _PLUMBING:
+            continue
         text = operand.describe()
         producer = evidence.producers.get(id(operand))
         if producer is not None and not operand.path and producer.text != operand.label:
             text += f"  from {producer.text} at {producer.location}"
-        details.append((operand.label[:40], text))
+        details.append((_shorten(operand.label), text))
     handler = find_handler(evidence.frames, evidence.names)
     if handler is not None:
         details.append((handler.kind, handler.text))
@@ -200,8 +214,26 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
     return tuple(details)
 
 
+def _shorten(label: str) -> str:
+    """Shortens an expression that is used as the heading of a row."""
+    return label if len(label) <= _LABEL_WIDTH else f"{label[: _LABEL_WIDTH - 3]}..."
+
+
 def _floating(evidence: Evidence) -> list[Operand]:
     return [operand for operand in evidence.operands if operand.dtype.is_floating_point]
+
+
+_NEEDS_ONE_DTYPE = re.compile(r"same dtype|should be the same|expected scalar type")
+
+
+def _computed(evidence: Evidence) -> list[Operand]:
+    """Returns the operands from which a result is computed: the floating-point ones, and integers
+    if the operator needs one dtype for all of its operands.
+    """
+    floats = _floating(evidence)
+    if _differ(floats) or not _NEEDS_ONE_DTYPE.search(evidence.message):
+        return floats
+    return list(evidence.operands)
 
 
 def _differ(operands: Sequence[Operand]) -> bool:
@@ -292,19 +324,23 @@ def find_changed_checkpoint(evidence: Evidence) -> Finding | None:
     recomputed = re.search(r"recomputed metadata: .*'dtype': (torch\.\w+)", evidence.message)
     if saved is None or recomputed is None or saved[1] == recomputed[1]:
         return None
-    function = _checkpointed_function(evidence)
+    function, content = _checkpointed_function(evidence)
+    creation = find_default_dtype_creation(evidence.frames, content)
     return _make_finding(
         "RN019",
         evidence,
+        creation="" if creation is None else creation.text,
+        creation_at="" if creation is None else creation.location,
+        setter="" if creation is None else creation.function,
         saved=format_dtype(saved[1]),
         recomputed=format_dtype(recomputed[1]),
         function=function,
     )
 
 
-def _checkpointed_function(evidence: Evidence) -> str:
-    """Returns the name of the checkpointed function. The name is read from the closure with which
-    torch runs the forward again.
+def _checkpointed_function(evidence: Evidence) -> tuple[str, Any]:
+    """Returns the checkpointed function or module, and its name. Both are read from the closure
+    with which torch runs the forward again.
     """
     for frame in reversed(evidence.frames):
         holder = frame.variables.get("frame")
@@ -313,11 +349,12 @@ def _checkpointed_function(evidence: Evidence) -> str:
         for cell in cells:
             content = cell.cell_contents
             if isinstance(content, nn.Module):
-                return evidence.names.module_path(content)
+                path = evidence.names.module_path(content)
+                return (f"{type(content).__name__} {path}" if path.isdigit() else path), content
             name = getattr(content, "__qualname__", None)
             if name is not None and not content.__module__.startswith("torch"):
-                return str(name)
-    return "the checkpointed function"
+                return str(name), content
+    return "the checkpointed function", None
 
 
 def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
@@ -331,8 +368,11 @@ def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
         if parameter.dtype == torch.float16
     ]
     paths = [evidence.names.tensor_path(parameter) for parameter in half_parameters]
-    path_list = ", ".join(path for path in paths[:3] if path) or "names not in the frames"
+    path_list = paths[0] if paths and paths[0] else "names not in the frames"
+    if len(paths) > 1:
+        path_list += f" and {len(paths) - 1} more"
     setters = [str(setting) for setting in evidence.settings if "fp16" in str(setting)]
+    cast = find_only_model_cast(evidence.frames, torch.float16)
     return _make_finding(
         "RN006",
         evidence,
@@ -341,6 +381,8 @@ def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
         shown=path_list,
         whole=len(half_parameters) == counts.total(),
         setter=" and ".join([*setters[:2], "the loss scaler"]),
+        cast="" if cast is None else cast.text,
+        cast_at="" if cast is None else cast.location,
     )
 
 
@@ -361,6 +403,7 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
     cast = None
     if not states <= parameters and len(parameters) == 1:
         cast = find_model_cast(evidence.frames, facts.class_name, next(iter(parameters)))
+    write = find_state_write(evidence.frames) if cast is None else None
     return _make_finding(
         "RN007",
         evidence,
@@ -368,6 +411,8 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
         cast_at="" if cast is None else cast.location,
         function="" if cast is None else cast.function,
         callback="" if cast is None else cast.callback,
+        write="" if write is None else write.text,
+        write_at="" if write is None else write.location,
         device=_first_device(facts.optimizer),
         target=str(next(iter(parameters), "")),
         optimizer=facts.class_name,
@@ -418,6 +463,8 @@ _NO_KERNEL = re.compile(
     r"|[Ll]ow precision dtypes not supported. Got (?P<low>\w+)"
     r"|must be either float or double dtype|only supports floating-point dtypes"
     r"|Input dtype must be either a floating point"
+    r"|(?:only supported for|inputs to be) (?i:half|float)[\w, ]* tensors"
+    r"|only supports? (?:floating point|float)[\w ,]* dtypes"
 )
 
 
@@ -432,15 +479,56 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
             operand for operand in operands if operand.dtype_name == format_dtype(name)
         ] or operands
     operand = operands[0]
+    producer = evidence.producer_of(operand)
+    passed = _passed(evidence, operand, producer)
+    is_read_twice = passed.isidentifier() and len(_reads_of(passed, evidence.user_frame)) > 1
+    other_lines = _lines_of_same_call(evidence.failing_frame)
     return _make_operand_finding(
         "RN014",
         evidence,
         operand,
+        is_read_twice=is_read_twice,
+        other_lines=" and ".join(map(str, other_lines)),
+        creation="" if operand.dtype.is_floating_point else _creation_of(producer, "float32"),
+        creation_at=producer.location,
         operation=evidence.operation,
         device=operand.device.type,
         target=str(operand.dtype) if operand.dtype.is_floating_point else "",
         is_fourier="fft" in evidence.operation,
+        is_complex=evidence.operation in ("polar", "complex", "view_as_complex"),
     )
+
+
+def _reads_of(name: str, frame: CallFrame) -> list[ast.Name]:
+    """Returns the places in the running statement that read a variable."""
+    statement = frame.statement
+    nodes = () if statement is None else ast.walk(statement)
+    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    return [node for node in names if isinstance(node.ctx, ast.Load)]
+
+
+def _lines_of_same_call(frame: CallFrame) -> list[int]:
+    """Returns the later lines of the running function that call the same function of torch."""
+    call = frame.expression
+    scope = frame.scope
+    if not isinstance(call, ast.Call) or scope is None or not frame.is_user_code:
+        return []
+    function = ast.unparse(call.func)
+    if not function.startswith("torch.") or isinstance(scope, ast.Module):
+        return []
+    calls = [node for node in ast.walk(scope) if isinstance(node, ast.Call)]
+    lines = {node.lineno for node in calls if ast.unparse(node.func) == function}
+    return sorted(line for line in lines if line > frame.line)
+
+
+def _creation_of(producer: Producer, dtype: str) -> str:
+    """Returns the call of torch that created a tensor, with another dtype. Returns "" if the tensor
+    was not created by such a call, or if the call already gives a dtype.
+    """
+    text = producer.text
+    if producer.kind != "creation" or not text.endswith(")") or "dtype=" in text:
+        return ""
+    return f"{text[:-1]}, dtype=torch.{dtype})"
 
 
 def find_float_indices(evidence: Evidence) -> Finding | None:
@@ -538,6 +626,8 @@ def find_wrong_target(evidence: Evidence) -> Finding | None:
         return None
     producer = evidence.producer_of(target)
     method = ".long()" if is_class_loss else f".to({needed_dtype})"
+    item = find_batch_item(evidence.frames, target.tensor)
+    batch = "" if item is None else item.key
     return _make_finding(
         "RN010",
         evidence,
@@ -550,7 +640,17 @@ def find_wrong_target(evidence: Evidence) -> Finding | None:
         needs=format_dtype(needed_dtype),
         method=method,
         at=_passed_at(evidence, producer),
+        batch="" if _is_in_user_line(evidence, target, producer) else batch,
+        trainer_at=_trainer_location(evidence),
+        creation="",
+        creation_at="",
     )
+
+
+def _trainer_location(evidence: Evidence) -> str:
+    """Returns the user's line that runs the Trainer."""
+    locations = [frame.location for frame in evidence.frames if frame.is_user_code]
+    return locations[0] if locations else ""
 
 
 def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
@@ -567,6 +667,10 @@ def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
         if loss is None:
             continue
         target, location = _target_of_loss(evidence, dtype_name)
+        dtype = to_torch(format_dtype(match[2]))
+        batch, producer = _batch_target(evidence, to_torch(dtype_name))
+        if not location and batch:
+            target = batch
         return _make_finding(
             "RN010",
             evidence,
@@ -577,10 +681,26 @@ def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
             source_at="",
             has=dtype_name,
             needs=format_dtype(match[2]),
-            method=f".to({to_torch(format_dtype(match[2]))})",
+            method=f".to({dtype})",
             at=location or f"the call of {loss}",
+            batch="" if location else batch,
+            trainer_at=_trainer_location(evidence),
+            creation=_creation_of(producer, str(dtype).removeprefix("torch.")) if producer else "",
+            creation_at=producer.location if producer else "",
         )
     return None
+
+
+def _batch_target(evidence: Evidence, dtype: torch.dtype) -> tuple[str, Producer | None]:
+    """Returns the key of the only tensor of a dtype in the batch of a Trainer, and the expression
+    of the user's code that made the tensor.
+    """
+    item = find_batch_item(evidence.frames, dtype)
+    if item is None:
+        return "", None
+    node = ast.parse(f"{item.variable}[{item.key!r}]", mode="eval").body
+    producer = find_producer(node, evidence.frames, item.frame_index, dtype, evidence.names)
+    return item.key, producer
 
 
 def _target_of_loss(evidence: Evidence, dtype_name: str) -> tuple[str, str]:
@@ -699,6 +819,86 @@ def find_attention_operand(evidence: Evidence) -> Finding | None:
     )
 
 
+def find_attention_mask(evidence: Evidence) -> Finding | None:
+    """Finds a mask whose dtype `scaled_dot_product_attention` rejects."""
+    match = re.search(r"attn_mask\.dtype: (\w+(?: \w+)?) and", evidence.message)
+    if match is None or not evidence.operands:
+        return None
+    query, *others = evidence.operands
+    masks = [operand for operand in others if operand.dtype != query.dtype]
+    masks = [operand for operand in masks if operand.dtype != torch.bool]
+    if not masks:
+        return None
+    mask = masks[-1]
+    return _make_operand_finding(
+        "RN024",
+        evidence,
+        mask,
+        is_integer=not mask.dtype.is_floating_point,
+        query_dtype=query.dtype_name,
+        target=str(query.dtype),
+    )
+
+
+def find_packed_weight(evidence: Evidence) -> Finding | None:
+    """Finds a product with the integer codes of a quantised weight."""
+    if not _floating(evidence) or not _NEEDS_ONE_DTYPE.search(evidence.message):
+        return None
+    for operand in evidence.operands:
+        if operand.dtype not in (torch.int8, torch.uint8):
+            continue
+        frame = evidence.frames[operand.frame_index]
+        weight = _find_viewed_parameter(operand.node, frame)
+        if weight is None:
+            continue
+        path = evidence.names.tensor_path(weight) or operand.path
+        return _make_finding(
+            "RN025",
+            evidence,
+            operation=evidence.operation,
+            weight=path or operand.label,
+            has=operand.dtype_name,
+            kind=type(weight).__name__,
+            layer=path.rpartition(".")[0],
+            at=evidence.failing_frame.location,
+        )
+    return None
+
+
+def _find_viewed_parameter(node: ast.AST, frame: CallFrame) -> nn.Parameter | None:
+    """Returns the parameter of an expression such as `weight`, `weight.t()` or `weight.T[:8]`."""
+    while True:
+        value = read_value(node, frame)
+        if isinstance(value, nn.Parameter):
+            return value
+        match node:
+            case ast.Call(ast.Attribute(owner, _)) | ast.Attribute(owner, _):
+                node = owner
+            case ast.Subscript(owner, _):
+                node = owner
+            case _:
+                return None
+
+
+def find_autocast_of_other_device(evidence: Evidence) -> Finding | None:
+    """Finds operands that autocast would cast if it were switched on for their device."""
+    operands = _floating(evidence)
+    half = _half_dtype(operands)
+    state = evidence.autocast
+    if not state.unused_at or state.is_on or not _differ(operands) or half is None:
+        return None
+    return _make_finding(
+        "RN026",
+        evidence,
+        region_device=state.unused_device,
+        region_at=state.unused_at,
+        device=evidence.device,
+        target=str(half),
+        first=_describe(operands[0]),
+        second=_describe(_first_of_other_dtype(operands)),
+    )
+
+
 def find_lost_autocast(evidence: Evidence) -> Finding | None:
     operands = _floating(evidence)
     half_dtype = _half_dtype(operands)
@@ -754,7 +954,8 @@ def find_write(evidence: Evidence) -> Finding | None:
     operands = evidence.operands
     operation = evidence.operation
     has_out = "out tensor to have dtype" in evidence.message
-    is_writing = operation in _WRITING_OPERATIONS or operation.endswith("_")
+    is_in_place = operation.endswith("_") and not operation.startswith("__")
+    is_writing = operation in _WRITING_OPERATIONS or is_in_place
     if not operands or not (is_writing or has_out):
         return None
     destination = operands[-1] if has_out else operands[0]
@@ -873,7 +1074,7 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
 
 
 def find_layer_input(evidence: Evidence) -> Finding | None:
-    operands = _floating(evidence)
+    operands = _computed(evidence)
     weights = [operand for operand in operands if operand.path]
     inputs = [operand for operand in operands if not operand.path]
     if not weights or not inputs or evidence.module is None:
@@ -885,16 +1086,11 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
     operand = different[0]
     producer = evidence.producer_of(operand)
     passed = _passed(evidence, operand, producer)
-    producer_dtype = ""
-    if producer.module is not None:
-        dtypes = floating_weight_dtypes(producer.module)
-        if dtypes == {operand.dtype}:
-            producer_dtype = operand.dtype_name
+    passed_at = _passed_at(evidence, producer)
+    is_item = bool(operand.list_name) and not _is_tensor_there(passed, evidence.user_frame)
+    items = [o for o in different if o.list_name == operand.list_name]
+    is_known = producer.kind != "unknown"
     promotion = _find_promotion(operand, producer)
-    cast = None
-    is_odd = operand.dtype != evidence.majority_dtype
-    if producer_dtype and producer.module is not None and is_odd:
-        cast = find_weight_cast(evidence.frames, operand.dtype, producer.module, producer.path)
     return _make_finding(
         "RN001",
         evidence,
@@ -905,17 +1101,79 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         has=operand.dtype_name,
         needs=weight.dtype_name,
         passed=passed,
-        is_in_user_line=_is_in_user_line(evidence, operand, producer),
-        passed_at=_passed_at(evidence, producer),
+        is_in_user_line=not is_item and _is_in_user_line(evidence, operand, producer),
+        passed_at=passed_at,
         kind=_proven_kind(producer),
-        producer=producer.text if producer.kind != "unknown" else passed,
-        producer_at=producer.location,
+        producer=producer.text if is_known else passed,
+        producer_at=producer.location if is_known else passed_at,
+        creation=_creation_of(producer, str(weight.dtype).removeprefix("torch."))
+        if is_item
+        else "",
         path=producer.path,
-        producer_dtype=producer_dtype,
-        cast="" if cast is None else cast.text,
-        cast_at="" if cast is None else cast.location,
+        items=is_item and len(items) > 1,
+        is_castable=_is_cast_by_autocast(operand.dtype) and _is_cast_by_autocast(weight.dtype),
         target=str(weight.dtype),
+        **_explain_weights(evidence, operand, weight, producer),
     )
+
+
+def _explain_weights(
+    evidence: Evidence, operand: Operand, weight: Operand, producer: Producer
+) -> dict[str, Any]:
+    """Returns why the weights of the layer, and of the module before it, have their dtypes."""
+    producer_dtype = ""
+    cast = None
+    if producer.module is not None and floating_weight_dtypes(producer.module) == {operand.dtype}:
+        producer_dtype = operand.dtype_name
+        if operand.dtype != evidence.majority_dtype:
+            cast = find_weight_cast(evidence.frames, operand.dtype, producer.module, producer.path)
+    loading = None
+    if weight.dtype == evidence.majority_dtype and producer.module is None:
+        loading = find_assigned_checkpoint(evidence.frames)
+    trainer, flag = _trainer_without_autocast(evidence, weight.dtype)
+    return {
+        "producer_dtype": producer_dtype,
+        "cast": "" if cast is None else cast.text,
+        "cast_at": "" if cast is None else cast.location,
+        "several": _count_modules_of_dtype(evidence, operand.dtype) > 1,
+        "trainer": trainer,
+        "flag": flag,
+        "loading": "" if loading is None else loading.text,
+        "loading_at": "" if loading is None else loading.location,
+    }
+
+
+def _is_cast_by_autocast(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype != torch.float64
+
+
+def _is_tensor_there(text: str, frame: CallFrame) -> bool:
+    """False if an expression of a frame is a tuple or a list, which has no method `to`."""
+    try:
+        node = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return True
+    return not isinstance(read_value(node, frame), (tuple, list))
+
+
+def _count_modules_of_dtype(evidence: Evidence, dtype: torch.dtype) -> int:
+    """Returns the number of modules of the model that own a parameter of a dtype."""
+    return sum(
+        any(parameter.dtype == dtype for parameter in module.parameters(recurse=False))
+        for root in evidence.names.roots
+        for module in root.modules()
+    )
+
+
+def _trainer_without_autocast(evidence: Evidence, dtype: torch.dtype) -> tuple[str, str]:
+    """Returns the class of a Trainer's arguments, and the argument that switches autocast on for a
+    dtype. Returns empty texts if no Trainer runs without autocast.
+    """
+    flag = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    if flag is None:
+        return "", ""
+    class_name = find_arguments_without_autocast(evidence.frames)
+    return (class_name, flag) if class_name else ("", "")
 
 
 def _proven_kind(producer: Producer) -> str:
@@ -941,12 +1199,13 @@ def _odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:
     counts = Counter(operand.dtype for operand in operands)
     usual = evidence.majority_dtype
     if usual not in counts:
-        usual = max(counts, key=lambda dtype: (counts[dtype], -dtype.itemsize))
+        floats = [dtype for dtype in counts if dtype.is_floating_point]
+        usual = max(floats or counts, key=lambda dtype: (counts[dtype], -dtype.itemsize))
     return next(operand for operand in operands if operand.dtype != usual)
 
 
 def find_mixed_operands(evidence: Evidence) -> Finding | None:
-    operands = _floating(evidence)
+    operands = _computed(evidence)
     if not _differ(operands):
         return None
     odd = _odd_operand(evidence, operands)
@@ -986,7 +1245,10 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_failed_check,
     find_in_place_result,
     find_constant_overflow,
+    find_attention_mask,
     find_attention_operand,
+    find_packed_weight,
+    find_autocast_of_other_device,
     find_lost_autocast,
     find_write,
     find_custom_backward,

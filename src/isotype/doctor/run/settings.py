@@ -112,6 +112,19 @@ def _iterate_values(frames: Any) -> Iterator[tuple[CallFrame, Any]]:
                         yield frame, item
 
 
+def find_arguments_without_autocast(frames: Sequence[CallFrame]) -> str:
+    """Returns the class of a Trainer's arguments in the frames in which neither bf16 nor fp16 is
+    set. Returns "" if there are none.
+    """
+    for _, value in _iterate_values(frames):
+        class_names = [kind.__name__ for kind in type(value).__mro__]
+        stored = getattr(value, "__dict__", None)
+        if "TrainingArguments" in class_names and isinstance(stored, dict):
+            is_set = stored.get("bf16") or stored.get("fp16")
+            return "" if is_set else class_names[0]
+    return ""
+
+
 def _read_settings(frame: CallFrame, value: Any) -> Iterator[Setting]:
     class_names = [kind.__name__ for kind in type(value).__mro__]
     if "TrainingArguments" in class_names:

@@ -219,7 +219,7 @@ class Watch:
             self._follow_zeros(op, tensor, shadow, operands, inputs, args)
             return
         if inputs is None:
-            inputs = self._read_inputs(operands)
+            inputs = self._read_inputs([*operands, *_integer_divisors(op, args)])
         if op.is_view or op.base_name in ("detach", "clone", "alias"):
             origin = next((item.origin for item in inputs if item.origin is not None), None)
             if origin is not None:
@@ -530,3 +530,11 @@ def describe_input(item: Input) -> str:
     shape = " ".join(map(str, item.shape))
     text = f"{format_dtype(item.dtype)}[{shape}]  {item.run}"
     return f"{text}  {item.path}" if item.path else text
+
+
+def _integer_divisors(op: Operator, args: tuple) -> list[tuple[str, Tensor]]:
+    """Returns the divisor of a division if it is a tensor of integers, such as a count."""
+    is_division = op.base_name in ("div", "true_divide") and len(args) > 1
+    if not is_division or not isinstance(args[1], Tensor) or args[1].is_floating_point():
+        return []
+    return [("other", args[1])]

@@ -117,6 +117,7 @@ def _find_bad_weight(step: Step) -> Finding | None:
         total=value.numel(),
         others=other_tensors,
         first=step.number == 1 or not is_trained,
+        overflow=value.dtype == torch.float16 and not bool(value.isnan().any()),
         number=step.number,
     )
 
@@ -376,7 +377,8 @@ def _divides_by_zero(event: Event) -> bool:
 
 def _classify_division(event: Event) -> str:
     if not event.is_backward:
-        return "zero"
+        is_count = not event.inputs[-1].dtype.is_floating_point
+        return "count" if is_count else "zero"
     has_root = any(word in _line(event) for word in ("sqrt", "norm", "** 0.5", "pow(0.5"))
     return "derivative" if has_root else "edge"
 
