@@ -348,13 +348,14 @@ def show_page(code: str, json_output: bool) -> None:
 
 
 def _print_codes(json_output: bool) -> None:
-    from ..pages import codes, page
+    from ..pages import codes as page_codes
+    from ..pages import page
 
     titles = {
         code: (
             (page(code) or "").partition("\n")[0].removeprefix("# ").removeprefix(code).lstrip(": ")
         )
-        for code in codes()
+        for code in page_codes()
     }
     lines = "\n".join(f"{code}  {title}" for code, title in titles.items())
     print(json.dumps({"findings": [], "codes": titles}, indent=1) if json_output else lines)

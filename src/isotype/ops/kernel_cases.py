@@ -344,9 +344,9 @@ def _labels(shapes: Shapes, device: torch.device) -> Tensor:
 
 def _expert_choices(shapes: Shapes, device: torch.device) -> Tensor:
     """The experts of each token. One expert gets no token."""
-    tokens, experts = shapes[0][0], shapes[-1][0]
-    first = torch.arange(tokens, device=device) * 7 % (experts - 1)
-    return torch.stack([first, (first + 1) % (experts - 1)], 1)
+    token_count, expert_count = shapes[0][0], shapes[-1][0]
+    first = torch.arange(token_count, device=device) * 7 % (expert_count - 1)
+    return torch.stack([first, (first + 1) % (expert_count - 1)], 1)
 
 
 # --- contracts of functions that are no ops themselves

@@ -143,9 +143,9 @@ def _cpp_norm_backward(
     dx_BTH = _empty_like(x_BTH)
     block = max(_MIN_ROWS, -(-tokens // _MAX_PARTIAL_SUMS))
     if want_modulation:
-        partial = torch.empty((pictures, -(-tokens // block), 2, hidden), dtype=torch.float32)
+        partial_sums = torch.empty((pictures, -(-tokens // block), 2, hidden), dtype=torch.float32)
     else:
-        partial = None
+        partial_sums = None
     KERNELS(
         "norm_backward",
         x_RH.dtype,
@@ -154,7 +154,7 @@ def _cpp_norm_backward(
         _to_fp32(scale_BH, 1.0),
         dy_RH,
         dx_BTH,
-        partial,
+        partial_sums,
         *x_RH.shape,
         x_RH.stride(0),
         dy_RH.stride(0),
@@ -162,11 +162,11 @@ def _cpp_norm_backward(
         block,
         eps,
     )
-    if partial is None:
+    if partial_sums is None:
         return dx_BTH, scale_BH.new_empty(0), scale_BH.new_empty(0)
     # summed in fp32 and narrowed once. They are two tensors, since results of an operator must not
     # share memory
-    dscale_BH, dshift_BH = (partial[:, :, i].sum(1).to(scale_BH.dtype) for i in range(2))
+    dscale_BH, dshift_BH = (partial_sums[:, :, i].sum(1).to(scale_BH.dtype) for i in range(2))
     return dx_BTH, dscale_BH, dshift_BH
 
 
@@ -216,9 +216,9 @@ def _cpp_gate_backward(
     dx_BTH = _empty_like(x_BTH)
     block = max(_MIN_ROWS, -(-tokens // _MAX_PARTIAL_SUMS))
     if want_gate:
-        partial = torch.empty((pictures, -(-tokens // block), hidden), dtype=torch.float32)
+        partial_sums = torch.empty((pictures, -(-tokens // block), hidden), dtype=torch.float32)
     else:
-        partial = None
+        partial_sums = None
     KERNELS(
         "gate_backward",
         x_RH.dtype,
@@ -226,7 +226,7 @@ def _cpp_gate_backward(
         _to_fp32(gate_BH),
         dy_RH,
         dx_BTH,
-        partial,
+        partial_sums,
         *x_RH.shape,
         x_RH.stride(0),
         dy_RH.stride(0),
@@ -234,7 +234,9 @@ def _cpp_gate_backward(
         block,
     )
     # summed in fp32, and narrowed once
-    return dx_BTH, gate_BH.new_empty(0) if partial is None else partial.sum(1).to(gate_BH.dtype)
+    return dx_BTH, gate_BH.new_empty(0) if partial_sums is None else partial_sums.sum(1).to(
+        gate_BH.dtype
+    )
 
 
 # --- modulated_layer_norm
