@@ -156,6 +156,7 @@ def _unwrap_checkpointing(method: Any) -> Any:
     return method
 
 
+# key in a module's `__dict__` for the settings of its installed forward
 INSTALLED_KEY = "_isotype_settings"
 
 

@@ -24,6 +24,7 @@ from typing import IO, Any
 from ..environment.hardware import count_cores
 from .rank import LAUNCHED_BY
 
+# environment variable with the descriptor of a pipe, which closes when the launcher ends
 LIFELINE = "ISOTYPE_LIFELINE"
 LISTENING_SOCKET = "ISOTYPE_LISTENS_AT"
 # seconds that the other processes have to end by themselves after one has failed. This is longer

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ..config.schema import TrainSection
 from ..errors import UsageError
 
-LAUNCHED_BY = "ISOTYPE_LAUNCHED_BY"
+LAUNCHED_BY = "ISOTYPE_LAUNCHED_BY"  # environment variable that `isotype train --processes` sets
 _TORCHRUN = "start with torchrun, which sets them all, or unset RANK and WORLD_SIZE"
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 
-HUB_KERNELS_VARIABLE = "USE_HUB_KERNELS"
+HUB_KERNELS_VARIABLE = "USE_HUB_KERNELS"  # environment variable of transformers
 COMPILE_VARIABLE = "TORCHDYNAMO_DISABLE"
 _TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 _PACKAGE = "kernels"

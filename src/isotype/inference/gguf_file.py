@@ -35,6 +35,7 @@ from .ollama import adds_bos
 # the number of a type in `general.file_type`
 TYPES = {"F16": 1, "BF16": 32, "Q8_0": 7, "Q5_0": 8, "Q4_0": 2}
 BASE_TYPE = "base"  # the value of --type for the types of a base that was published as a GGUF file
+# key in the file's metadata: the dtype in which the adapter was merged
 MERGE_DTYPE_KEY = "isotype.merge_dtype"
 _FP16_MAX = 65504.0  # the largest fp16
 

@@ -360,7 +360,7 @@ def _describe_vanishing_updates(trainer: Any, parameters: list[nn.Parameter]) ->
     )
 
 
-ATTACHED = "_isotype_attachment"
+ATTACHED = "_isotype_attachment"  # attribute of a trainer to which Isotype is attached
 # package -> (first tested version, first version that is not tested); the lowest are those that
 # LLaMA-Factory 0.9.5 requires (benchmarks/attach_peers.py)
 TESTED_VERSIONS = {

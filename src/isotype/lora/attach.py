@@ -258,10 +258,11 @@ def weight_blocker(base: nn.Module) -> str | None:
 # layer's input, the output that another layer computed for this one, and whether the adapter branch
 # is requested in fp32
 FUSED = "_isotype_fused"
-_PLAN = "_isotype_plan"
+_PLAN = "_isotype_plan"  # keys in a layer's `__dict__`: how the layer is computed
+# the layers that get the same input, such as k_proj and v_proj for q_proj
 _SIBLINGS = "_isotype_siblings"
-_SHARED_OUTPUT = "_isotype_shared_output"
-_BRANCH_FP32 = "_isotype_branch_fp32"
+_SHARED_OUTPUT = "_isotype_shared_output"  # the output that a sibling computed for this layer
+_BRANCH_FP32 = "_isotype_branch_fp32"  # whether the user wants the adapter branch in fp32
 # the attribute with the ServedWeight of a layer that is trained for a served format
 _SERVED = "_isotype_served"
 

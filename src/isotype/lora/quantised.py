@@ -27,7 +27,7 @@ from ..ops.backend import autocast_off, refuse_second_derivative, uses_fused_ker
 from ..ops.packed import PackedState, dequantise_packed
 from ..ops.recomputed_layer import RecomputedLayer, current_layer
 
-_SHARED_COPY = "_isotype_wide"
+_SHARED_COPY = "_isotype_wide"  # attribute of a weight's state with its dequantised copy
 
 
 class NotCopied:

@@ -26,7 +26,7 @@ from ..precision.apply import is_quantised
 
 # names of the buffers in PEFT's layer
 A0 = "start_A"
-B0 = "start_B"
+B0 = "start_B"  # name under which the initial B of an adapter is stored
 SUBTRACTED_STARTS = ("pissa", "olora")
 
 

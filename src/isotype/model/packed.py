@@ -49,7 +49,7 @@ from ..precision.quantised_base import quantisation_from_config, refuse_unquanti
 from . import gguf
 from .architecture import auto_class
 
-METHOD = "isotype"
+METHOD = "isotype"  # the quantization method of a model that Isotype packed itself
 _DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}  # safetensors' name -> dtype
 
 
@@ -420,6 +420,7 @@ def _register_placeholder(module: nn.Module, name: str, part: TensorHeader) -> N
 _SEPARATE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)$")
 # a stack of experts -> the weights that it consists of
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# key in a module's `__dict__` for the layouts of its stacks, while a model is loaded
 _PLAN_ATTRIBUTE = "_isotype_packed"
 _BLOCKS_SUFFIX = ".gate_up_proj_blocks"
 

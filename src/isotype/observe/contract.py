@@ -115,7 +115,7 @@ _MAX_ADDITIONS = 4
 # autocast off; a product in forward, for which a later operator decides whether it belongs to a
 # router; any other
 DECLARED_PRODUCT = "declared"
-OTHER_PRODUCT = "other"
+OTHER_PRODUCT = "other"  # the kinds of matrix products
 ISOTYPE_PRODUCT = "isotype"
 BRANCH_PRODUCT = "branch"
 BACKWARD_PRODUCT = "backward"

@@ -18,7 +18,7 @@ from torch import Tensor
 # (the function that recomputes a tensor, or None if the tensor itself is saved; the number of saved
 # tensors that it takes)
 InputRecipe = tuple[Callable[..., Tensor] | None, int]
-_RECIPE_ATTRIBUTE = "_isotype_recipe"
+_RECIPE_ATTRIBUTE = "_isotype_recipe"  # attribute of a tensor with its recipe
 
 
 class RecomputeRecipe(NamedTuple):

@@ -29,7 +29,8 @@ import torch
 from ..environment.private_folder import NotPrivateError, open_private_folder, read_private_file
 from .kernel_folder import BuildError, library_folder
 
-SKIP_VARIABLE = "ISOTYPE_SKIP_KERNEL_CHECK"
+SKIP_VARIABLE = "ISOTYPE_SKIP_KERNEL_CHECK"  # environment variable that skips the check of kernels
+# line in the header of a run with --skip-kernel-check
 SKIPPED_NOTE = "kernels: not checked on this device, because of --skip-kernel-check"
 _OPS_FOLDER = Path(__file__).parent
 # the module that has the cases of an op's kernels, if it is not `kernel_cases`

@@ -33,7 +33,7 @@ from ..precision.vision import get_language_part
 from .instances import Replacement, make_placement, rebuild_blocker, replacement_blocker
 
 PART_NAME = "attention"  # the value of `Placement.part`
-FUNCTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
+FUNCTION_TABLE = "ALL_ATTENTION_FUNCTIONS"  # the name of transformers' table of attention functions
 # with fewer queries PyTorch's forward is as fast, because the op computes blocks of 64 queries and
 # most of a block would be empty
 MIN_QUERIES = 32

@@ -33,6 +33,7 @@ from ..ops.gated import Gated
 from ..ops.recomputable import mark_recomputable
 from ..ops.recomputed_layer import mark_layer_hooked, running_checkpointed_layers
 
+# key in a model's `__dict__` for the modules in which an op was installed
 PLACED_KEY = "_isotype_placed"
 CACHES = ("past_key_values", "layer_past")  # arguments with the keys and values of earlier tokens
 logger = logging.get_logger(__name__)

@@ -35,6 +35,7 @@ from .forwards import TrainingStateHook
 from .instances import make_placement
 
 PART_NAME = "generate"  # the value of `Placement.part`
+# key in a model's `__dict__` for the random numbers of a generation
 _STREAM = "_isotype_generation"
 
 

@@ -43,7 +43,7 @@ _PICTURE = ("to_q", "to_k", "to_v")  # names of the projections of the picture's
 _TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")  # names of the projections of the text's tokens
 # names of the norms of queries and keys
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
-_TABLES = "image_rotary_emb"
+_TABLES = "image_rotary_emb"  # the argument with the tables of cosines and sines
 _HEADS = 2  # of the probe
 _SIZE = 4  # features of a head of the probe
 

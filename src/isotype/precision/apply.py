@@ -110,7 +110,7 @@ def _view_gradients(value: Any) -> Any:
     return value
 
 
-_STATE = "_isotype_precision"
+_STATE = "_isotype_precision"  # attribute of a model with the precision that was applied to it
 # the attribute of a transformers model with the names of its decoder layers that compute in fp32,
 # because their values do not fit fp16
 FP32_LAYERS_KEY = "_isotype_fp32_layers"

@@ -16,6 +16,7 @@ FAILED = "failed"
 TIMED_OUT = "timed out"
 NO_PACKAGE = "package missing"
 NOT_RUN = "not run"
+# columns of the table in docs/cards.md
 COLUMNS = (
     "card",
     "versions",

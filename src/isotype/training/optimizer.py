@@ -488,7 +488,7 @@ def preserve_weights(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
                 p.copy_(value)
 
 
-EMA_PREFIX = "ema."
+EMA_PREFIX = "ema."  # beginning of the names of averaged weights in a checkpoint
 FOLDER_SUFFIX = "_ema"
 """The suffix of the folder with the averaged result: `adapter_ema`."""
 

@@ -38,7 +38,7 @@ from .schedule import RunSchedule
 from .setup import Prepared
 from .task import Task
 
-RESUMES = "resumes.json"
+RESUMES = "resumes.json"  # file of a run that lists its resumes
 # kinds of changes
 ROWS = "rows"
 EVALUATION_ROWS = "evaluation rows"

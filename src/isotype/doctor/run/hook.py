@@ -14,7 +14,7 @@ from typing import Any
 
 from ...finding import Finding
 
-_HOOK_ATTRIBUTE = "_is_isotype_hook"
+_HOOK_ATTRIBUTE = "_is_isotype_hook"  # attribute of the exception hook of `doctor run`
 
 
 def install() -> None:

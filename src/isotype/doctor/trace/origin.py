@@ -145,7 +145,7 @@ class Origin:
         return lines
 
 
-ORIGIN_ATTRIBUTE = "_isotype_origin"
+ORIGIN_ATTRIBUTE = "_isotype_origin"  # attribute of a tensor with the reason for its dtype
 
 
 class Provenance:

@@ -12,7 +12,7 @@ from .http import Connection
 from .server import Answer, Prompt, RefusedError, Remedies, Scores, ServerFacts
 
 Value = TypeVar("Value")
-CHAT = "/v1/chat/completions"
+CHAT = "/v1/chat/completions"  # paths of the server's API
 COMPLETION = "/v1/completions"
 # values of `finish_reason` for an answer that the model ended itself
 _ENDED = ("stop", "eos", "end_turn", "tool_calls")

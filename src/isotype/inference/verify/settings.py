@@ -25,7 +25,7 @@ _TEXT_SHOWN = 60  # characters of a value in a message
 _IGNORED = ("general.", "tokenizer.ggml.token_type", "tokenizer.ggml.padding_token_id")
 # architecture -> whether llama.cpp divides by the sum of the chosen experts' weights; no key says so
 _NORMALISES_EXPERTS = {"qwen2moe": False, "qwen3moe": True}
-_SPLIT_KEY = "tokenizer.ggml.pre"
+_SPLIT_KEY = "tokenizer.ggml.pre"  # key in a GGUF file: how a text is split before it is tokenised
 # what llama.cpp assumes for a key that the file lacks
 _DEFAULTS = {
     "tokenizer.ggml.add_bos_token": False,

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from ...errors import RunError
 
 Result = TypeVar("Result")
-SEAL = "DONE"
+SEAL = "DONE"  # the file that is written last; a folder without it is incomplete
 _OS_ERROR = re.compile(r"\(os error \d+\)")
 # what to do about errors other than missing write permission
 _FIXES = {

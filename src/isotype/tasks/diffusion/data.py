@@ -20,7 +20,7 @@ from .pictures import RunPictures, collect_pictures, refuse_other_class_pictures
 from .resolved_run import ResolvedRun
 from .sample import Prompt, prompt_text_inputs
 
-EMPTY = ""
+EMPTY = ""  # the caption of a picture whose caption is dropped
 
 
 def make_encoder(run: ResolvedRun, device: torch.device) -> Encoder:

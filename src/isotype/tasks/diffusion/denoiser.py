@@ -387,6 +387,7 @@ def _place_waiting_layers(
     return layers
 
 
+# key in a denoiser's `__dict__` for the exact noise levels
 _LEVELS_ATTRIBUTE = "_isotype_noise_levels"
 
 

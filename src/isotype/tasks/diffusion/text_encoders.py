@@ -21,6 +21,7 @@ from .families import Family
 from .families.noise import tokenize_windows
 from .pipeline import PipelineFolder
 
+# beginning of the paths of text encoders, which are a child of the denoiser
 PREFIX = "text_encoders."
 ADAPTED_LAYERS = (
     "self_attn.q_proj",

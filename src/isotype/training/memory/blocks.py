@@ -38,7 +38,7 @@ from .recomputation import AUTO, LAYERS, NONE, PREPARE_ATTRIBUTE, checkpointable
 
 BLOCKS = "blocks"
 OFFLOAD_SETTING = "model.offload: blocks"
-_BLOCKS_ATTRIBUTE = "_isotype_blocks"
+_BLOCKS_ATTRIBUTE = "_isotype_blocks"  # attribute of a model whose blocks are kept in host memory
 _ALIGNMENT = (
     256  # bytes: where a tensor begins in a block's memory, as PyTorch's own allocations do
 )
