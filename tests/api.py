@@ -185,6 +185,7 @@ INNER = {
     "isotype.optimize.denoiser": "denoiser=",
     "isotype.optimize.gated": "gated=",
     "isotype.optimize.head": "head= BYPASSED_NOTE Targets compute_loss takes_targets",
+    "isotype.optimize.instances": "module_kind",
     "isotype.optimize.joint_attention": "joint_attention=",
     "isotype.optimize.layers": "layers=",
     "isotype.optimize.fp32_layers": "find_layers find_overflowing_layers use_fp32_layers",
@@ -269,6 +270,7 @@ INNER = {
     "isotype.training.memory.device": (
         "PLAN_TOLERANCE choose_checkpointing_by_plan overhead_memory return_freed_blocks"
     ),
+    "isotype.training.memory.meta_results": "MetaResults ReuseMetaResults",
     "isotype.training.memory.offload": "CALLS_ON_DEVICE HostMemory",
     "isotype.training.memory.checkpointed_call": "call_and_recompute run_again_in_backward",
     "isotype.training.parallel": "REPLICATE SHARD choose_by_plan configured_parallel",

@@ -4,6 +4,7 @@ class's code for every other call.
 
 import copy
 import gc
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -22,7 +23,7 @@ from isotype.precision import Precision
 from isotype.tasks.diffusion.families import Conditioning
 from isotype.tasks.diffusion.loss import picture_losses
 from isotype.training.memory.recomputation import LAYERS, Checkpointing, apply_checkpointing
-from tests.api import denoiser, joint_attention
+from tests.api import denoiser, joint_attention, module_kind
 
 
 def sd35():
@@ -214,3 +215,22 @@ def test_a_line_says_what_computes_attention():
         assert joint_attention.describe_backends(model, "bf16", device_type="cuda") in (
             on_gpu or on_cpu
         )
+
+
+def test_attention_layers_with_adapters_are_of_one_kind_and_no_model_is_kept():
+    """The recognised forms are kept for the whole process, and with them everything in their keys.
+    Query, key and value know each other's LoRA layers, and so did the keys.
+    """
+    peft = pytest.importorskip("peft")
+    model = benchmark.denoiser(128).requires_grad_(False)
+    targets = benchmark.linears(model, ("transformer_blocks.", "single_transformer_blocks."))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
+    optimize(model)
+    blocks = model.get_base_model().single_transformer_blocks
+    assert len(blocks) > 1
+    assert len({module_kind(block.attn) for block in blocks}) == 1
+    layer = weakref.ref(blocks[0].attn.to_q)
+    assert hasattr(layer(), "lora_A")
+    del model, blocks
+    gc.collect()
+    assert layer() is None

@@ -106,7 +106,8 @@ def keep_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         # PyTorch disables the mode inside backward, because the call of `backward` already passed
         # through it
-        with planned_autocast(cast), _MetaAutocast():
+        is_active = torch._C._is_torch_function_mode_enabled()
+        with planned_autocast(cast), nullcontext() if is_active else _MetaAutocast():
             return function(*args, **kwargs)
 
     return run

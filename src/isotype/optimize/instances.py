@@ -123,7 +123,7 @@ def make_probe_copy(
 
 
 # types of attributes that are settings of a module
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, tuple)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 class ProbeLayer(nn.Module):
@@ -159,8 +159,17 @@ def _settings(module: Any) -> tuple[Any, ...]:
     return tuple(
         (name, value)
         for name, value in vars(module).items()
-        if isinstance(value, _PLAIN) and name != "training"
+        if _is_plain(value) and name != "training"
     )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is a number, a string, a dtype, or a tuple of such values. A tuple that contains
+    modules is no setting. As part of a key, it would also keep these modules in memory.
+    """
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
 
 
 def cache_by_module_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
@@ -171,6 +180,8 @@ def cache_by_module_kind(recognise: Callable[[Any], T]) -> Callable[[Any], T]:
 
     @functools.wraps(recognise)
     def look_up(module: Any) -> T:
+        if module._buffers:  # the values of buffers are not part of the key
+            return recognise(module)
         kind = module_kind(module)
         try:
             return results[kind]

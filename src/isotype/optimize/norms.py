@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from functools import partial
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from ..instance_method import Placement
 from ..ops import rms_norm
 from .forwards import USUAL_EPSILON, NormSettings, norm_forward
 from .instances import (
+    cache_by_module_kind,
     computes_same_in_train_and_eval,
     make_probe_copy,
     place_replacement,
@@ -54,6 +56,18 @@ def recognise_norm(
     norm_output_dtype  the dtype of the norm's output; None for the dtype of its input
     saves_input        as in `NormSettings`
     """
+    form_or_reason = _recognise_form(module)
+    if isinstance(form_or_reason, str):
+        return form_or_reason
+    eps_attribute, unit_offset = form_or_reason
+    return NormSettings(eps_attribute, unit_offset, norm_output_dtype, saves_input)
+
+
+@cache_by_module_kind
+def _recognise_form(module: Any) -> tuple[str | None, bool] | str:
+    """Returns the name of the epsilon's attribute, and whether the norm multiplies by 1 + weight.
+    If `rms_norm` computes another output for both forms, returns a text with the reason.
+    """
     # as wide as the module, because torch's norm refuses any other width
     size = module.get_parameter("weight").shape[0]
     weight = nn.Parameter(torch.linspace(-1.0, 2.0, size, dtype=torch.float32), requires_grad=False)
@@ -79,7 +93,7 @@ def recognise_norm(
                 # the op would not run in the model
                 if extra_inputs:
                     return f"its forward takes {extra_inputs[0]} beside its input"
-                return NormSettings(eps_attribute, unit_offset, norm_output_dtype, saves_input)
+                return eps_attribute, unit_offset
     return "for random inputs, its output differs from that of RMSNorm"
 
 

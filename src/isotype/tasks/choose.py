@@ -14,7 +14,9 @@ from ..environment.hub import print_status
 from ..errors import UsageError
 from ..training.callbacks import Callback, Objective
 from ..training.console import RunConsole
-from ..training.plan import Plan
+from ..training.device_setup import check_run
+from ..training.memory.blocks import BLOCKS
+from ..training.plan import Plan, plan_peaks
 from ..training.plan import plan_run as plan_task
 from ..training.run import train as train_task
 from ..training.task import Task
@@ -63,26 +65,24 @@ def plan_run(loaded: LoadedConfig, *, device: str | None = None, gpus: int | Non
     plan = plan_task(choose_task(loaded.config), loaded.sources, device=device, gpus=gpus)
     is_gpu = plan.hardware.kind in ("cuda", "rocm")
     if plan.fits is False and is_gpu and gpus is None and loaded.config.adapter.kind != "none":
-        return replace(plan, alternatives=plan_smaller_runs(loaded, device))
+        return replace(plan, alternatives=plan_smaller_runs(loaded, plan))
     return plan
 
 
-# settings that need less memory, in the order in which a user would try them: each changes the run
-# more than the one before
-_SMALLER_RUNS: tuple[dict[str, str], ...] = (
-    {},
-    {"precision.base": "fp8"},
-    {"precision.base": "nf4"},
-    {"precision.base": "fp8", "model.offload": "blocks"},
-    {"precision.base": "nf4", "model.offload": "blocks"},
-)
+_DENSE_BITS = 16
+# quantised bases with which a smaller run is planned, with their bits per weight. The plans of int8
+# and fp8 are equal, because a weight of both has 8 bits, and a row of the weights has one scale
+_BASE_BITS = {"int8": 8, "fp8": 8, "nf4": 4}
 
 
-def plan_smaller_runs(loaded: LoadedConfig, device: str | None) -> dict[str, int]:
+def plan_smaller_runs(loaded: LoadedConfig, plan: Plan) -> dict[str, int]:
     """Plans the run again with several combinations of settings that need less memory: recomputed
     layers, micro-batches of one row, a quantised base model, and frozen blocks in host memory.
-    Returns a mapping from each combination to its peak memory in bytes. A combination that is not
+    Returns a mapping from each combination to its peak memory in bytes. The combinations with
+    blocks in host memory come last, because they make a step slower. A combination that is not
     valid for this run is left out.
+
+    plan  the plan of the run with its own settings
     """
     config = loaded.config
     print_status("the run does not fit: planning it with settings that need less memory")
@@ -90,20 +90,46 @@ def plan_smaller_runs(loaded: LoadedConfig, device: str | None) -> dict[str, int
     if config.train.batch_size > 1:
         rows = config.train.batch_size * config.train.accumulate
         settings_of_all |= {"train.batch_size": 1, "train.accumulate": rows}
+    offload = {} if config.model.offload == BLOCKS else {"model.offload": BLOCKS}
+    bits = _BASE_BITS.get(plan.resolved.precision.base, _DENSE_BITS)
+    smaller_bases = [base for base, base_bits in _BASE_BITS.items() if base_bits < bits]
     peaks = {}
-    for smaller in _SMALLER_RUNS:
-        settings = {**settings_of_all, **smaller}
-        changed = config
-        for key, value in settings.items():
-            section, _, name = key.partition(".")
-            update = {name: value}
-            changed = changed.model_copy(
-                update={section: getattr(changed, section).model_copy(update=update)}
-            )
+    offload_peaks = {}
+    # maps the bits of a base to the peaks without and with blocks in host memory
+    peaks_by_bits = dict[int, tuple[int, int | None]]()
+    for base in (None, *smaller_bases):
+        settings = settings_of_all if base is None else settings_of_all | {"precision.base": base}
+        offload_settings = settings | offload
+        task = choose_task(_with_settings(config, settings))
+        offload_task = choose_task(_with_settings(config, offload_settings)) if offload else None
+        base_bits = _DENSE_BITS if base is None else _BASE_BITS[base]
         try:
-            plan = plan_task(choose_task(changed), loaded.sources, device=device)
+            if base_bits in peaks_by_bits:
+                check_run(task, loaded.sources, plan.hardware)
+            else:
+                peaks_by_bits[base_bits] = plan_peaks(
+                    task,
+                    offload_task,
+                    loaded.sources,
+                    plan.hardware,
+                    plan.model_outline if base is None else None,
+                )
         except UsageError:
             continue
-        text = " ".join(f"{key}={value}" for key, value in settings.items())
-        peaks[text] = plan.peak
-    return peaks
+        peak, offload_peak = peaks_by_bits[base_bits]
+        peaks[_format_settings(settings)] = peak
+        if offload_peak is not None:
+            offload_peaks[_format_settings(offload_settings)] = offload_peak
+    return peaks | offload_peaks
+
+
+def _with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        changed_section = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: changed_section})
+    return config
+
+
+def _format_settings(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in settings.items())

@@ -52,6 +52,23 @@ def prepare_data(
 
     hardware  the device to prepare for; by default the device in this machine
     """
+    device_setup = check_run(task, sources, hardware, world=world)
+    train = task.config.train
+    seed_everything(train.seed, deterministic=train.deterministic)
+    world.record_progress(0, "reading the data")
+    # the first process tokenises the rows, and the others read them from the cache
+    world.run_on_first_then_others(task.load_data)
+    return device_setup
+
+
+def check_run(
+    task: Task,
+    sources: Mapping[str, str],
+    hardware: Hardware | None = None,
+    *,
+    world: World = ALONE,
+) -> DeviceSetup:
+    """Checks the settings of a run, and prepares the device and the precision. Raises UsageError."""
     config = task.config
     hardware = hardware or detect(config.model.device)
     if hardware.kind == "cpu":  # the processes of a machine share its memory
@@ -63,10 +80,6 @@ def prepare_data(
     check_optimizer(config, sources, device_type=device.type)
     resolved = resolve_precision(config, sources, hardware, task.roles)
     task.check(resolved.precision)
-    seed_everything(config.train.seed, deterministic=config.train.deterministic)
-    world.record_progress(0, "reading the data")
-    # the first process tokenises the rows, and the others read them from the cache
-    world.run_on_first_then_others(task.load_data)
     return DeviceSetup(hardware, device, resolved, process_bytes=0)
 
 

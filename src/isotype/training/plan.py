@@ -15,13 +15,13 @@ from ..errors import UsageError
 from ..precision.resolution import Resolved
 from ..wording import format_binary_bytes, pluralise
 from .console import quiet_libraries
-from .device_setup import DeviceSetup, prepare_data
+from .device_setup import DeviceSetup, check_run, prepare_data
 from .duration import TimeEstimate, estimate_time
 from .header import attention_line
 from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
 from .memory.choice import planned_checkpointing
 from .memory.device import memory_saving_advice, overhead_memory
-from .memory.plan import MemoryPlan
+from .memory.plan import MemoryPlan, plan_with_offload
 from .memory.recomputation import AUTO, Checkpointing
 from .parallel import HYBRID, REPLICATE, SHARD, Parallel, choose_by_plan
 from .schedule import RunSchedule, learning_rate, repeated_rows_warning, warmup_steps
@@ -51,6 +51,7 @@ class Plan:
                       bytes at their peak
     row_name          what the task calls a row of its data
     time              the estimated time of the run; None for a device other than this machine's CPU
+    model_outline     the run's model without weights, with which other settings can be planned
     """
 
     config: RunConfig
@@ -72,6 +73,7 @@ class Plan:
     time: TimeEstimate | None = None
     alternatives: Mapping[str, int] = field(default_factory=dict)
     row_name: str = "row"
+    model_outline: ModelOutline | None = field(default=None, repr=False, compare=False)
 
     @property
     def peak(self) -> int:
@@ -337,7 +339,54 @@ def plan_run(
         ),
         notes=tuple(notes),
         row_name=task.metric_names.row_noun,
+        model_outline=model_outline,
     )
+
+
+def plan_peaks(
+    task: Task,
+    offload_task: Task | None,
+    sources: Mapping[str, str],
+    hardware: Hardware,
+    model_outline: ModelOutline | None = None,
+) -> tuple[int, int | None]:
+    """Plans the peak memory of a run on a GPU. Also plans the peak of the same run with its frozen
+    blocks in host memory; the second number is None if the run cannot keep its blocks there.
+
+    task           a run that recomputes every layer
+    offload_task   the same run with `model.offload: blocks`; None if only the first peak is needed
+    model_outline  the model of the run, if it was outlined before; its blocks are marked as
+                   offloaded
+    Raises         UsageError if the settings of `task` are not valid
+    """
+    device_setup = prepare_data(task, sources, hardware)
+    precision = device_setup.resolved.precision
+    if model_outline is None:
+        model_outline = task.outline_model(precision, device_type=device_setup.device.type)
+
+    def plan_step(task: Task) -> MemoryPlan:
+        _, memory = planned_checkpointing(
+            task,
+            device_setup,
+            model_outline,
+            task.outline_largest_step(precision),
+            available=hardware.memory,
+            overhead=0,
+        )
+        return memory
+
+    memory = plan_step(task)
+    if offload_task is None:
+        return memory.peak, None
+    try:
+        check_run(offload_task, sources, hardware)
+        offload_memory = plan_with_offload(model_outline, memory)
+        if memory.sampling:  # a second model that samples need may be in host memory too
+            offload_task.load_data()
+            offload_memory = plan_step(offload_task)
+    except UsageError:
+        return memory.peak, None
+    return memory.peak, offload_memory.peak
 
 
 def _format_interval(event: str, steps: int) -> str:

@@ -10,11 +10,13 @@ from transformers import AutoConfig
 
 from isotype.config.load import load
 from isotype.data.rows import Row
+from isotype.environment.hardware import lookup_hardware
+from isotype.model.build import resolve_precision
 from isotype.precision.precision import Precision
 from isotype.tasks.choose import choose_task
 from isotype.tasks.language.batches import collate
 from isotype.tasks.language.outline import outline_model, outline_step
-from isotype.training.memory.plan import LiveBytes, plan_memory
+from isotype.training.memory.plan import LiveBytes, plan_memory, plan_with_offload
 from isotype.training.memory.recomputation import Checkpointing, configured_checkpointing
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -128,3 +130,43 @@ def test_the_optimized_models_logits_are_not_held():
     logits = 4 * 512 * 8000 * 2
     assert optimized.activations < plain.activations - logits
     assert optimized.peak < 0.5 * plain.peak
+
+
+def planned_on_a_gpu(*overrides: str):
+    pytest.importorskip("bitsandbytes")
+    config = load(
+        None,
+        [
+            "precision.preset=bf16-lora",
+            "train.gradient_checkpointing=layers",
+            "train.accumulate=2",
+            *overrides,
+        ],
+    ).config
+    loaded = resolve_precision(config, {}, lookup_hardware("rtx3060-12gb"))
+    made = outline_model(
+        AutoConfig.for_model(**LLAMA), config, loaded.precision, device_type="cuda"
+    )
+    plan = plan_memory(
+        made,
+        config.train,
+        loaded.precision,
+        outline_step(config, loaded.precision, length=500, device_type="cuda"),
+        checkpointing=configured_checkpointing(made.model, config.train),
+        device_type="cuda",
+    )
+    assert plan.not_simulated is None
+    return made, plan
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4", "int8"])
+def test_blocks_in_host_memory_are_planned_without_a_second_simulation(base):
+    made, on_device = planned_on_a_gpu(f"precision.base={base}")
+    _, offloaded = planned_on_a_gpu(f"precision.base={base}", "model.offload=blocks")
+    assert offloaded.peak < on_device.peak
+    assert plan_with_offload(made, on_device) == offloaded
+
+
+def test_int8_and_fp8_bases_need_the_same_memory():
+    int8, fp8 = (planned_on_a_gpu(f"precision.base={base}")[1] for base in ("int8", "fp8"))
+    assert int8 == fp8

@@ -17,6 +17,7 @@ from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
 from ...precision.quantised_base import check_base
 from ...training.memory.blocks import apply_offload
+from ...training.memory.meta_results import ReuseMetaResults
 from ...training.memory.plan import plan_persistent_memory
 from ...training.task import ModelOutline, eval_mode
 from .batches import Batch
@@ -64,6 +65,11 @@ def load_model(
 
 def outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -> ModelOutline:
     """Builds the model as `load_model` does, but without its weights. Raises UsageError."""
+    with ReuseMetaResults():
+        return _outline_model(run, precision, device_type=device_type)
+
+
+def _outline_model(run: ResolvedRun, precision: Precision, *, device_type: str) -> ModelOutline:
     config = run.config
     trains_every_weight = config.adapter.kind == "none"
     total = sum(p.numel() for p in run.folder.denoiser_outline().parameters())

@@ -49,7 +49,8 @@ from ..console import silence_library_warnings
 from ..optimizer import MUON, state_bytes
 from ..step import assemble_stepper
 from ..task import ModelOutline, StepOutline
-from .blocks import offload_buffer_bytes, offloaded_tensors
+from .blocks import BLOCKS, apply_offload, offload_buffer_bytes, offloaded_tensors
+from .meta_results import MetaResults
 from .outline import copy_quantisation, quantisation_tensors, scratch_sizes
 from .recomputation import Checkpointing, apply_checkpointing
 
@@ -160,6 +161,19 @@ def plan_memory(
             length=step_outline.length,
             not_simulated=first_line(error)[:160],
         )
+
+
+def plan_with_offload(model_outline: ModelOutline, plan: MemoryPlan) -> MemoryPlan:
+    """Returns the plan of the same step with the frozen weights of the blocks in host memory. The
+    step is not simulated again, because every phase of it uses the same number of bytes less. Each
+    block of the planned step must be recomputed.
+
+    model_outline  the model of the plan; after this call, its blocks are marked as offloaded
+    Raises         UsageError for a model without blocks
+    """
+    model = apply_offload(model_outline.model, BLOCKS, torch.device("meta"))
+    saved_bytes = sum(map(_bytes, offloaded_tensors(model))) - offload_buffer_bytes(model)
+    return replace(plan, frozen=plan.frozen - saved_bytes, peak=plan.peak - saved_bytes)
 
 
 @dataclass(frozen=True)
@@ -356,38 +370,37 @@ def _simulate_step(
             model.register_forward_hook(end_forward),
         ]
 
-        # the first step creates the optimizer's states; the second step is measured
-        stepper.accumulate([batch])
-        # if the optimizer's update is not run, these buffers take the place of its states
-        state_buffers: list[Tensor] = []
+        live.restart_peak()
+        start_bytes = live.current_bytes
+        # from the second micro-batch on, the gradients of the first one are held too
+        batches = [batch] * min(2, train.accumulate)
+        stepper.accumulate(batches)
+        for hook in hooks:
+            hook.remove()
+        forward_end = bytes_after_forward[len(batches) - 1]
+        bytes_before_update = live.current_bytes
+        forward_peak = peaks[-1]
+        backward_peak = live.peak
+        step_peak = max(*peaks, live.peak)
+        # the first update creates the optimizer's states, and the second one is measured. If the
+        # update is not run, a buffer takes the place of the states
+        state_buffers = list[Tensor]()
         if is_simulated:
             optimizer.step()
         else:
             state_buffers.append(torch.empty(states_bytes, dtype=torch.uint8, device=device))
-        accumulator.zero()
-        live.restart_peak()
-        start_bytes = live.current_bytes
-        first_forward = len(bytes_after_forward)
-        peaks.clear()
-        # from the second micro-batch on, the gradients of the first one are held too
-        batches = [batch] * min(2, train.accumulate)
-        stepper.accumulate(batches)
-        forward_end = bytes_after_forward[first_forward + len(batches) - 1]
-        gradients = live.current_bytes - start_bytes if len(batches) > 1 else 0
-        forward_peak = peaks[-1]
-        backward_peak = live.peak
-        bytes_before_update = live.current_bytes
-        step_peak = max(*peaks, live.peak)
+        created_bytes = live.current_bytes - bytes_before_update
         live.restart_peak()
         if is_simulated:
             optimizer.step()
         elif train.optimizer not in EIGHT_BIT_OPTIMIZERS:
             torch.empty(2 * largest_trained, dtype=torch.uint8, device=device)
         update_peak = live.peak
-        update = live.peak - bytes_before_update
-        for hook in hooks:
-            hook.remove()
         accumulator.zero()
+        # the tensors that the model's first forward creates and keeps, such as tables of positions
+        kept_bytes = live.current_bytes - created_bytes - start_bytes
+        start_bytes += kept_bytes
+        gradients = bytes_before_update - start_bytes if len(batches) > 1 else 0
         if earlier_plan is None:
             if step_outline.run_evaluation:
                 evaluation = _measure_peak(live, step_outline.run_evaluation, model, device)
@@ -405,10 +418,10 @@ def _simulate_step(
         working=max(0, step_peak - forward_end),
         forward=max(0, forward_peak - start_bytes - gradients),
         backward=max(0, backward_peak - forward_end),
-        update=update,
+        update=update_peak - bytes_before_update - created_bytes,
         evaluation=evaluation,
         sampling=sampling,
-        peak=max(step_peak, update_peak, end_bytes + max(evaluation, sampling or 0))
+        peak=max(step_peak + created_bytes, update_peak, end_bytes + max(evaluation, sampling or 0))
         + ema_bytes(model, train, precision)
         + offload_buffer_bytes(model),
         rows=step_outline.rows,
@@ -444,26 +457,32 @@ def _measure_sampling(
 
 
 def replace_with_fakes(model: nn.Module, device: torch.device) -> None:
-    """Replaces parameters and buffers on the meta device by fake tensors. Tied parameters stay
-    tied. Parameters of blocks that are kept in host memory are not replaced.
+    """Replaces parameters, buffers and the scales of packed parameters on the meta device by fake
+    tensors. Tied parameters stay tied. Tensors that are kept in host memory are not replaced.
     """
     fakes: dict[int, nn.Parameter] = {}
     offloaded_ids = {id(tensor) for tensor in offloaded_tensors(model)}
+
+    def make_fake(tensor: Tensor) -> Tensor:
+        if id(tensor) in offloaded_ids:
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in offloaded_ids:
-                if id(parameter) not in fakes:
-                    data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                    fakes[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-                    copy_quantisation(
-                        fakes[id(parameter)],
-                        parameter,
-                        lambda t: torch.empty(t.shape, dtype=t.dtype, device=device),
-                    )
-                module._parameters[name] = fakes[id(parameter)]
+            if parameter is None:
+                continue
+            if id(parameter) in offloaded_ids:
+                copy_quantisation(parameter, parameter, make_fake)
+                continue
+            if id(parameter) not in fakes:
+                data = make_fake(parameter)
+                fakes[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                copy_quantisation(fakes[id(parameter)], parameter, make_fake)
+            module._parameters[name] = fakes[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+                module._buffers[name] = make_fake(buffer)
 
 
 @contextmanager
@@ -542,18 +561,21 @@ class LiveBytes(TorchDispatchMode):
         self.device_type = device_type
         self.scratch = scratch or {}
         self._storages: dict[int, int] = {tensor.untyped_storage()._cdata: 0 for tensor in ignored}
+        self._results = MetaResults()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type:
+        kwargs = kwargs or {}
+        if self.device_type == "meta":
+            result = self._results.compute(function, args, kwargs)
+        else:
+            result = function(*args, **kwargs)
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type == self.device_type:
                 self._count(leaf)
         if function in self.scratch:
-            self.peak = max(
-                self.peak, self.current_bytes + self.scratch[function](*args, **(kwargs or {}))
-            )
+            self.peak = max(self.peak, self.current_bytes + self.scratch[function](*args, **kwargs))
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
