@@ -95,9 +95,9 @@ def train(
     skip       the preflight checks to skip, each code with a reason
     callbacks  objects of `isotype.Callback`, whose docstring lists what they can do
     objective  a function that replaces the loss of the task: objective(model, batch) -> float[],
-               the sum of a micro-batch's losses over its `batch.weight` tokens or pictures. A batch
-               of tokens has `inputs` for the model and `labels`. Evaluation uses the loss of the
-               task.
+               the sum of the losses of all tokens or pictures of a micro-batch, not divided by their
+               number `batch.weight`. A batch of tokens has `inputs` for the model and `labels`.
+               Evaluation uses the loss of the task.
     Raises     UsageError, PreflightError, RunError, DtypeError, each with its fix;
                KeyboardInterrupt for Ctrl-C before step 1
 
@@ -533,18 +533,18 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     from ..data.sources import require_source
 
     config = loaded.config
-    folder_name = f"{loaded.path} " if loaded.path else ""
+    file_prefix = f"{loaded.path} " if loaded.path else ""
     missing = missing_trackers(config.run.trackers)
     if config.model.name is None and is_denoiser(config.model.config):
         missing.append(
-            f"{folder_name}model.name: missing: the pipeline whose VAE, text encoders and scheduler"
+            f"{file_prefix}model.name: missing: the pipeline whose VAE, text encoders and scheduler"
             " model.config is trained with"
         )
     elif config.model.name is None and (
         config.model.init == "pretrained" or config.model.config is None
     ):
         missing.append(
-            f"{folder_name}model.name: missing: --model FOLDER, or model.name in a file (isotype init"
+            f"{file_prefix}model.name: missing: --model FOLDER, or model.name in a file (isotype init"
             " writes one)"
         )
     missing += _model_name_problems(loaded)
@@ -552,15 +552,15 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
     diffusion = detect_run_kind(config) == DIFFUSION
     if diffusion and str(config.model.name).endswith(".gguf"):
         missing.append(
-            f"{folder_name}model.name: {config.model.name}: {GGUF_REFUSAL}: take {GGUF_FIX}"
+            f"{file_prefix}model.name: {config.model.name}: {GGUF_REFUSAL}: take {GGUF_FIX}"
         )
     if diffusion and config.images.train is None:
         missing.append(
-            f"{folder_name}images.train: missing: a folder of pictures with captions, or a JSONL file"
+            f"{file_prefix}images.train: missing: a folder of pictures with captions, or a JSONL file"
         )
     if not diffusion and config.data.train is None:
         missing.append(
-            f"{folder_name}data.train: missing: --data FILE, or --data stdlib for the built-in questions"
+            f"{file_prefix}data.train: missing: --data FILE, or --data stdlib for the built-in questions"
             " and answers"
         )
     if missing:

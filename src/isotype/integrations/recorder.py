@@ -162,8 +162,8 @@ class StepRecorder(TrainerCallback):
             set_generator_states(states)
 
     def _publish(self, finding: Finding, error: RunError) -> None:
-        """Adds the report about the operator at fault to the error, and writes it to the folder of
-        the record.
+        """Adds the report about the operator at fault to the error, and writes it to the folder
+        `isotype` of the trainer's output folder.
         """
         error.add_note(finding.render())
         if self.trainer.is_world_process_zero():

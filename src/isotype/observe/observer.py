@@ -2,8 +2,9 @@
 checks the operators of a step.
 
 For one step, `watch()` installs hooks on every module, and a dispatch mode (`tape`). The other
-steps have no extra cost. Some computations cannot be observed. They are reported with the reason
-(`Observation.unseen`, `Observation.unobserved`) and never counted as observed.
+steps have no extra cost. Some computations cannot be observed. They are never counted as observed,
+and are reported with the reason: by the role of their tensors in `Observation.unseen`, and by their
+place in the model in `Observation.unobserved`.
 
 The observer checks the first step, every `every`-th step, one random step between two of these, and
 the step after a change of the model. Some modules compute in another dtype only in some steps. The
@@ -563,11 +564,11 @@ def iterate_state_dtypes(
 
 
 def _is_declared_by_class(module: nn.Module, inputs: Any, compute: str) -> bool:
-    """Whether the code of a class of transformers itself converts an output to a wider dtype. Such
-    code computes the tables of a rotary embedding and the scores of a router in fp32, for example.
-    The function returns True if no input and no parameter of the module is wider than `compute`.
-    The weights of matrix products are ignored, because these products are computed in the dtype
-    `compute` whatever dtype the weight has.
+    """Whether the code of a class of transformers itself made an output that is wider than
+    `compute`, as for the tables of a rotary embedding and the scores of a router, which are computed
+    in fp32. This is true if the class is one of transformers, and if no input and no parameter of
+    the module is wider than `compute`. The weights of matrix products are ignored, because these
+    products are computed in the dtype `compute` whatever dtype the weight has.
     """
     if not type(module).__module__.startswith("transformers.models."):
         return False

@@ -4,7 +4,7 @@ attention layer calls this function. The forward is replaced by a copy that call
 
 The function is recognised by its signature `f(q, k, cos, sin, ...)` and by its output for a small
 test input. A function that has the name of a rotary embedding but another signature is not
-replaced. The manifest then says so.
+replaced. The manifest, which lists the replaced functions of a model, then gives the reason.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ PART_NAME = "rotary"  # the value of `Placement.part`
 class Tables:
     """The layout of a model's tables of cos and sin.
 
-    form    how often a row contains each value: `runs` if the whole sequence of values appears
-            twice (a b a b), `values` if each value appears twice in succession (a a b b), `once` if
-            each value appears once (a b); None if it is unknown
+    form    how a row repeats the angles a, b of two pairs: `runs` (a b a b), `values` (a a b b) or
+            `once` (a b); None if it is unknown
     reason  why the layout is unknown
     """
 
@@ -154,8 +153,8 @@ def detect_tables(model: nn.Module) -> Tables:
                 continue
             if cos.dim() != 3:
                 return Tables(None, "its tables are not [B S D]")
-            # real angles differ from one pair to the next; with a single pair, or with equal
-            # neighbours, both forms would fit
+            # A table of a single pair, or of pairs with equal angles, would pass both tests. The
+            # angles of real models differ from one pair to the next.
             half = cos.shape[-1] // 2
             if torch.equal(cos[..., :half], cos[..., half:]):
                 return Tables("runs")

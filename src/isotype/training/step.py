@@ -303,8 +303,7 @@ class Stepper:
 
     def _read_local_step(self, loss: Tensor) -> ReducedStep:
         """Reads the numbers of this process from the device. This is the only time in a step that
-        the process waits for the device. If no process computed a gradient for a tensor, this
-        method uses zeros as its gradient.
+        the process waits for the device.
         """
         measures = [] if self.measure_sums is None else list(self.measure_sums.unbind())
         flags = [] if self.continuity is None else self.continuity.flags

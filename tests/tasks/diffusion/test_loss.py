@@ -193,7 +193,7 @@ def predicted(model, *, family):
 
 # name -> how it is made, how it is called, what it multiplies the level by where it rounds it
 MODELS = {
-    name: (make, partial(predicted, family=family), family.time_scale)
+    name: (make, partial(predicted, family=family), family.exact_time_scale)
     for name, (make, family) in CLASSES.items()
 }
 

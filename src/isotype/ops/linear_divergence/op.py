@@ -282,15 +282,16 @@ def _backward(
     )
     upstream_size = largest_gradient(upstream_T)
     pre_scale, post_scale = gradient_factors(heads.student.operand_dtype, upstream_size)
-    factor: Tensor | float = 1.0
+    # fp16: brings the largest upstream gradient to `pre_scale`; `post_scale` undoes it
+    upstream_factor: Tensor | float = 1.0
     if post_scale is not None:
-        factor = pre_scale / upstream_size
+        upstream_factor = pre_scale / upstream_size
     head = HeadGradient(dweight_VH, post_scale)
     if not heads.student.count:
         dweight_VH.zero_()
     dbias_V.zero_()
     for rows, x_NH, g_NV, compute in heads:
-        compute(upstream_T[rows] * factor, False)
+        compute(upstream_T[rows] * upstream_factor, False)
         if bias_V is not None:
             chunk_dbias_V = g_NV.sum(0, dtype=dbias_V.dtype)
             if post_scale is not None:

@@ -93,15 +93,15 @@ def install_ops_and_precision(
     must already have its adapter.
     """
     family.prepare(denoiser)
-    if family.time_scale is not None:
-        keep_time_exact(denoiser, family.time_scale)
+    if family.exact_time_scale is not None:
+        keep_time_exact(denoiser, family.exact_time_scale)
     if config.model.optimize:
         manifest = optimize(
             model, precision, device_type=device_type, lora_branch=config.model.lora_branch
         )
     else:
         manifest = Manifest(notes=["model.optimize: false"])
-    if family.time_scale is not None and precision.compute != "fp32":
+    if family.exact_time_scale is not None and precision.compute != "fp32":
         manifest.notes.append(
             f"{type(denoiser).__name__} rounds its noise level to {precision.compute}: this"
             " instance takes it in fp32"

@@ -127,7 +127,7 @@ class ResolvedRun:
 
     @cached_property
     def sizes(self) -> RunSizes:
-        side_multiple = self.downscale * self.family.side_multiple
+        side_multiple = self.downscale * self.family.latent_side_multiple
         return RunSizes(self.config.images, self.sources, side_multiple, self.frame_step)
 
     @cached_property

@@ -500,7 +500,7 @@ def _fuse_modules(
         for block in dict.fromkeys(match["block"] for match in matches):
             modules = [f"{block}{end}" for end in part_ends]
             missing = [m for m in modules if f"{m}.lora_A.weight" not in tensors]
-            if missing and family.fuses_unequal_sizes:
+            if missing and family.fuses_unequal_outputs:
                 raise UsageError(
                     f"comfyui: {family.pipeline}: ComfyUI stores queries, keys and values in one"
                     f" matrix, and {missing[0].removeprefix(PEFT_PREFIX)} has no adapter",

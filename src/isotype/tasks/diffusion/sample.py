@@ -240,7 +240,7 @@ def _control_window(file: Path, folder: PipelineFolder, size: Size) -> Window:
     is_like_sample = have_same_shape((size.width, size.height), control_size)
     if is_like_sample or not family.takes_several_controls:
         return Window(size)
-    multiple = family.latents.downscale(folder.config("vae")) * family.side_multiple
+    multiple = family.latents.downscale(folder.config("vae")) * family.latent_side_multiple
     return reference_window(*control_size, side=math.isqrt(size.area), multiple=multiple)
 
 

@@ -79,7 +79,7 @@ def refuse_incompatible_settings(
                 fix="remove run.adapter_format",
             )
         refuse_without_comfyui_support(family, is_lokr=adapter.kind == "lokr")
-        if family.fuses_unequal_sizes and adapter.targets != "all-linear":
+        if family.fuses_unequal_outputs and adapter.targets != "all-linear":
             raise UsageError(
                 f"run.adapter_format: comfyui: {family.pipeline}: ComfyUI stores queries, keys and"
                 " values in one matrix, so that each of them needs an adapter",

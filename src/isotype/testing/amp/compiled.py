@@ -1,8 +1,9 @@
 """Compares a function under torch.compile with a plain call (AC024).
 
 The backend is `aot_eager`. Like the default backend, it traces forward and backward. It then runs
-the traced operators without generating code. Without a GPU, a function that launches Triton kernels
-is not compared, because torch.compile would trace the interpreter.
+the traced operators without generating code. Without a GPU, the
+caller leaves out functions that launch Triton kernels, because torch.compile would trace the
+interpreter of the kernels.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class ErnieImage(Family):
     """
 
     pipeline = "ErnieImagePipeline"
-    side_multiple = 1
+    latent_side_multiple = 1
     max_text_length = 1024
     latents = ErnieLatents()
     keeps_text_lengths = True

@@ -267,10 +267,11 @@ class Family:
                            the denoiser's folder
     denoiser_folder        the denoiser's folder, if it has another name than the attribute
     objectives             the objectives with which models of this family can be trained
-    time_scale             the factor by which `keep_time_exact` multiplies the noise level before
+    exact_time_scale       the factor by which `keep_time_exact` multiplies the noise level before
                            its sinusoidal embedding. It is set if the denoiser would round the level
-                           to the dtype of its hidden states; otherwise it is None
-    side_multiple          each side of the latents must be a multiple of this number of latent
+                           to the dtype of its hidden states; otherwise it is None, and the denoiser
+                           or `predict` multiplies the level
+    latent_side_multiple   each side of the latents must be a multiple of this number of latent
                            pixels; if the denoiser works on tokens, it is the side of one token
     max_text_length        the default limit for the length of a caption, in tokens of the text
                            encoder; None if every caption has the length of CLIP's tokenizer or a
@@ -300,8 +301,9 @@ class Family:
     comfyui_fused          maps the end of a module's name in ComfyUI to the ends of the names of the
                            modules whose weights ComfyUI stores in this module, in the order of their
                            rows
-    fuses_unequal_sizes    whether these modules have different numbers of outputs; then each of them
-                           must have an adapter. Otherwise modules without an adapter get zeros
+    fuses_unequal_outputs  whether the modules in `comfyui_fused` have different numbers of outputs;
+                           then each of them must have an adapter. Otherwise modules without an
+                           adapter get zeros
     block_classes          the classes of the denoiser's blocks, if the denoiser's
                            `_no_split_modules` does not list them; blocks can be recomputed, split
                            over processes, and get adapters
@@ -328,8 +330,8 @@ class Family:
     denoiser: ClassVar[str] = "transformer"
     denoiser_folder: ClassVar[str] = ""
     objectives: ClassVar[tuple[str, ...]] = FLOW_ONLY
-    time_scale: ClassVar[float | None] = None
-    side_multiple: ClassVar[int] = 2
+    exact_time_scale: ClassVar[float | None] = None
+    latent_side_multiple: ClassVar[int] = 2
     max_text_length: ClassVar[int | None]
     max_clip_windows: ClassVar[int] = 1
     encoder_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
@@ -346,7 +348,7 @@ class Family:
     comfyui_names: ClassVar[Mapping[str, str]] = {}
     original_names: ClassVar[Mapping[str, str]] = {}
     comfyui_fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    fuses_unequal_sizes: ClassVar[bool] = False
+    fuses_unequal_outputs: ClassVar[bool] = False
     block_classes: ClassVar[tuple[str, ...]] = ()
     adapted_block_classes: ClassVar[tuple[str, ...]] = ()
     frozen_layers: ClassVar[tuple[str, ...]] = ()

@@ -73,7 +73,7 @@ class Flux(PackedTokens):
     """
 
     pipeline = "FluxPipeline"
-    time_scale = 1000.0
+    exact_time_scale = 1000.0
     max_text_length = 512
     encoder_parts: ClassVar[tuple[str, ...]] = (
         "text_encoder",
@@ -176,8 +176,8 @@ class Flux2(Family):
     """
 
     pipeline = "Flux2Pipeline"
-    time_scale = 1000.0
-    side_multiple = 1
+    exact_time_scale = 1000.0
+    latent_side_multiple = 1
     max_text_length = 512
     latents = PatchedLatents()
     takes_negative_prompt = False
@@ -252,7 +252,7 @@ class QwenImage(PackedTokens):
     """
 
     pipeline = "QwenImagePipeline"
-    time_scale = 1.0  # its sinusoidal embedding multiplies by 1000 itself
+    exact_time_scale = 1.0  # 1, because the denoiser's own embedding multiplies by 1000
     max_text_length: ClassVar[int | None] = 1024
     latents = VideoLatents()
     keeps_text_lengths = True
@@ -420,7 +420,7 @@ class Sana(Family):
     """
 
     pipeline = "SanaPipeline"
-    side_multiple = 1
+    latent_side_multiple = 1
     max_text_length = 300
     latents = DeepCompressionLatents()
     text_output_indices = {"text": 0, "mask": 1}
@@ -493,7 +493,7 @@ class Lumina2(Family):
         ".norm1.linear": ".adaLN_modulation.1",
     }
     comfyui_fused = {".attn.qkv": (".attn.to_q", ".attn.to_k", ".attn.to_v")}
-    fuses_unequal_sizes = True
+    fuses_unequal_outputs = True
 
     def prepare(self, denoiser: Any) -> None:
         """Converts the table of positions from complex128 to complex64. With complex128, queries

@@ -44,7 +44,7 @@ class Ideogram4(Family):
     """
 
     pipeline = "Ideogram4Pipeline"
-    side_multiple = 1
+    latent_side_multiple = 1
     max_text_length = 2048
     latents = IdeogramLatents()
     keeps_text_lengths = True

@@ -19,7 +19,7 @@ class LongCatImage(PackedTokens):
     """
 
     pipeline = "LongCatImagePipeline"
-    time_scale = 1000.0
+    exact_time_scale = 1000.0
     max_text_length = 512
     unneeded_parts = ("text_processor",)
     loads_lora = False

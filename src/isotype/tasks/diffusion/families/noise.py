@@ -67,7 +67,7 @@ class StableDiffusion(Family):
     pipeline = "StableDiffusionPipeline"
     denoiser = "unet"
     objectives = ("epsilon", "v")
-    side_multiple = 8
+    latent_side_multiple = 8
     max_text_length = None
     max_clip_windows = MAX_CLIP_WINDOWS
     text_width_key = "cross_attention_dim"
@@ -121,7 +121,7 @@ class SDXL(StableDiffusion):
     """
 
     pipeline = "StableDiffusionXLPipeline"
-    side_multiple = 4
+    latent_side_multiple = 4
     encoder_parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     text_output_indices = {"text": 0, "pooled": 2}
     text_arguments = POOLED_ARGUMENTS

@@ -164,7 +164,7 @@ class LTX(VideoFamily):
     """
 
     pipeline = "LTXPipeline"
-    side_multiple = 1
+    latent_side_multiple = 1
     max_text_length = 128
     latents = LTXLatents()
     frame_rate = 25.0
