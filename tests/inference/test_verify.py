@@ -22,7 +22,9 @@ from tests.api import (
     Verification,
     WrittenModel,
     WrittenTensor,
+    _changed_settings,
     _file_type,
+    _find_units,
     _score_tokens,
     compute_expectations,
     export_model,
@@ -416,6 +418,27 @@ def test_the_logits_of_a_batch_are_computed_in_parts(llama, monkeypatch) -> None
     assert logits.rows == 2
     assert torch.equal(parts.predictions, whole.predictions)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+
+
+def test_the_weights_of_an_attention_module_of_pytorch_are_read_together() -> None:
+    """Its forward uses the weight of `out_proj` without calling it, as in the vision tower of
+    Gemma 3.
+    """
+    attention = torch.nn.MultiheadAttention(8, 2)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), attention)
+    units = [(unit, recurse) for unit, recurse in _find_units(model) if recurse]
+    assert units == [(attention, True)]
+
+
+def test_a_setting_may_be_in_the_outer_configuration_only() -> None:
+    """Folders of Qwen 3-VL have `tie_word_embeddings` there."""
+    text = SimpleNamespace(vocab_size=9)
+    outer = SimpleNamespace(tie_word_embeddings=True, get_text_config=lambda: text)
+    both = SimpleNamespace(vocab_size=9, tie_word_embeddings=True)
+    both.get_text_config = lambda: both
+    assert list(_changed_settings(both, outer)) == []
+    outer.tie_word_embeddings = False
+    assert list(_changed_settings(both, outer)) == [("tie_word_embeddings", False, True)]
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q4_0"])

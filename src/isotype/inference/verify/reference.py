@@ -303,7 +303,12 @@ def _find_units(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
 
 def _find_blocks(module: nn.Module) -> list[nn.Module]:
-    """Returns the elements of the outermost lists of modules, such as the decoder's layers."""
+    """Returns the elements of the outermost lists of modules, such as the decoder's layers. An
+    nn.MultiheadAttention, as in SigLIP's pooling, uses the weight of its `out_proj` without calling
+    this submodule, so it counts as one block.
+    """
     if isinstance(module, nn.ModuleList):
         return list(module)
+    if isinstance(module, nn.MultiheadAttention):
+        return [module]
     return [block for child in module.children() for block in _find_blocks(child)]

@@ -159,13 +159,19 @@ def _first_difference(first: str, second: str) -> int:
 
 def _changed_settings(config: Any, file_config: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yields (key, the file's value, the run's value) of the settings that differ."""
-    file_text = file_config.get_text_config()
-    run_text = config.get_text_config()
     for key in _CONFIG_KEYS:
-        value = getattr(file_text, key, None)
-        expected = getattr(run_text, key, None)
+        value = _read_setting(file_config, key)
+        expected = _read_setting(config, key)
         if value != expected:
             yield key, value, expected
+
+
+def _read_setting(config: Any, key: str) -> Any:
+    """Returns a setting of the text model. Some vision-language models have it only in the outer
+    configuration.
+    """
+    value = getattr(config.get_text_config(), key, None)
+    return getattr(config, key, None) if value is None else value
 
 
 def compare_folder_settings(

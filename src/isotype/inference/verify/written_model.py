@@ -110,10 +110,10 @@ def open_folder(
         stored = _replace_packed(folder, stored, parts, shapes, quantisation)
         config = plain_config(config)
     names = list(shapes)
-    if not set(names) & set(stored):
-        raise UsageError(f"{folder}: a model of another architecture: it has no tensor of this run")
     if not set(names) <= set(stored):
         stored = _load_converted(folder, config, stored, text_only=text_only)
+    if not set(names) & set(stored):
+        raise UsageError(f"{folder}: a model of another architecture: it has no tensor of this run")
     return WrittenModel(
         f"folder, {description}",
         {name: stored[name] for name in names if name in stored},
