@@ -8,6 +8,8 @@ import pytest
 from tests.api import Connection, Prompt, connect, parse_address
 from tests.inference.served.test_http import Recorder, serving
 
+from isotype.errors import UsageError
+
 CHAT = Prompt("<s>ask", (1, 5, 6), messages=({"role": "user", "content": "ask"},))
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
@@ -78,6 +80,31 @@ def test_ollama() -> None:
     body = recorder.requests[-1][2]
     assert body["options"] == {"temperature": 0, "num_predict": 8, "seed": 0, "repeat_penalty": 1.0}
     assert server.complete((1, 5), 1) is None
+
+
+def test_the_context_that_ollama_chose_is_read_after_the_model_is_loaded() -> None:
+    """A Modelfile need not have num_ctx. Ollama cuts prompts that are longer than its own choice."""
+    loaded: list[str] = []
+
+    def load(handler: Any, body: Any) -> dict[str, Any]:
+        loaded.append(body["model"])
+        assert "prompt" not in body
+        return {"model": body["model"], "response": "", "done": True, "done_reason": "load"}
+
+    def list_loaded(handler: Any, body: Any) -> dict[str, Any]:
+        entries = [{"name": name, "model": name, "context_length": 4096} for name in loaded]
+        return {"models": [{"name": "other:latest", "context_length": 64}, *entries]}
+
+    answers = {"/v1/models": models("library", "m:latest"), "/api/show": {"parameters": "stop x"}}
+    with serving(Recorder(answers | {"/api/generate": load, "/api/ps": list_loaded})) as url:
+        assert open_server(url).facts.context == 4096
+    with serving(Recorder(answers)) as url:
+        assert open_server(url).facts.context is None, "an Ollama without /api/ps"
+    with (
+        serving(Recorder(answers | {"/api/ps": {"models": [3]}})) as url,
+        pytest.raises(UsageError, match="/api/ps: an answer of another form than documented"),
+    ):
+        open_server(url)
 
 
 def test_lm_studio_without_log_probabilities() -> None:

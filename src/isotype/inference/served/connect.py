@@ -102,9 +102,24 @@ def _ollama_facts(connection: Connection, name: str) -> ServerFacts:
     return ServerFacts(
         "Ollama",
         name,
-        context=int(match[1]) if match else None,
+        context=int(match[1]) if match else _read_loaded_context(connection, name),
         weights=str(details.get("quantization_level") or ""),
     )
+
+
+def _read_loaded_context(connection: Connection, name: str) -> int | None:
+    """Returns the context of a model whose Modelfile does not set it. Ollama then chooses it when
+    it loads the model, and lists it for loaded models only. A request without a prompt loads the
+    model.
+
+    Source  docs.ollama.com/api/ps
+    """
+    connection.try_post("/api/generate", {"model": name, "stream": False})
+    answer = connection.try_get("/api/ps")
+    with connection.reading("/api/ps"):
+        entries = [] if answer is None else answer["models"]
+        facts = next((entry for entry in entries if entry["name"] == name), {})
+        return _whole_number(facts.get("context_length"))
 
 
 def _lm_studio_facts(connection: Connection, engine: str, name: str) -> ServerFacts:
