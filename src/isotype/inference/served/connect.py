@@ -118,7 +118,7 @@ def _read_loaded_context(connection: Connection, name: str) -> int | None:
     answer = connection.try_get("/api/ps")
     with connection.reading("/api/ps"):
         entries = [] if answer is None else answer["models"]
-        facts = next((entry for entry in entries if entry["name"] == name), {})
+        facts: Mapping[str, Any] = next((entry for entry in entries if entry["name"] == name), {})
         return _whole_number(facts.get("context_length"))
 
 
