@@ -489,6 +489,13 @@ TRUTH = {
         "`torch.tensor(scores, dtype=torch.float32)` at"
         " tests/doctor/run/programs/trainer_targets.py:27",
     ),
+    "rotated_output": Truth(
+        "RN017",
+        'return torch.einsum("nd,de->ne", hidden, rotation)',
+        "Rotation",
+        "is fp32",
+        "`rotation.to(torch.bfloat16)` at tests/doctor/run/programs/rotated_output.py:18",
+    ),
     "scaled_adapters": Truth(
         "RN006",
         "scaler.step(optimizer)",

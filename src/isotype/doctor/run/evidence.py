@@ -6,6 +6,7 @@ the precision settings.
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ _HIDES_DTYPE = re.compile("could not create a primitive")
 _OTHER_SUBJECTS = re.compile(
     r"out of memory|shapes? (?:of|cannot|mismatch)|same device|No such file"
 )
+_RENAMING_FILE = os.path.join("torch", "functional.py")
 _MAX_OPERANDS = 8  # operands of one operation that are examined
 
 
@@ -93,6 +95,7 @@ class Evidence:
     operation          the name of the function or operator that failed
     user_frame         the innermost frame of the user's own code
     module             the innermost module that was running
+    model              the outermost module that was running; a hook may run a module outside of it
     in_backward        whether autograd was running
     settings           the settings of the run that were found in the frames
     producers          id of an operand -> the place where its dtype was decided
@@ -113,6 +116,7 @@ class Evidence:
     optimizer: OptimizerFacts | None
     producers: dict[int, Producer] = field(default_factory=dict)
     compiled_location: tuple[str, int] | None = None
+    model: nn.Module | None = None
 
     @property
     def message(self) -> str:
@@ -137,7 +141,7 @@ class Evidence:
     @property
     def dtype_counts(self) -> Counter[torch.dtype]:
         """The number of elements of the parameters by dtype, of the model that was running."""
-        return self.names.dtype_counts_of(self.module)
+        return self.names.dtype_counts_of(self.model)
 
     @property
     def majority_dtype(self) -> torch.dtype | None:
@@ -259,6 +263,7 @@ def _build_evidence(error: BaseException, frames: list[CallFrame]) -> Evidence:
         other_region=find_other_region(frames),
         settings=collect_settings(frames),
         optimizer=find_optimizer(frames),
+        model=modules[0] if modules else None,
     )
 
 
@@ -267,10 +272,11 @@ def _read_operands(frames: Sequence[CallFrame], names: ModelNames) -> tuple[str,
     tensor, the arguments of the function around it are used. If these contain no tensor, the
     arguments of that function's callers are used.
     """
-    for index in reversed(range(len(frames))):
+    last = _innermost_named_call(frames)
+    for index in reversed(range(last + 1)):
         frame = frames[index]
         node = frame.expression
-        if index == len(frames) - 1:
+        if index == last:
             operation, nodes = _split_expression(node, frame)
         else:
             operation, nodes = frame.function, []
@@ -284,6 +290,16 @@ def _read_operands(frames: Sequence[CallFrame], names: ModelNames) -> tuple[str,
         if frame.is_user_code:
             break
     return frames[-1].function, []
+
+
+def _innermost_named_call(frames: Sequence[CallFrame]) -> int:
+    """Returns the index of the innermost frame outside of `torch/functional.py`. Functions in this
+    file, such as `einsum`, give the user's tensors other names.
+    """
+    last = len(frames) - 1
+    while last > 0 and frames[last].file.endswith(_RENAMING_FILE):
+        last -= 1
+    return last
 
 
 def _argument_names(frame: CallFrame) -> list[str]:
