@@ -130,6 +130,8 @@ SIZES_TNR = [
     (65, 48, 48),
     (64, 97, 49),
     (300, 512, 32),
+    # a gradient of several blocks of tokens and of columns
+    (301, 1130, 200),
 ]
 
 

@@ -29,9 +29,11 @@ extern "C" void native(int64_t* answer, int) {
 namespace low_rank {
 
 using Pairs = uint32_t;
-// Tokens per block. A block stays in a core's cache between the first and the second product that
-// reads it
-constexpr int64_t TOKENS = 32;
+// Tokens per block of a gradient. A tile of sums is loaded and stored once per block
+constexpr int64_t GRADIENT_TOKENS = 128;
+// The largest number of sums of a gradient that are computed at a time: 128 KB, which stay in a
+// core's cache while all tokens are added
+constexpr int64_t SUMS = 32768;
 
 // memory that lives as long as its thread, since every step needs the same sizes
 struct Scratch {
@@ -227,7 +229,7 @@ inline void gradient_block(const uint16_t* x, int64_t x_step, int64_t tokens, in
                     int64_t sums_step) {
   for (int64_t column = 0; column < n; column += 32) {
     const int64_t later = column + AHEAD;
-    const uint16_t* next = x + (later < n ? later : TOKENS * x_step + later - n);
+    const uint16_t* next = x + (later < n ? later : GRADIENT_TOKENS * x_step + later - n);
     for (int64_t r = 0; r < ranks; r += RANKS)
       gradient_tile(x + column, x_step, tokens, first32(n - column), l + r, l_step, sums + r * sums_step + column, sums_step,
                     r ? nullptr : next);
@@ -355,16 +357,23 @@ inline void gradient(const uint16_t* x, const uint16_t* l, float* grad, int64_t 
   {
     static thread_local Scratch pairs, scratch;
     const Range columns = thread_range(n, 32, omp_get_thread_num(), omp_get_num_threads());
-    const int64_t width = round_up(ranks, 16), count = columns.last - columns.first, sums_step = round_up(count, 32);
-    Pairs* packed = pairs.take<Pairs>(TOKENS / 2 * width);
-    float* sums = scratch.take<float>(round_up(ranks, RANKS) * sums_step);
-    std::fill(sums, sums + round_up(ranks, RANKS) * sums_step, 0.0f);
-    for (int64_t t = 0; t < tokens && count > 0; t += TOKENS) {
-      const int64_t rows = std::min(TOKENS, tokens - t);
-      pack(l + t * l_step, rows, l_step, ranks, 1, packed, width);
-      gradient_block(x + t * x_step + columns.first, x_step, rows, count, packed, width, ranks, sums, sums_step);
+    const int64_t width = round_up(ranks, 16), sum_rows = round_up(ranks, RANKS);
+    const int64_t block_pairs = GRADIENT_TOKENS / 2 * width, blocks = (tokens + GRADIENT_TOKENS - 1) / GRADIENT_TOKENS;
+    if (columns.first < columns.last) {
+      Pairs* packed = pairs.take<Pairs>(blocks * block_pairs);
+      for (int64_t block = 0, t = 0; block < blocks; ++block, t += GRADIENT_TOKENS)
+        pack(l + t * l_step, std::min(GRADIENT_TOKENS, tokens - t), l_step, ranks, 1, packed + block * block_pairs, width);
+      const int64_t widest = std::max<int64_t>(32, SUMS / sum_rows / 32 * 32);
+      for (int64_t first = columns.first; first < columns.last; first += widest) {
+        const int64_t count = std::min(widest, columns.last - first), sums_step = round_up(count, 32);
+        float* sums = scratch.take<float>(sum_rows * sums_step);
+        std::fill(sums, sums + sum_rows * sums_step, 0.0f);
+        for (int64_t block = 0, t = 0; block < blocks; ++block, t += GRADIENT_TOKENS)
+          gradient_block(x + t * x_step + first, x_step, std::min(GRADIENT_TOKENS, tokens - t), count, packed + block * block_pairs, width, ranks,
+                         sums, sums_step);
+        store_sums(sums, sums_step, ranks, count, scale, grad + first * grad_step, grad_rank_step, grad_step);
+      }
     }
-    store_sums(sums, sums_step, ranks, count, scale, grad + columns.first * grad_step, grad_rank_step, grad_step);
   }
 }
 
