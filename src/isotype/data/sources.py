@@ -41,7 +41,7 @@ from .row_keys import FormatName
 from .stdlib import stdlib_pairs
 
 # number of first rows among which the first valid row decides the format. The number is large
-# because few rows of a product's log have a label
+# because in a log of user feedback (format `labelled`) most rows have no label
 _SAMPLED_ROWS = 1000
 
 
@@ -263,8 +263,8 @@ class FileSource(Source):
         return file_count | {"bytes": self.bytes, "sha256": self._digest}
 
     def examples(self, *, skip: int = 0) -> Iterator[Example | BadRow]:
-        # with several files the skipped rows are read too, because the number of rows of each file
-        # is unknown
+        # with several files `islice` below reads and drops the skipped rows, because the number of
+        # rows of each file is unknown
         skipped = skip if len(self.files) == 1 else 0
         examples = (
             example
@@ -514,11 +514,13 @@ def save_rows(data: Any) -> Any:
         ).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
         raise UsageError(f"data: a row cannot be written as JSON: {error}") from None
-    tokens = cache_folder("auto")
-    folder = (temporary_folder() if tokens is None else tokens.parent) / "rows"
+    token_folder = cache_folder("auto")
+    folder = (temporary_folder() if token_folder is None else token_folder.parent) / "rows"
     file = folder / f"{hashlib.sha256(text).hexdigest()[:32]}.jsonl"
     try:
-        if tokens is None:  # in the system's temporary folder another user may have created it
+        if (
+            token_folder is None
+        ):  # in the system's temporary folder another user may have created it
             make_private_folder(folder.parent)
             make_private_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)

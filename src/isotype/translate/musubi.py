@@ -18,7 +18,7 @@ _WAN_MODELS = {
     **dict.fromkeys(("t2v-14b", "t2i-14b"), "Wan-AI/Wan2.1-T2V-14B-Diffusers"),
     "t2v-a14b": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
 }
-_TWO_EXPERTS = "t2v-a14b"
+_TWO_EXPERT_TASK = "t2v-a14b"
 
 
 def refusal_reason(source: Source) -> str | None:
@@ -40,7 +40,7 @@ def refusal_reason(source: Source) -> str | None:
 def _convert_task(draft: ConfigDraft, source_key: SourceKey) -> None:
     task = str(source_key.value).lower()
     draft.set(source_key, "model.name", _WAN_MODELS[task], "the pipeline in diffusers' format")
-    if task != _TWO_EXPERTS:
+    if task != _TWO_EXPERT_TASK:
         return
     other_denoiser = draft.source_values.get("dit_high_noise")
     trains_high_noise = other_denoiser is None and (
@@ -64,7 +64,7 @@ def _convert_extraction(draft: ConfigDraft, source_key: SourceKey) -> None:
 
 
 def _clip_lengths(dataset: dict[str, Any]) -> list[int]:
-    """Returns the numbers of frames in which a dataset of videos is used. musubi-tuner also uses
+    """Returns the lengths, in frames, of the clips that are cut from a dataset's videos. musubi-tuner also uses
     the first frame of a video as a picture, which Isotype does not offer.
     """
     if dataset.get("frame_extraction") == "full":
@@ -257,7 +257,7 @@ def add_defaults(draft: ConfigDraft, source: Source) -> None:
     if "train.epochs" not in draft.settings:
         draft.set_default("train.steps", 1600)
     if "diffusion.expert" in draft.settings:
-        # the run draws noise levels only on the side of its denoiser
+        # the run draws only the noise levels for which its denoiser is used
         for name in ("least_noise", "most_noise"):
             draft.settings.pop(f"diffusion.{name}", None)
 

@@ -67,7 +67,9 @@ class DefaultDtype(Watcher):
         self._original = torch.set_default_dtype
         self._initial = torch.get_default_dtype()
         self._current_change: DefaultDtypeChange | None = None
+        # function -> its change, which was still in force when the function had ended
         self._leaks: dict[CodeType, DefaultDtypeChange] = {}
+        # function -> its change, under which tensors were created inside and outside of the function
         self._unrestored_changes: dict[CodeType, DefaultDtypeChange] = {}
 
     @contextmanager
@@ -167,8 +169,8 @@ def _is_running(code: CodeType) -> bool:
 
 
 def _restores_dtype(code: CodeType) -> bool:
-    """True if a function contains code that restores the default dtype. A function that restores
-    the dtype reads the old dtype, or sets the dtype more than once.
+    """True if a function contains code that restores the default dtype. We assume this if it
+    reads the old dtype, or sets the dtype more than once.
     """
     calls = [i.argval for i in dis.get_instructions(code) if isinstance(i.argval, str)]
     return "get_default_dtype" in calls or calls.count("set_default_dtype") > 1

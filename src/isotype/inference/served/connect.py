@@ -51,7 +51,7 @@ def connect(connection: Connection, model: str | None) -> OpenAiServer:
         return SglangServer(connection, ServerFacts(engine, name, context))
     if engine == "Ollama":
         return OllamaServer(connection, _ollama_facts(connection, name))
-    return OpenAiServer(connection, _lm_studio_facts(connection, engine, name))
+    return OpenAiServer(connection, _openai_facts(connection, engine, name))
 
 
 def _choose_model(connection: Connection, entries: Mapping[str, Any], requested: str | None) -> str:
@@ -73,15 +73,15 @@ def _choose_model(connection: Connection, entries: Mapping[str, Any], requested:
 
 
 def _llama_cpp_facts(connection: Connection, name: str) -> ServerFacts:
-    facts = _mapping(connection.try_get("/props"))
-    settings = _mapping(facts.get("default_generation_settings"))
+    answer = _mapping(connection.try_get("/props"))
+    settings = _mapping(answer.get("default_generation_settings"))
     adapters = connection.try_get("/lora-adapters")
     return ServerFacts(
         "llama.cpp",
         name,
         context=_whole_number(settings.get("n_ctx")),
-        weights=str(facts.get("model_ftype") or ""),
-        model_file=str(facts.get("model_path") or ""),
+        weights=str(answer.get("model_ftype") or ""),
+        model_file=str(answer.get("model_path") or ""),
         adapter_scales=_adapter_scales(adapters),
     )
 
@@ -96,9 +96,9 @@ def _adapter_scales(adapters: Any) -> dict[str, float] | None:
 
 
 def _ollama_facts(connection: Connection, name: str) -> ServerFacts:
-    facts = _mapping(connection.try_post("/api/show", {"model": name}))
-    details = _mapping(facts.get("details"))
-    match = _NUM_CTX.search(str(facts.get("parameters") or ""))
+    answer = _mapping(connection.try_post("/api/show", {"model": name}))
+    details = _mapping(answer.get("details"))
+    match = _NUM_CTX.search(str(answer.get("parameters") or ""))
     return ServerFacts(
         "Ollama",
         name,
@@ -118,17 +118,17 @@ def _read_loaded_context(connection: Connection, name: str) -> int | None:
     answer = connection.try_get("/api/ps")
     with connection.reading("/api/ps"):
         entries = [] if answer is None else answer["models"]
-        facts: Mapping[str, Any] = next((entry for entry in entries if entry["name"] == name), {})
-        return _whole_number(facts.get("context_length"))
+        loaded: Mapping[str, Any] = next((entry for entry in entries if entry["name"] == name), {})
+        return _whole_number(loaded.get("context_length"))
 
 
-def _lm_studio_facts(connection: Connection, engine: str, name: str) -> ServerFacts:
+def _openai_facts(connection: Connection, engine: str, name: str) -> ServerFacts:
     models = _mapping(connection.try_get("/api/v0/models") if engine == "LM Studio" else None)
     entries = models.get("data") or []
-    facts: Mapping[str, Any] = next((entry for entry in entries if entry.get("id") == name), {})
-    context = facts.get("loaded_context_length") or facts.get("max_context_length")
+    answer: Mapping[str, Any] = next((entry for entry in entries if entry.get("id") == name), {})
+    context = answer.get("loaded_context_length") or answer.get("max_context_length")
     return ServerFacts(
-        engine, name, context=_whole_number(context), weights=str(facts.get("quantization") or "")
+        engine, name, context=_whole_number(context), weights=str(answer.get("quantization") or "")
     )
 
 

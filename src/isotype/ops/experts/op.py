@@ -211,14 +211,14 @@ class Experts(torch.autograd.Function):
                 groups.cast_adapter(down_a, down_b, dtype),
             )
             rows = groups.order.shape[0]
-            # for each row backward reads the first layer's output, and the products of both layers
-            # with A
+            # for each row backward reads the first layer's output, and the products of the inputs of
+            # both layers with their A
             g_SG = xa_SR = ha_SR = None
             if needs_gradients:
-                _, outer, inner = shape
+                _, outputs, inputs = shape
                 if options.transposed:
-                    outer = inner
-                g_SG = compute_TH.new_empty(rows, outer)
+                    outputs = inputs
+                g_SG = compute_TH.new_empty(rows, outputs)
                 if a1 is not None:
                     xa_SR = compute_TH.new_empty(rows, a1.shape[1])
                 if a2 is not None:
@@ -316,14 +316,14 @@ class Experts(torch.autograd.Function):
                 d = part.gather_rows(dy_TH)
                 g = g_SG[rows]
                 dh, dha = _input_gradient(part, d, down, a2, b2, options, 1)
-                dg, h, inner = activation_backward(
+                dg, h, dw = activation_backward(
                     g, dh, w, options.activation, needs_h=needs_down or needs_down_a
                 )
                 del dh
                 if down_bias is None:
-                    dw_S[rows] = inner
+                    dw_S[rows] = dw
                 else:
-                    dw_S[rows] = inner + part.bias_inner_products(d, down_bias)
+                    dw_S[rows] = dw + part.bias_inner_products(d, down_bias)
                 down_gradients.add(part, h, d, w, ha_SR, dha, options.scales[1])
                 del h
                 part_dx, dxa = _input_gradient(
@@ -549,7 +549,7 @@ def _check_arguments(
         raise DtypeError(
             f"index is {index.dtype}, declared an integer", code="DT001", fix="index.long()"
         )
-    inner, outer = (1, 2) if transposed else (2, 1)
+    input_dim, output_dim = (1, 2) if transposed else (2, 1)
     has_matching_rows = (
         x.dim() == 2
         and len(up) == len(down) == 3
@@ -558,8 +558,8 @@ def _check_arguments(
     )
     if (
         not has_matching_rows
-        or up[inner] != x.shape[1]
-        or down[outer] != x.shape[1]
+        or up[input_dim] != x.shape[1]
+        or down[output_dim] != x.shape[1]
         or up[0] != down[0]
     ):
         raise ShapeError(

@@ -1,5 +1,6 @@
 """Defines the op `linear_cross_entropy`, which computes the head and the loss together, and its
-autograd function. T is the number of tokens, H the hidden size, and V the vocabulary size.
+autograd function. T is the number of tokens, H the hidden size, V the vocabulary size, and N the number of
+rows of one chunk.
 """
 
 from __future__ import annotations
@@ -231,8 +232,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             upstream = hidden_TH.new_ones((), dtype=arithmetic_dtype(dtype))
         else:
             upstream = items.reciprocal()
-        # if backward computes the logits again, without fp32 recomputation, their softmax needs the
-        # logsumexp of just these logits
+        # A deferred backward computes the logits again, and none of them again in fp32. Therefore
+        # its softmax needs the logsumexp of logits that were not computed in fp32 either.
         exact = not ctx.is_deferred
         # `linear_cross_entropy` has switched autocast off
         operands = cast_head(dtype, hidden_TH, weight_VH, bias_V)
@@ -395,14 +396,14 @@ def scratch_estimators() -> dict[Any, Callable[..., int]]:
 def _forward_scratch_bytes(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Any, targets_T: Tensor, *rest: Any
 ) -> int:
-    _, _, _, chunk, *want = rest
+    *_, chunk, want_dhidden, want_dweight, want_dbias, _ = rest
     rows = min(int(chunk), targets_T.numel())
     classes = weight_VH.shape[0]
     products_dtype = operand_dtype(hidden_TH.dtype, hidden_TH.device)
     output_dtype = result_dtype(products_dtype, hidden_TH.device)
     logits = rows * classes * output_dtype.itemsize
     gradient = 0
-    if output_dtype != products_dtype and any(want):
+    if output_dtype != products_dtype and (want_dhidden or want_dweight or want_dbias):
         gradient = rows * classes * products_dtype.itemsize
     head = 0
     if weight_VH.dtype != products_dtype:

@@ -45,7 +45,8 @@ def draw_class_pictures(
     encode_prompts: EncodePrompts,
 ) -> None:
     """Generates the missing class pictures with the base model. It uses the run's precision and the
-    run's settings for samples. The model is freed before the pictures are encoded.
+    run's settings for samples. The model is freed when this function returns, so that it is not in
+    memory while the caller encodes the pictures.
     """
     config = run.config
     settings = run.sample_settings

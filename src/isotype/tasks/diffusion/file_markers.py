@@ -38,12 +38,15 @@ PREDICTIONS = {
     "flow_matching": "flow_prediction",
     "flow_prediction": "flow_prediction",
 }
+# values of `modelspec.architecture` that decide the prediction type
 ARCHITECTURES = {
     "stable-diffusion-v2-512": "epsilon",
     "stable-diffusion-v2-768-v": "v_prediction",
 }
 TRUE_VALUES = ("true", "1")
+# values that mean that the model was trained on all steps of the schedule
 WHOLE_SCHEDULE_VALUES = ("", "0,1000", "0,999")
+# values that mean that the output of CLIP's last layer was used
 LAST_LAYER_VALUES = ("", "0", "1")
 
 
@@ -157,7 +160,7 @@ def scheduler_changes(
     Raises            UsageError if they are `auto` and the markers contradict each other or the
                       model family
     """
-    if learns_velocity(scheduler):
+    if uses_flow_matching(scheduler):
         _refuse_other_shift(markers, scheduler, file, shift=shift)
         return {}
     requested = {"epsilon": "epsilon", "v": "v_prediction"}.get(objective)
@@ -186,11 +189,15 @@ def scheduler_changes(
 
 
 def refuse_unknown_prediction(file: Path, settings_repository: str | None) -> None:
-    """Raises UsageError if the file is a Stable Diffusion 2 model and has no marker.
+    """Raises UsageError if the file is a Stable Diffusion 2 model. Is called for a file that has no
+    marker.
 
     There are Stable Diffusion 2 models that predict epsilon (512 pixels) and models that predict v
     (768 pixels). The tensors of both kinds have the same names and shapes. The settings on the hub
     are right for only one of the two kinds.
+
+    settings_repository  the repository on the hub whose settings diffusers uses for the file; None
+                         if it does not recognise the file
     """
     if "stable-diffusion-2" in (settings_repository or ""):
         raise UsageError(
@@ -209,9 +216,9 @@ def _zero_snr_settings(scheduler: Mapping[str, Any]) -> dict[str, Any]:
     import diffusers
 
     name = "rescale_betas_zero_snr"
-    kind = getattr(diffusers, str(scheduler.get("_class_name")), None)
+    scheduler_class = getattr(diffusers, str(scheduler.get("_class_name")), None)
     settings = {name: True, "timestep_spacing": "trailing"}
-    if kind is None or name not in kind().config:
+    if scheduler_class is None or name not in scheduler_class().config:
         settings["_class_name"] = "DDIMScheduler"
     return {key: value for key, value in settings.items() if scheduler.get(key) != value}
 
@@ -229,7 +236,9 @@ def _refuse_other_shift(
     for marker, number in markers.shift.items():
         if is_dynamic or number != float(scheduler_value):
             scheduler_shift = (
-                "one by the picture's size" if is_dynamic else f"{float(scheduler_value):g}"
+                "one that depends on the picture's size"
+                if is_dynamic
+                else f"{float(scheduler_value):g}"
             )
             raise UsageError(
                 f"model.name: {file}: {marker} says shift {number:g}, and its scheduler has"
@@ -238,7 +247,7 @@ def _refuse_other_shift(
             )
 
 
-def learns_velocity(scheduler: Mapping[str, Any]) -> bool:
+def uses_flow_matching(scheduler: Mapping[str, Any]) -> bool:
     """Returns True if a scheduler is made for flow matching."""
     is_flow = "FlowMatch" in str(scheduler.get("_class_name"))
     return is_flow or scheduler.get("prediction_type") == "flow_prediction"
@@ -247,9 +256,9 @@ def learns_velocity(scheduler: Mapping[str, Any]) -> bool:
 def describe_markers(
     markers: FileMarkers, changes: Mapping[str, Any], scheduler: Mapping[str, Any], file: Path
 ) -> list[str]:
-    """Returns lines about the file's markers for the header and the plan."""
+    """Returns lines about the file's markers. They are printed by `isotype plan` and at the start of a run."""
     lines = []
-    if learns_velocity(scheduler):
+    if uses_flow_matching(scheduler):
         epsilon_markers = [
             marker for marker, kind in markers.prediction.items() if kind == "epsilon"
         ]

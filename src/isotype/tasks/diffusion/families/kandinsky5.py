@@ -23,8 +23,8 @@ class KandinskyLatents(Latents):
 class Kandinsky5(Family):
     """The version of Kandinsky 5 that generates pictures. The denoiser gets a picture as a video of
     one frame, with the channels in the last dimension. It also gets the text embeddings of a
-    vision-language model and CLIP's pooled text embedding. It has no mask for the text, so that
-    captions are not padded.
+    vision-language model and CLIP's pooled text embedding. The denoiser takes no mask for the
+    text. Therefore it gets captions without padding.
     """
 
     pipeline = "Kandinsky5T2IPipeline"
@@ -39,7 +39,7 @@ class Kandinsky5(Family):
         return {
             "text": (length, int(config["in_text_dim"])),
             "pooled": (int(config["in_text_dim2"]),),
-            "mask": (length,),
+            "mask": (length,),  # added when captions of different lengths become a batch
         }
 
     def encode_text(
