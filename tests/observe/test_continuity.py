@@ -158,6 +158,30 @@ def test_tensors_beyond_a_sample_are_compared_in_turn_and_a_written_one_at_once(
     assert [one.tensor for one in kept.differences()] == ["39.weight"]
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (256, 64), (96, 48), (48, 96), (4096, 8)])
+def test_the_gradient_of_one_token_is_not_taken_for_a_rounded_state(rows, columns):
+    """The gradient of one token is dy xᵀ, with bf16 values in dy and x. An expert may get one token
+    only. Where x_j is 0.5, a column has bf16 values; a state that was rounded is still found.
+    """
+    torch.manual_seed(0)
+    layer = nn.Linear(columns, rows, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
+    x = torch.randn(columns).bfloat16().float()
+    x[0] = 0.5
+    dy = torch.randn(rows).bfloat16().float()
+    layer.weight.grad = torch.zeros(rows, columns)
+    optimizer.step()
+    kept = Continuity(layer, optimizer, kinds=("state",))
+    kept.take_sample("update 0")
+    layer.weight.grad = dy[:, None] * x
+    optimizer.step()
+    state = optimizer.state[layer.weight]["momentum_buffer"]
+    assert torch.equal(state, dy[:, None] * x)
+    assert kept.find_narrow_updates() == []
+    state.copy_(state.bfloat16())
+    assert [one.narrower for one in kept.find_narrow_updates()] == ["bf16"]
+
+
 def test_a_large_model_is_compared_in_parts():
     model = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(300))
     changes = ModelChanges(model)

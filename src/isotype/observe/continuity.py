@@ -15,6 +15,7 @@ changed are checked for rounding. The other elements may still have the values o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -471,13 +472,20 @@ def _is_full_precision(key: Key) -> bool:
 
 def _sample_elements(tensor: Tensor) -> Tensor:
     """Returns a view of some elements of the tensor, at equal distances from each other. If the
-    tensor is not contiguous, all selected elements are from one row.
+    tensor is not contiguous, all selected elements are from one row. Otherwise the distance has no
+    factor in common with the length of a row, so that the elements are from many columns.
+
+    If a layer sees one token only, its gradient is dy xᵀ: all elements of a column have the factor
+    x_j. With x_j = 0.5, for example, they are products of bf16 values that bf16 can store.
     """
     part = local_part(tensor)
     while not part.is_contiguous() and part.dim() > 1:
         part = part[part.shape[0] // 2]
     size = part.numel()
     distance = -(-size // SAMPLED_ELEMENTS)
+    if part.dim() > 1:
+        while math.gcd(distance, part.shape[-1]) > 1:
+            distance += 1
     stride = part.stride(0) if part.dim() == 1 else 1
     return part.as_strided((-(-size // distance),), (distance * stride,))
 
