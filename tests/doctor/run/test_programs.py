@@ -496,6 +496,14 @@ TRUTH = {
         "is fp32",
         "`rotation.to(torch.bfloat16)` at tests/doctor/run/programs/rotated_output.py:18",
     ),
+    "unwrapped_model": Truth(
+        "RN003",
+        "unwrapped(torch.randn(2, 4, dtype=torch.bfloat16))",
+        "1",
+        "`accelerator.unwrap_model(model, keep_fp32_wrapper=False)`"
+        " (tests/doctor/run/programs/unwrapped_model.py:18) removes autocast",
+        "leave keep_fp32_wrapper=False out of",
+    ),
     "scaled_adapters": Truth(
         "RN006",
         "scaler.step(optimizer)",

@@ -163,6 +163,22 @@ def _is_assigning_load(node: ast.AST) -> bool:
     return node.func.attr == "load_state_dict" and any(k.value.value for k in assigns)  # type: ignore[attr-defined]
 
 
+def find_unwrapping(frames: Sequence[CallFrame]) -> ModelCast | None:
+    """Returns the call `unwrap_model(..., keep_fp32_wrapper=False)` of the user's files, which
+    removes autocast from the forward of a model that accelerate prepared. Returns None if there is
+    no such call, or more than one.
+    """
+    return _find_only_node(frames, _is_unwrapping)
+
+
+def _is_unwrapping(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    values = [k.value for k in node.keywords if k.arg == "keep_fp32_wrapper"]
+    is_false = [isinstance(value, ast.Constant) and value.value is False for value in values]
+    return node.func.attr == "unwrap_model" and any(is_false)
+
+
 def find_state_write(frames: Sequence[CallFrame]) -> ModelCast | None:
     """Returns the assignment of the user's files that puts states into an optimizer, such as
     `optimizer.state[p] = ...`. Returns None if there is no such line, or more than one.

@@ -35,6 +35,7 @@ from .model_casts import (
     find_model_cast,
     find_only_model_cast,
     find_state_write,
+    find_unwrapping,
     find_weight_cast,
 )
 from .modules import floating_weight_dtypes
@@ -45,7 +46,7 @@ from .producers import (
     find_constructor_argument,
     find_producer,
 )
-from .settings import find_arguments_without_autocast
+from .settings import find_arguments_without_autocast, is_prepared_model
 
 _format_finding = load_finding_formatter(SHEET)
 _LABEL_WIDTH = 28
@@ -1010,6 +1011,9 @@ def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
         dtype = _setting_dtype(str(modes[0]))
         device = evidence.device
     frame = _outermost_call(evidence)
+    unwrapping = None
+    if is_prepared_model(evidence.frames, evidence.model):
+        unwrapping = find_unwrapping(evidence.frames)
     evidence.producer_of(operands[0])  # shown with the operands
     return _make_finding(
         "RN003",
@@ -1018,6 +1022,8 @@ def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
         call=frame.text,
         call_at=frame.location,
         region=text,
+        unwrapping="" if unwrapping is None else unwrapping.text,
+        unwrapping_at="" if unwrapping is None else unwrapping.location,
         device=device,
         target=str(dtype),
         first=_describe(operands[0]),

@@ -112,6 +112,16 @@ def _iterate_values(frames: Any) -> Iterator[tuple[CallFrame, Any]]:
                         yield frame, item
 
 
+def is_prepared_model(frames: Sequence[CallFrame], model: object) -> bool:
+    """True if an Accelerator in the frames has prepared this model for training."""
+    for _, value in _iterate_values(frames):
+        if type(value).__name__ == "Accelerator":
+            models = getattr(value, "__dict__", {}).get("_models", ())
+            if any(prepared is model for prepared in models):
+                return True
+    return False
+
+
 def find_arguments_without_autocast(frames: Sequence[CallFrame]) -> str:
     """Returns the class of a Trainer's arguments in the frames in which neither bf16 nor fp16 is
     set. Returns "" if there are none.
