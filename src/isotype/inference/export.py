@@ -237,8 +237,8 @@ def _write_quantised(
     """Writes a model in a type of llama-quantize, and returns the number of its tensors.
 
     The program reads an F16 file, which is written beside `out` and removed afterwards. In a test
-    with a light adapter, F16 kept the whole change of the weights, and BF16 lost 5.7% of its
-    effect.
+    with an adapter that changes the weights only a little, F16 kept the whole change, and BF16 lost
+    5.7% of its effect on the loss.
     """
     program = find_program(kind)
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".quantise-") as temporary:

@@ -301,7 +301,9 @@ def is_tool_file(file: str) -> bool:
 
 
 def call_sites(depth: int = 1) -> list[Site]:
-    """Returns all running lines of the stack except those in an observer, innermost first."""
+    """Returns the line of each frame of the call stack, innermost first. Frames of an observer are
+    left out.
+    """
     return [
         Site(frame.f_code, frame.f_lineno)
         for frame in running_frames(depth + 1)

@@ -1,6 +1,7 @@
-"""Measures the range of the values of a tensor in a file: how many are not finite or zero, how large
-they are, and what a cast to fp16 would lose. A tensor is read in parts, so that the memory that is
-needed does not depend on its size. Imports no torch, except for the blocks of GGUF files.
+"""Measures the range of the values of a tensor in a file. It counts the zeros and the values that
+are not finite, and measures how large the values are and what a cast to fp16 would lose. A tensor
+is read in parts, so that the memory that is needed does not depend on its size. Imports no torch,
+except for the blocks of GGUF files.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def gradient_factors(operand: torch.dtype, upstream: Tensor) -> tuple[Tensor, Te
     In bf16, the softmax is multiplied by the upstream gradient before it is rounded. Computing in
     chunks then adds no rounding error. In fp16 this is not possible, because an upstream gradient
     such as 1/128k is too small to be a normal fp16 number. In fp16, the softmax is therefore
-    multiplied by 1024 before it is rounded, and the fp32 results of its matrix products are
-    multiplied by `upstream` / 1024.
+    multiplied by 1024 before it is rounded. The fp32 results of its matrix products are then
+    multiplied by the upstream gradient divided by 1024.
     """
     if operand != torch.float16:
         return upstream, None

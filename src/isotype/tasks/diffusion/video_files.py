@@ -70,7 +70,7 @@ def count_frames(path: Path, frame_rate: float) -> int:
 
 def read_frames(path: Path, frame_rate: float, count: int) -> Iterator[Any]:
     """Yields the first `count` frames of a clip as PIL images in RGB. Raises BadPicture if the file
-    has fewer frames, and OSError.
+    has fewer frames, and OSError if it cannot be read.
     """
     timed_frames = _decode_gif(path) if path.suffix.lower() == ".gif" else _decode_video(path)
     frame_count = 0

@@ -114,8 +114,8 @@ def accepted_failure_reason(
 def failure_finding(
     outcome: Outcome, setting: Setting, subject: Subject, *, severity: Severity
 ) -> tuple[tuple[object, ...], Finding]:
-    """Returns the key and the finding for a run that raised an error. Two findings with the same
-    key describe the same fault.
+    """Returns a key and a finding for a run that raised an error. Findings of the same fault have
+    the same key.
     """
     assert outcome.error is not None
     failure = find_failure(outcome.error)

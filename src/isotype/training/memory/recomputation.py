@@ -3,10 +3,10 @@ whether the inputs of these layers are stored in host memory.
 
 A layer that recomputes stores only its input. In transformers, all layers that support
 recomputation have the same base class, which has a switch for it. This module sets the switch of
-each layer separately, so that only the chosen layers recompute their activations. In diffusers, a
-model has a single switch for all its blocks. Therefore this module replaces the forward method of
-each diffusers block that recomputes. The recomputation uses the same random numbers, so that the
-results are bit-identical.
+each layer separately, so that only the chosen layers recompute their activations. A model of
+diffusers has only one switch, which applies to all its blocks. Therefore this module replaces the
+forward method of each diffusers block that recomputes. The recomputation uses the same random
+numbers, so that the results are bit-identical.
 """
 
 from __future__ import annotations
