@@ -113,6 +113,43 @@ def keep_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_FLASH_HEAD_SIZE = 256
+
+
+def attend_as_on_gpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Runs PyTorch's attention on meta tensors with the kernel that it uses on a GPU. For meta
+    tensors, `scaled_dot_product_attention` itself would compute the matrix of all scores, which
+    the kernels of a GPU do not store.
+    """
+    is_meta = query.device.type == "meta" and query.dim() == 4
+    size = query.shape[-1]
+    has_flash = query.dtype in _FLASH_DTYPES and size <= _MAX_FLASH_HEAD_SIZE
+    if is_meta and has_flash and attn_mask is None and value.shape[-1] == size:
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+    if is_meta and query.dtype in (*_FLASH_DTYPES, torch.float32) and not enable_gqa:
+        bias = attn_mask
+        if bias is not None:
+            bias = bias.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, dropout_p, is_causal, scale=scale
+        )[0]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
 class _MetaAutocast(TorchFunctionMode):
     """Casts the operands of PyTorch's own matrix products, as autocast does."""
 
@@ -121,7 +158,11 @@ class _MetaAutocast(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         dtype = _PlanState.autocast_dtype
-        if dtype is None or function not in _PRODUCTS:
+        if function is F.scaled_dot_product_attention and _PlanState.device_type == "cuda":
+            function = attend_as_on_gpu
+        elif function not in _PRODUCTS:
+            return function(*args, **kwargs)
+        if dtype is None:
             return function(*args, **kwargs)
 
         def cast(x: Any) -> Any:
