@@ -366,6 +366,19 @@ def test_advice_about_fp8_on_an_older_card_is_kept():
         ("LLVM ERROR: Cannot select: t12: v2bf16 = bf16 fma", "EX018", "bf16"),
         ("ValueError: Undefined Operation encountered!", "EX025", "unquantised"),
         ("AssertionError: All tensors must have the same dtype.", "EX034", "dtype"),
+        (
+            "AssertionError: Input and cos/sin must have the same dtype, got torch.float32 and"
+            " torch.bfloat16",
+            "EX034",
+            "cos.to(q.dtype)",
+        ),
+        ("AssertionError: torch.bfloat16 == torch.float32", "EX034", "buffer"),
+        (
+            "input types 'tensor<2x640xf32>' and 'tensor<640xf16>' are not broadcast compatible",
+            "EX034",
+            "MPS",
+        ),
+        ("\"upsample_weights_cpu\" not implemented for 'BFloat16'", "EX026", "x.float()"),
     ],
 )
 def test_known_message(error, code, words):
@@ -556,3 +569,80 @@ def test_folder_named_fft_is_no_transform():
     assert "cuFFT" not in explain_traceback(frame, error=error).cause
     frame = ("/home/me/a.py", 4, "spectrum", "y = torch.fft.rfft(a)")
     assert "cuFFT" in explain_traceback(frame, error=error).cause
+
+
+@pytest.mark.parametrize(
+    ("operands", "decided"),
+    [
+        ("mat1 and mat2 must have the same dtype, but got Double and Float", True),
+        ("mat1 and mat2 must have the same dtype, but got Float and Double", False),
+        ("expected scalar type Double but found Float", False),
+    ],
+)
+def test_fp64_decides_for_numpy_only_if_the_activation_has_it(operands, decided):
+    (finding,) = explain([f"RuntimeError: {operands}"])
+    assert is_decided(finding) == decided
+    others = f"{finding.cause} {dict(finding.details).get('or', '')}"
+    assert ("double on purpose" in others or "for an fp64 model" in others) != decided
+
+
+def test_an_integer_of_a_triton_loop_is_no_accumulator():
+    (finding,) = explain(
+        [
+            "AssertionError: Loop-carried variable i has initial type int32 but is re-assigned to int64 in loop!"
+        ]
+    )
+    assert "name of its own" in finding.fix
+    assert "float32" not in finding.fix
+    (finding,) = explain(
+        [
+            "AssertionError: Loop-carried variable acc has initial type bf16 but is re-assigned to fp32 in loop!"
+        ]
+    )
+    assert "float32" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("types", "is_promoted"),
+    [("fp16 and bf16", False), ("bf16 and fp16", False), ("fp32 and bf16", True)],
+)
+def test_two_half_formats_in_a_triton_product_were_not_promoted(types, is_promoted):
+    (finding,) = explain([f"AssertionError('Both operands must be same dtype. Got {types}')"])
+    assert ("promoted one side to fp32" in finding.cause) == is_promoted
+
+
+@pytest.mark.parametrize(
+    ("kernel", "is_algebra"),
+    [
+        ("compute_index_ranges_weights", False),
+        ("rsqrt_cpu", False),
+        ("geqrf_cuda", True),
+        ("linalg_eigh_cuda", True),
+        ("lu_factor_cublas", True),
+    ],
+)
+def test_letters_inside_a_kernels_name_are_no_linear_algebra(kernel, is_algebra):
+    (finding,) = explain([f"RuntimeError: \"{kernel}\" not implemented for 'BFloat16'"])
+    assert ("linear algebra" in finding.cause) == is_algebra
+
+
+@pytest.mark.parametrize(
+    ("code", "fix"),
+    [
+        ('t = x.to(device="cpu", dtype=torch.float64)', "x.cpu()"),
+        ("t = x.to(torch.float64)", "torch.float32"),
+    ],
+)
+def test_a_cast_to_fp64_on_the_way_from_mps_to_the_cpu(code, fix):
+    error = "TypeError: Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
+    assert fix in explain_traceback(("/home/me/a.py", 4, "f", code), error=error).fix
+
+
+def test_a_product_inside_attention_is_explained_by_its_mask():
+    code = "y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)"
+    finding = explain_traceback(("/home/me/a.py", 4, "f", code))
+    assert "mask" in finding.cause
+    finding = explain_traceback(
+        ("/home/me/a.py", 4, "f", "y = F.scaled_dot_product_attention(self.q(x), k, v)"), LINEAR
+    )
+    assert "mask in fp32 is allowed" not in finding.cause

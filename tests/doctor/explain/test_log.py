@@ -86,3 +86,12 @@ def test_a_traceback_inside_a_json_string():
     assert [(f.file, f.line, f.function, f.code) for f in incident.frames] == [
         ("/srv/app.py", 9, "go", "y = f(x)")
     ]
+
+
+def test_a_traceback_that_is_indented_as_a_whole():
+    titled = [f"    {line}" for line in [*ONE, MAT]]
+    frames = [f"  {line}" for line in ONE[1:]] + [f"    {MAT}"]
+    for lines in (titled, titled[1:], frames):
+        (finding,) = explain(["It fails:", "", *lines])
+        assert finding.code == "EX001"
+        assert finding.place.line == 3

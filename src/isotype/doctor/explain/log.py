@@ -231,6 +231,7 @@ class Incident:
     message  the lines of the exception's text, or of the passage
     frames   the frames of the traceback, outermost first
     is_chained  whether the previous exception is its cause or context
+    frame_indent  the number of blanks before a frame, if the whole traceback is indented
     """
 
     line: int
@@ -238,6 +239,7 @@ class Incident:
     frames: list[Frame] = field(default_factory=list)
     exception: str | None = None
     is_chained: bool = False
+    frame_indent: int = 0
 
     @property
     def text(self) -> str:
@@ -281,7 +283,12 @@ def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
             _learn_prefix(line[: title.start()], prefixes)
             yield from close_incidents(open_incidents.pop(rank, None))
             yield from flush_passage()
-            open_incidents[rank] = Incident(number, is_chained=rank in ranks_with_cause)
+            head = line[: title.start()]
+            open_incidents[rank] = Incident(
+                number,
+                is_chained=rank in ranks_with_cause,
+                frame_indent=len(head) + 2 if head and not head.strip() else 0,
+            )
             ranks_with_cause.discard(rank)
             continue
         if prefix_match := next(
@@ -292,14 +299,15 @@ def read_incidents(lines: Iterable[str]) -> Iterator[Incident]:
             yield from close_incidents(open_incidents.pop(rank, None))
             ranks_with_cause.add(rank)
         elif current := open_incidents.get(rank):
-            if _extend_traceback(current, line):
+            if _extend_traceback(current, _remove_indent(current, line)):
                 yield from close_incidents(open_incidents.pop(rank))
                 if line.strip():
                     passage.line = number
                     passage.message.append(line)
         elif frame := _FRAME.match(line):  # a traceback without its first line
             yield from flush_passage()
-            open_incidents[rank] = Incident(number)
+            indent = len(line) - len(line.lstrip())
+            open_incidents[rank] = Incident(number, frame_indent=indent if indent > 2 else 0)
             open_incidents[rank].add_frame(frame, frame["line"])
         elif line.strip():
             passage.line = passage.line or number
@@ -343,6 +351,15 @@ def _unfold_json_lines(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
                 yield number, re.sub(r'"[\s,}\]]*(?:"\w+":.*)?$', "", rest[-1])
         else:
             yield number, raw
+
+
+def _remove_indent(current: Incident, line: str) -> str:
+    """Returns a line of a traceback without its blanks, if the whole traceback is indented and the
+    line is not deeper than a frame. Such a line is the exception, and deeper lines are code.
+    """
+    text = line.lstrip(" ")
+    is_deeper = len(line) - len(text) > current.frame_indent
+    return line if is_deeper or _FRAME.match(line) else text
 
 
 def _extend_traceback(current: Incident, line: str) -> bool:
