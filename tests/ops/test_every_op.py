@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype import ops
 from isotype.errors import DtypeError, IsotypeError, ShapeError, UsageError
@@ -169,6 +170,31 @@ def strided(name, dtype):
             ]
     for mine, plain, exact in zip(*results, strict=False):
         assert error(mine, plain) <= max(2 * torch.finfo(dtype).eps, FACTOR * error(plain, exact))
+
+
+class SeenOperators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.names.add(operator.__name__)
+        return operator(*arguments, **(options or {}))
+
+
+@COMPILED
+def test_norms_without_gradients_are_the_same_and_a_dispatch_mode_sees_them():
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(5, 72, generator=generator).bfloat16() for _ in range(2))
+    weight = torch.randn(72, generator=generator).requires_grad_()
+    expected = (*ops.add_rms_norm(x, residual, weight), ops.rms_norm(x, weight))
+    with torch.no_grad():
+        direct = (*ops.add_rms_norm(x, residual, weight), ops.rms_norm(x, weight))
+        assert ops.add_rms_norm(x, None, weight)[1] is x
+        with SeenOperators() as seen:
+            ops.rms_norm(x, weight)
+    assert all(map(torch.equal, direct, expected))
+    assert any("rms_norm_forward_cpp" in name for name in seen.names)
 
 
 @pytest.mark.parametrize("path", ["cpp", pytest.param("eager", marks=pytest.mark.full)])

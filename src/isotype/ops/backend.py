@@ -406,6 +406,22 @@ def eager_apply(function: type[Function]) -> Callable[..., Any]:
     return apply
 
 
+def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
+    """Whether an op may call its C++ kernel without an autograd function and without PyTorch's
+    dispatcher. This is so if no gradient is recorded, and no transform or dispatch mode has to see
+    the operator. Generating a token calls the norms of a model of 30 layers 61 times, and each call
+    then takes 25 us less.
+    """
+    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return False
+    for tensor in tensors:  # noqa: SIM110  # a generator would add a call
+        if tensor is not None and type(tensor) not in PLAIN_TENSOR_TYPES:
+            return False
+    return True
+
+
 def apply_function(function: type[Function], *args: Any) -> Any:
     """Does the same as `function.apply(*args)` in less time, for an autograd function without
     `setup_context`.

@@ -12,6 +12,7 @@ from ..backend import (
     Implementation,
     apply_function,
     arithmetic_dtype,
+    can_bypass_dispatcher,
     cast_output,
     choose_implementation,
     refuse_second_derivative,
@@ -77,12 +78,7 @@ def _fake_forward(
     return torch.empty(x.shape, dtype=out_dtype, device=x.device), scale, total
 
 
-@library_op(
-    "rms_norm_forward_cpp(Tensor x, Tensor? residual, Tensor weight, float eps, bool unit_offset,"
-    " ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
-    fake=_fake_forward,
-)
-def _cpp_forward(
+def _run_cpp_forward(
     x: Tensor,
     residual: Tensor | None,
     weight_H: Tensor,
@@ -122,6 +118,13 @@ def _cpp_forward(
         eps,
     )
     return y, scale, total
+
+
+_cpp_forward = library_op(
+    "rms_norm_forward_cpp(Tensor x, Tensor? residual, Tensor weight, float eps, bool unit_offset,"
+    " ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_forward,
+)(_run_cpp_forward)
 
 
 def _fake_backward(
@@ -340,6 +343,9 @@ def rms_norm(
         raise _wrong_weight(x, weight)
     out_dtype = out_dtype or x.dtype
     implementation = choose_implementation(KERNELS, x, weight, out_dtype=out_dtype)
+    if implementation == "cpp" and can_bypass_dispatcher(x, weight):
+        normed: Tensor = _run_cpp_forward(x, None, weight, eps, unit_offset, out_dtype)[0]
+        return normed
     y: Tensor = apply_function(RmsNorm, x, weight, eps, unit_offset, out_dtype, implementation)
     return y
 
@@ -451,6 +457,9 @@ def add_rms_norm(
         raise _wrong_weight(x, weight)
     out_dtype = out_dtype or x.dtype
     implementation = choose_implementation(KERNELS, x, weight, out_dtype=out_dtype)
+    if implementation == "cpp" and can_bypass_dispatcher(x, residual, weight):
+        normed, _, summed = _run_cpp_forward(x, residual, weight, eps, unit_offset, out_dtype)
+        return normed, x if residual is None else summed
     y, total = apply_function(
         AddRmsNorm, x, residual, weight, eps, unit_offset, out_dtype, implementation
     )
