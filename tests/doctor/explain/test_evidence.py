@@ -646,3 +646,68 @@ def test_a_product_inside_attention_is_explained_by_its_mask():
         ("/home/me/a.py", 4, "f", "y = F.scaled_dot_product_attention(self.q(x), k, v)"), LINEAR
     )
     assert "mask in fp32 is allowed" not in finding.cause
+
+
+FP8_LIST = "type {} not supported in this architecture. The supported fp8 dtypes are ({})"
+
+
+@pytest.mark.parametrize(
+    ("error", "wrong", "right"),
+    [
+        (FP8_LIST.format("fp8e4b15", "'fp8e4nv', 'fp8e5'"), "older architecture", "float8_e4m3fn"),
+        (FP8_LIST.format("fp8e4nv", "'fp8e4b8', 'fp8e5b16'"), "older architecture", "e4m3fnuz"),
+        (
+            "Radeon RX 7900 XTX\nRuntimeError: torch._scaled_mm is only supported on CUDA devices with"
+            " compute capability >= 9.0 or 8.9, or ROCm MI300+",
+            "30xx",
+            "MI300",
+        ),
+        (
+            "RuntimeError: mat1 and mat2 must have the same dtype, but got Long and Float",
+            "autocast",
+            "not converted",
+        ),
+        (
+            "AssertionError: Loop-carried variable x has initial type fp32 but is re-assigned to bf16 in"
+            " loop!",
+            "start the accumulator",
+            "narrow",
+        ),
+        (
+            "AssertionError('Both operands must be same dtype. Got int8 and bf16')",
+            "autocast",
+            "scale",
+        ),
+        (
+            "RuntimeError: value cannot be converted to type int64_t without overflow",
+            "fp32",
+            "iinfo",
+        ),
+        (
+            "Expected query, key, and value to have the same dtype, but got query.dtype: c10::BFloat16"
+            " key.dtype: c10::BFloat16 and value.dtype: float instead.",
+            "fp32 cos/sin",
+            "v.to(q.dtype)",
+        ),
+    ],
+)
+def test_the_side_that_is_odd_tells_the_cause(error, wrong, right):
+    (finding,) = explain(error.splitlines(keepends=True))
+    said = f"{finding.cause} {finding.fix.partition('; or run')[0]}"
+    assert wrong not in said
+    assert right in said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "\"addmm_cuda\" not implemented for 'Char'",
+        "mat1 and mat2 must have the same dtype, but got Float8_e4m3fn and BFloat16",
+        "mat1 and mat2 must have the same dtype, but got Byte and BFloat16",
+        "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype:"
+        " c10::BFloat16 and  query.dtype: c10::Half instead.",
+    ],
+)
+def test_a_stored_format_or_two_half_formats_do_not_decide(error):
+    (finding,) = explain([f"RuntimeError: {error}"])
+    assert not is_decided(finding)
