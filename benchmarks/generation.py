@@ -3,15 +3,16 @@ merged into the weights.
 
     python -m benchmarks.generation                             # a Llama of 217M in bf16, on a CPU
     python -m benchmarks.generation --hidden 512 --layers 24 --vocabulary 8192
+    python -m benchmarks.generation --model SmolLM2-135M-Instruct   # the weights of a folder
     python -m benchmarks.generation --json out.json
 
 The contenders answer the same prompt in turn. Isotype then answers 8 prompts of different lengths,
 one at a time and in one batch, in bf16 and in fp32. In fp32 all tokens must be equal. In bf16, an
 answer may differ where the two best logits are nearly equal. The last column gives the largest gap
 of these two logits at a first difference, in spacings of bf16 (2^-7 times the power of two below the
-larger logit).
+larger logit). The merged model of transformers answers the same batch.
 
-Speeds are tokens per CPU second. The weights are random.
+Speeds are tokens per CPU second. The weights of the adapter are random.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def build_model(sizes: Any) -> Any:
         num_key_value_heads=sizes.hidden // 128,
         eos_token_id=None,
     )
-    base = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    if sizes.model is None:
+        base = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    else:
+        base = AutoModelForCausalLM.from_pretrained(sizes.model, dtype=torch.bfloat16)
     lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, lora)
     for name, parameter in model.named_parameters():
@@ -130,10 +134,18 @@ def compare_batch(sizes: Any, preset: str) -> dict[str, Any]:
 
     alone_speed = tokens_per_second(answer_alone, count)
     together_speed = tokens_per_second(answer_together, count)
+    merged = build_model(sizes).merge_and_unload()
+    merged = merged.float() if preset == "fp32" else merged
+    inputs = padded_inputs(prompts, 0, torch.device("cpu"))
+    generate(merged, inputs, 2, nullcontext)
+    merged_speed = tokens_per_second(
+        lambda: generate(merged, inputs, sizes.tokens, nullcontext), count
+    )
     pairs = list(zip(prompts, alone, together))
     return {
         "alone": alone_speed,
         "together": together_speed,
+        "merged together": merged_speed,
         "equal answers": sum(torch.equal(first, second) for _, first, second in pairs),
         "largest gap": max(gap_at_difference(model, *pair) for pair in pairs),
     }
@@ -170,6 +182,7 @@ def main() -> None:
     )
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--model", type=Path, help="the folder of a model to use instead")
     parser.add_argument("--json", type=Path)
     sizes = parser.parse_args()
     torch.set_num_threads(sizes.threads)
@@ -185,8 +198,9 @@ def main() -> None:
     for preset, batch in batches.items():
         print(
             f"{len(PROMPT_LENGTHS)} prompts, {preset:<10} alone {batch['alone']:6.1f}, in a batch"
-            f" {batch['together']:6.1f}; {batch['equal answers']} answers equal, gap at a"
-            f" difference at most {batch['largest gap']:.1f} spacings"
+            f" {batch['together']:6.1f} (merged transformers {batch['merged together']:.1f});"
+            f" {batch['equal answers']} answers equal, gap at a difference at most"
+            f" {batch['largest gap']:.1f} spacings"
         )
     if sizes.json:
         values = {name: getattr(sizes, name) for name in SIZES}
