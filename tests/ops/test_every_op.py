@@ -16,6 +16,7 @@ from isotype.ops import cpp
 from isotype.ops.backend import force_backend
 from tests.api import (
     Projection,
+    builds,
     forward_4bit,
     gated_op,
     lora_group,
@@ -128,7 +129,9 @@ def compiled_as_it_is(case, cast):
     # without a gradient
     dtype = torch.float32 if cast is None else torch.bfloat16
     results = []
-    for f in (torch.compile(lambda *a: case.op(*a), fullgraph=True, backend="aot_eager"), case.op):
+    compiled = torch.compile(lambda *a: case.op(*a), fullgraph=True, backend="aot_eager")
+    # the plain call first: it loads the op's library, which a compiled call does not load
+    for f in (case.op, compiled):
         inputs = leaves(case, 6, dtype=dtype)
         with torch.autocast("cpu", cast or torch.bfloat16, enabled=cast is not None):
             made = f(*inputs)
@@ -398,7 +401,7 @@ def test_bad_inputs_are_named(subtests):
 
 
 def test_with_a_compiler_that_fails_the_plain_formula_runs_and_says_why(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpp, "cpu_compiler", lambda: "/bin/false")
+    monkeypatch.setattr(builds, "cpu_compiler", lambda: "/bin/false")
     monkeypatch.setenv("ISOTYPE_CACHE", str(tmp_path))
     monkeypatch.setattr(cpp, "_fallback_reasons", {})
     monkeypatch.setattr(gated_op.KERNELS, "library", None)

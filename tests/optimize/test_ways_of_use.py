@@ -19,6 +19,7 @@ from isotype.ops.attention import op as attention
 from isotype.ops.backend import kernel_unavailable_reason
 from isotype.optimize import check_placed, optimize, restore
 from isotype.precision import PRESETS
+from tests.api import builds
 from tests.api import gated_op as gated
 from tests.api import rms_norm_op as norm
 from tests.api import rope_op as rope
@@ -229,7 +230,7 @@ def test_a_class_patched_after_optimize_is_refused_at_the_next_step(monkeypatch)
 
 
 def test_row_ops_are_not_placed_without_kernels_and_the_reason_is_noted(monkeypatch):
-    monkeypatch.setattr(cpp, "cpu_compiler", lambda: None)
+    monkeypatch.setattr(builds, "cpu_compiler", lambda: None)
     monkeypatch.setattr(cpp, "_fallback_reasons", {})
     for op in (gated, norm, rope, attention):
         monkeypatch.setattr(op.KERNELS, "library", None)
