@@ -156,7 +156,7 @@ def least(name: str, base: str, offload: str) -> str:
             / divisor
         )
 
-    blocks, tokens = len(checkpointable_layers(model)), (SIDE // family.side_multiple) ** 2
+    blocks, tokens = len(checkpointable_layers(model)), (SIDE // family.latent_side_multiple) ** 2
     plan = plan_memory(
         ModelOutline(model.train(), 0, total), config.train, precision,
         StepOutline(rows=1, length=tokens, make_batch=batch, compute_loss_sum=loss_sum),

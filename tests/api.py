@@ -70,7 +70,7 @@ INNER = {
     "isotype.environment.hub": "hub=",
     "isotype.environment.memory_limits": "memory_limits=",
     "isotype.environment.install": "install=",
-    "isotype.environment.planned_device": "plan_device",
+    "isotype.environment.planned_device": "plan_device planned_autocast",
     "isotype.environment.private_folder": (
         "NotPrivateError check_private_folder make_private_folder open_private_folder read_private_file temporary_folder"
     ),

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from isotype.training.memory.plan import LiveBytes
-from tests.api import plan_device
+from tests.api import plan_device, planned_autocast
 
 TOKENS, HEADS, SIZE = 1024, 8, 64
 SCORES = 2 * HEADS * TOKENS * TOKENS  # bytes of one matrix of scores in bf16
@@ -48,3 +48,11 @@ def test_an_attention_in_fp32_or_with_shared_heads_has_the_right_shapes(has_mask
                     query, key, key, mask, enable_gqa=key_heads == 2
                 )
             assert (result.shape, result.dtype) == (query.shape, dtype)
+
+
+def test_convolutions_of_clips_are_cast_like_those_of_pictures():
+    """Wan's first layer is a 3-D convolution; without the cast its step could not be planned."""
+    convolution = torch.nn.Conv3d(4, 8, (1, 2, 2), dtype=torch.bfloat16, device="meta")
+    with plan_device("cuda"), planned_autocast(torch.bfloat16):
+        result = convolution(torch.empty(1, 4, 3, 8, 8, device="meta"))
+    assert result.dtype is torch.bfloat16

@@ -31,7 +31,7 @@ class _PlanState:
 
 _PRODUCTS = {
     F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum, F.scaled_dot_product_attention,
-    F.conv1d, F.conv2d, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm,
+    F.conv1d, F.conv2d, F.conv3d, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm,
 }  # fmt: skip
 
 
