@@ -135,16 +135,19 @@ def attend_as_on_gpu(
     size = query.shape[-1]
     has_flash = query.dtype in _FLASH_DTYPES and size <= _MAX_FLASH_HEAD_SIZE
     if is_meta and has_flash and attn_mask is None and value.shape[-1] == size:
-        return torch.ops.aten._scaled_dot_product_flash_attention(
+        output: Tensor
+        output, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
+        )
+        return output
     if is_meta and query.dtype in (*_FLASH_DTYPES, torch.float32) and not enable_gqa:
         bias = attn_mask
         if bias is not None:
             bias = bias.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
+        output, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, dropout_p, is_causal, scale=scale
-        )[0]
+        )
+        return output
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

@@ -20,8 +20,8 @@ Autocast = Literal["ignored", "follows", "fp32"]
 @dataclass(frozen=True)
 class OpContract:
     """Declares the dtypes of an op's inputs, arithmetic, outputs and gradients. Example:
-    `OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]", inside="fp32", grads={"gate": "F"},
-    autocast="ignored")`
+
+        OpContract("gate: F[*n d], up: F[*n d] -> F[*n d]", inside="fp32", grads={"gate": "F"})
 
     signature  inputs `name: spec` in call order, `->`, one output spec or several
     inside     dtype of the arithmetic (fp64 when the inputs are fp64)
