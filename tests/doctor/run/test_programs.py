@@ -86,6 +86,13 @@ TRUTH = {
         "`values` is bf16",
         "`values.to(out.dtype)`",
     ),
+    "expert_calls": Truth(
+        "RN008",
+        "out.index_add_(0, rows, expert(x[rows]) * weights[rows])",
+        "Experts",
+        "`(expert(x[rows]) * weights[rows])` is bf16",
+        "`(expert(x[rows]) * weights[rows]).to(out.dtype)`",
+    ),
     "callback_generate": Truth(
         "RN003",
         "return model.generate(ids)",

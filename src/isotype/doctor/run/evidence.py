@@ -19,7 +19,7 @@ from torch import nn
 from ...dtypes import format_dtype
 from ...observe.origin import is_library_file
 from .autocast import AutocastState, find_other_region, read_autocast_state
-from .expressions import TensorFacts, is_tensor, read_value
+from .expressions import UNKNOWN, TensorFacts, is_tensor, read_value
 from .frames import CallFrame, collect_frames, iterate_causes
 from .modules import ModelNames
 from .producers import Producer, find_producer
@@ -37,6 +37,13 @@ _HIDES_DTYPE = re.compile("could not create a primitive")
 _OTHER_SUBJECTS = re.compile(
     r"out of memory|shapes? (?:of|cannot|mismatch)|same device|No such file"
 )
+# names of dtypes in messages such as `self (Float) and source (BFloat16)`
+_SCALAR_TYPES = {
+    "Float": torch.float32,
+    "BFloat16": torch.bfloat16,
+    "Half": torch.float16,
+    "Double": torch.float64,
+}
 _RENAMING_FILE = os.path.join("torch", "functional.py")
 _MAX_OPERANDS = 8  # operands of one operation that are examined
 
@@ -243,6 +250,7 @@ def _concerns_torch(evidence: Evidence) -> bool:
 def _build_evidence(error: BaseException, frames: list[CallFrame]) -> Evidence:
     names = ModelNames(frames)
     operation, operands = _read_operands(frames, names)
+    operands.extend(list(_read_computed_operand(str(error), operands, frames, names)))
     user_frames = [f for f in frames if f.is_user_code and not f.is_compiled_entry]
     owners = [frame.variables.get("self") for frame in frames]
     modules = [
@@ -290,6 +298,31 @@ def _read_operands(frames: Sequence[CallFrame], names: ModelNames) -> tuple[str,
         if frame.is_user_code:
             break
     return frames[-1].function, []
+
+
+def _read_computed_operand(
+    message: str, operands: Sequence[Operand], frames: Sequence[CallFrame], names: ModelNames
+) -> Iterator[Operand]:
+    """Yields the one operand that is computed in the failing expression, such as `expert(x)`. If
+    the message names two dtypes, and all other operands have one of them, this operand has the
+    other.
+    """
+    index = len(frames) - 1
+    dtypes = {operand.dtype for operand in operands if operand.dtype.is_floating_point}
+    mentioned = {
+        _SCALAR_TYPES[name] for name in re.findall(r"\w+", message) if name in _SCALAR_TYPES
+    }
+    if len(dtypes) != 1 or len(mentioned) != 2 or not dtypes < mentioned:
+        return
+    if any(operand.frame_index != index for operand in operands):
+        return
+    _, nodes = _split_expression(frames[index].expression, frames[index])
+    unread = [node for node in nodes if read_value(node, frames[index]) is UNKNOWN]
+    if len(unread) == 1 and isinstance(unread[0], (ast.Call, ast.BinOp)):
+        label = " ".join(ast.unparse(unread[0]).split())
+        dtype = next(iter(mentioned - dtypes))
+        facts = TensorFacts(dtype, operands[0].device)
+        yield _make_operand(label, facts, unread[0], index, names)
 
 
 def _innermost_named_call(frames: Sequence[CallFrame]) -> int:
