@@ -72,6 +72,13 @@ TRUTH = {
         "all 4 parameters of the optimizer are fp16",
         "model.float() before the optimizer is built",
     ),
+    "scaler_adapters": Truth(
+        "RN006",
+        "scaler.unscale_(optimizer)",
+        "<module>",
+        "all 2 parameters of the optimizer are fp16",
+        "for p in transformer.parameters()",
+    ),
     "optimizer_states": Truth(
         "RN007",
         "optimizer.step()",

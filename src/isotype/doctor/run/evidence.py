@@ -163,6 +163,11 @@ class Evidence:
         counts = self.dtype_counts
         return counts[dtype] / counts.total() if counts else 0.0
 
+    def floating_share(self, dtype: torch.dtype) -> float:
+        """Returns the share of the floating-point parameter elements that have the given dtype."""
+        counts = {key: n for key, n in self.dtype_counts.items() if key.is_floating_point}
+        return counts[dtype] / sum(counts.values()) if dtype in counts else 0.0
+
     def producer_of(self, operand: Operand) -> Producer:
         key = id(operand)
         if key not in self.producers:

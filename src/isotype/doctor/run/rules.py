@@ -382,9 +382,24 @@ def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
         shown=path_list,
         whole=len(half_parameters) == counts.total(),
         setter=" and ".join([*setters[:2], "the loss scaler"]),
+        model=_name_of_model(evidence, half_parameters),
         cast="" if cast is None else cast.text,
         cast_at="" if cast is None else cast.location,
     )
+
+
+def _name_of_model(evidence: Evidence, parameters: Sequence[nn.Parameter]) -> str:
+    """Returns the variable of the user's code that holds the model with the given parameters."""
+    expected = {id(parameter) for parameter in parameters}
+    for frame in reversed(evidence.frames):
+        if not frame.is_user_code:
+            continue
+        for name, value in frame.variables.items():
+            if name == "self" or not isinstance(value, nn.Module):
+                continue
+            if expected <= {id(parameter) for parameter in value.parameters()}:
+                return name
+    return ""
 
 
 def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
@@ -1070,7 +1085,7 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         evidence,
         weight=weight.path,
         has=weight.dtype_name,
-        share=100 * evidence.dtype_share(majority),
+        share=100 * evidence.floating_share(majority),
         usual=format_dtype(majority),
         trained=is_trained and majority in _HALF_DTYPES and weight.dtype == torch.float32,
         device=evidence.device,
