@@ -79,6 +79,14 @@ TRUTH = {
         "all 2 parameters of the optimizer are fp16",
         "for p in transformer.parameters()",
     ),
+    "restored_moments": Truth(
+        "RN007",
+        'state["average"].lerp_(p.grad.float(), 0.1)',
+        "step",
+        "`optimizer.load_state_dict(saved)` (tests/doctor/run/programs/restored_moments.py:35)"
+        " casts the states",
+        'optimizer.state[p].update(saved["state"].get(i, dict()))',
+    ),
     "optimizer_states": Truth(
         "RN007",
         "optimizer.step()",

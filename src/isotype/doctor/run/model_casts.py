@@ -14,6 +14,7 @@ from torch import nn
 
 from ...observe.origin import short_path
 from .casts import read_cast_dtype
+from .expressions import read_value
 from .frames import CallFrame, make_module_frame, make_returned_frame, parse_user_file
 from .hooks import find_callback_registration, is_callback
 
@@ -184,6 +185,22 @@ def find_state_write(frames: Sequence[CallFrame]) -> ModelCast | None:
     `optimizer.state[p] = ...`. Returns None if there is no such line, or more than one.
     """
     return _find_only_node(frames, _is_state_write)
+
+
+def find_state_load(
+    frames: Sequence[CallFrame], optimizer: torch.optim.Optimizer
+) -> tuple[ast.Call, str] | None:
+    """Returns the call of the optimizer's `load_state_dict` in the main code of the user's files,
+    and its place. Returns None if there is no such call, or more than one.
+    """
+    calls = []
+    for file, tree, module_frame in _iterate_user_files(frames):
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(ast.Attribute(owner, "load_state_dict"), [_]):
+                    if read_value(owner, module_frame) is optimizer:
+                        calls.append((node, f"{short_path(file)}:{node.lineno}"))
+    return calls[0] if len(calls) == 1 else None
 
 
 def _describe_node(node: ast.AST) -> str:

@@ -25,7 +25,7 @@ from .autocast import starts_thread
 from .batches import find_batch_item
 from .causes import SHEET
 from .evidence import Evidence, Operand, describe_autocast
-from .expressions import is_tensor, read_value
+from .expressions import is_tensor, node_keyword, read_value
 from .frames import CallFrame, parse_user_file
 from .graph import find_widening_operation
 from .hooks import find_handler
@@ -34,6 +34,7 @@ from .model_casts import (
     find_default_dtype_creation,
     find_model_cast,
     find_only_model_cast,
+    find_state_load,
     find_state_write,
     find_unwrapping,
     find_weight_cast,
@@ -429,6 +430,11 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
         callback="" if cast is None else cast.callback,
         write="" if write is None else write.text,
         write_at="" if write is None else write.location,
+        load="",
+        load_at="",
+        holder="",
+        saved="",
+        created="",
         device=_first_device(facts.optimizer),
         target=str(next(iter(parameters), "")),
         optimizer=facts.class_name,
@@ -436,6 +442,66 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
         parameters_dtype=_join_dtypes(facts.parameters),
         gradients=_join_dtypes(facts.gradients),
     )
+
+
+def find_cast_of_loaded_states(evidence: Evidence) -> Finding | None:
+    """Finds states that the user's optimizer creates in fp32, and that `load_state_dict` cast."""
+    facts = evidence.optimizer
+    if facts is None or evidence.user_frame.variables.get("self") is not facts.optimizer:
+        return None
+    created = _dtype_of_created_state(evidence, facts.optimizer)
+    load = find_state_load(evidence.frames, facts.optimizer)
+    if created is None or load is None or not isinstance(load[0].func, ast.Attribute):
+        return None
+    return _make_finding(
+        "RN007",
+        evidence,
+        cast="",
+        cast_at="",
+        function="",
+        callback="",
+        write="",
+        write_at="",
+        device=_first_device(facts.optimizer),
+        target=str(next(iter(facts.parameters), "")),
+        optimizer=facts.class_name,
+        states=_join_dtypes(facts.states),
+        parameters_dtype=_join_dtypes(facts.parameters),
+        gradients=_join_dtypes(facts.gradients),
+        load=ast.unparse(load[0]),
+        load_at=load[1],
+        holder=ast.unparse(load[0].func.value),
+        saved=ast.unparse(load[0].args[0]),
+        created=format_dtype(created),
+    )
+
+
+def _dtype_of_created_state(
+    evidence: Evidence, optimizer: torch.optim.Optimizer
+) -> torch.dtype | None:
+    """Returns the dtype in which the running step creates the state that it failed to write, if
+    this is not the state's dtype. The state has the dtype of its parameter.
+    """
+    frame = evidence.user_frame
+    if not evidence.operands or frame.scope is None:
+        return None
+    state = evidence.operands[0].tensor
+    if state is None:
+        return None
+    keys = {
+        key
+        for parameter, states in optimizer.state.items()
+        for key, value in states.items()
+        if value is state and state.dtype == parameter.dtype
+    }
+    for node in ast.walk(frame.scope):
+        match node:
+            case ast.Assign([ast.Subscript(_, ast.Constant(key))], ast.Call() as call):
+                dtype = read_value(node_keyword(call, "dtype"), frame)
+                is_other = isinstance(dtype, torch.dtype) and dtype != state.dtype
+                if key in keys and is_other:
+                    return dtype  # type: ignore[no-any-return]
+    return None
 
 
 def _first_device(optimizer: torch.optim.Optimizer) -> str:
@@ -1255,6 +1321,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_changed_checkpoint,
     find_scaler_over_halves,
     find_stale_optimizer_states,
+    find_cast_of_loaded_states,
     find_integer_parameter,
     find_numpy_conversion,
     find_missing_kernel,
