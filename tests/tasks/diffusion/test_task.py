@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import types
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from isotype.config.load import load
 from isotype.tasks.choose import train
 from tests.api import Callback
-from tests.tasks.diffusion.models import built
+from tests.tasks.diffusion.models import built, encoded
 from tests.training.interrupted import cut_back
 
 
@@ -185,3 +186,19 @@ def test_an_average_is_saved_beside_the_result_and_resumes(drawn, tmp_path):
     assert train(again, resume=tmp_path / "stopped") == 0
     resumed = load_file(tmp_path / "stopped/adapter_ema/adapter_model.safetensors")
     assert all(torch.equal(resumed[name], tensor) for name, tensor in averaged.items())
+
+
+@pytest.mark.parametrize(("gpu_bytes", "expected"), [(1 << 40, "cuda"), (1 << 10, "cpu")])
+def test_text_encoders_that_do_not_fit_into_the_gpu_run_on_the_cpu(
+    drawn, studio, monkeypatch, gpu_bytes, expected
+):
+    encoder = encoded(drawn(model=studio.flux)).data.encoder
+    keys = encoder.encode_captions([encoder.text_input("a red circle", ())])
+    encoder.device = torch.device("cuda")
+    del encoder.text_device
+    properties = types.SimpleNamespace(total_memory=gpu_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert encoder.text_device.type == expected
+    if expected == "cpu":
+        assert encoder.encode_captions([encoder.text_input("a red circle", ())]) == keys
+        encoder.encode_captions([encoder.text_input("a green circle", ())])

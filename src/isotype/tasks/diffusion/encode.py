@@ -11,16 +11,18 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
@@ -187,6 +189,9 @@ def _plural_noun(pictures: Sequence[Picture]) -> str:
 
 
 Key = TypeVar("Key", str, TextInput)
+# share of a GPU's memory that the weights of all text encoders may take; activations and the
+# libraries need the rest
+MAX_ENCODER_SHARE = 0.85
 CAPTIONS_PER_PASS = 8  # number of captions in one pass of the text encoders
 
 
@@ -243,6 +248,25 @@ class Encoder:
     encoded_count: int = 0
     cached_count: int = 0
 
+    @cached_property
+    def text_device(self) -> torch.device:
+        """The device on which the text encoders run. This is the CPU if the memory of the GPU is too
+        small for them. The size of the GPU decides, and not what is free at the moment, so that
+        every run on the same machine stores the same embeddings.
+        """
+        if self.device.type != "cuda":
+            return self.device
+        gpu_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        itemsize = to_torch(self.precision.text_encoder).itemsize
+        encoder_bytes = itemsize * sum(
+            count_weights(file for file in self.folder.files(part) if file != self.folder.file)
+            for part in self.folder.family.encoder_parts
+            if (self.folder.path / part).is_dir()
+        )
+        if encoder_bytes > MAX_ENCODER_SHARE * gpu_bytes:
+            return torch.device("cpu")
+        return self.device
+
     def text_input(self, caption: str, controls: tuple[Content, ...]) -> TextInput:
         """Returns the text encoder's input for a caption. `controls` are the pictures before the
         edit. There are none if the model does not edit pictures.
@@ -264,7 +288,7 @@ class Encoder:
             "pipeline": self.folder.family.pipeline,
             "length": self.max_text_length,
             "dtype": self.precision.text_encoder,
-            "device": self.device.type,
+            "device": self.text_device.type,
             "parts": {part: fingerprint(self.folder.files(part)) for part in parts},
             **library_versions(),
         }
@@ -313,14 +337,15 @@ class Encoder:
         for part in family.encoder_parts:
             encoder = getattr(pipe, part, None)
             if isinstance(encoder, torch.nn.Module):
-                encoder.to(self.device).requires_grad_(False)
+                encoder.to(self.text_device).requires_grad_(False)
                 self._record_dtype(
                     "text_encoder", f"weights of {part}", next(encoder.parameters()).dtype
                 )
+        label = "encoding captions"
+        if self.text_device != self.device:
+            label += " on the CPU, because the GPU has no room for the text encoders"
         with torch.no_grad():
-            for start in track_progress(
-                range(0, len(missing), CAPTIONS_PER_PASS), "encoding captions"
-            ):
+            for start in track_progress(range(0, len(missing), CAPTIONS_PER_PASS), label):
                 chunk = list(missing[start : start + CAPTIONS_PER_PASS])
                 texts: Mapping[str, Sequence[Tensor] | Tensor]
                 if family.encodes_control:
@@ -548,6 +573,20 @@ def _error_reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror or error}"
     return str(error)
+
+
+def count_weights(files: Iterable[Path]) -> int:
+    """Returns the number of values in the safetensors files of a text encoder. Files of a variant
+    (`model.fp16.safetensors`) are left out, because they contain the same weights again.
+    """
+    count = 0
+    for file in files:
+        if file.suffix != ".safetensors" or file.name.count(".") > 1:
+            continue
+        with safe_open(file, "pt") as opened:
+            names = opened.keys()
+            count += sum(math.prod(opened.get_slice(name).get_shape()) for name in names)
+    return count
 
 
 def free_memory(device: torch.device) -> None:
