@@ -303,8 +303,11 @@ def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(
 def test_the_end_of_a_run_says_which_weights_are_saved_and_on_which_rows(
     configured, tmp_path, capsys, subtests
 ):
-    """A rate at which the loss rises after its best evaluation; nothing stops the run early."""
-    unstable = {"steps": 8, "learning_rate": 1.0, "schedule": "constant", "eval_every": 1}
+    """With this rate and seed the loss falls by 0.03 in the first step, and rises by 0.11 in the
+    second.
+    """
+    rates = {"learning_rate": 1.0, "schedule": "constant"}
+    unstable = {"steps": 2, "seed": 1, "eval_every": 1, **rates}
     weights = {}
     for save in (None, "best"):
         folder = tmp_path / str(save)
@@ -320,8 +323,9 @@ def test_the_end_of_a_run_says_which_weights_are_saved_and_on_which_rows(
         output = capsys.readouterr().out
         with subtests.test(save):
             best = result["best_step"]
-            assert 0 < best < result["steps"] == 8
-            assert result["of_step"] == (best if save == "best" else 8)
+            assert best == 1
+            assert result["steps"] == 2
+            assert result["of_step"] == (best if save == "best" else 2)
             assert result["eval_loss"] == evaluations[result["of_step"]]
             assert (
                 f"best evaluation loss {evaluations[best]:.4f} (held-out rows) at step {best}"
