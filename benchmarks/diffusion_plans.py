@@ -1,7 +1,7 @@
 """The memory plan of real diffusion architectures, from their configurations alone: no weights, no download.
 
     python benchmarks/diffusion_plans.py FOLDER     # writes pipelines' folders without weights; isotype plan takes them
-    python benchmarks/diffusion_plans.py --least    # writes the table of least memory into docs/memory.md; ten minutes
+    python benchmarks/diffusion_plans.py --least    # writes the table of least memory into docs/memory.md; four minutes
 
 Source  the `transformer/config.json` files of black-forest-labs/FLUX.1-dev, stabilityai/stable-diffusion-3.5-large and Qwen/Qwen-Image,
         `unet/config.json` of stabilityai/stable-diffusion-xl-base-1.0
