@@ -174,6 +174,19 @@ COMFYUI_UNET = {
     "use_temporal_attention": False,
     "use_temporal_resblock": False,
 }
+HIDREAM = {
+    **BLOCKS,
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "caption_channels": [32, 32],
+    "text_emb_dim": 32,
+    "num_routed_experts": 2,
+    "num_activated_experts": 2,
+    "axes_dims_rope": (8, 4, 4),
+    "max_resolution": (16, 16),
+    "llama_layers": [0, 1],
+}
 PIXART = {  # the converter knows only this width
     "num_attention_heads": 16,
     "attention_head_dim": 72,
@@ -473,36 +486,11 @@ CASES: dict[str, Case] = {
     "HiDreamImagePipeline": Case(
         (
             "HiDreamImageTransformer2DModel",
-            {
-                **BLOCKS,
-                "patch_size": 2,
-                "in_channels": 4,
-                "out_channels": 4,
-                "caption_channels": [32, 32],
-                "text_emb_dim": 32,
-                "num_routed_experts": 2,
-                "num_activated_experts": 2,
-                "axes_dims_rope": (8, 4, 4),
-                "max_resolution": (16, 16),
-                "llama_layers": [0, 1],
-            },
+            HIDREAM,
         ),
         (
             "HiDream",
-            {
-                **BLOCKS,
-                "image_model": "hidream",
-                "patch_size": 2,
-                "in_channels": 4,
-                "out_channels": 4,
-                "caption_channels": [32, 32],
-                "text_emb_dim": 32,
-                "num_routed_experts": 2,
-                "num_activated_experts": 2,
-                "axes_dims_rope": (8, 4, 4),
-                "max_resolution": (16, 16),
-                "llama_layers": [0, 1],
-            },
+            HIDREAM | {"image_model": "hidream"},
         ),
         "convert_hidream_transformer_to_diffusers",
     ),

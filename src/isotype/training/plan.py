@@ -450,8 +450,8 @@ class ProcessesPlan:
             "micro_batches": self.micro_batches,
             "rows": self.rows,
             "kinds": {
-                kind: {"memory": count.to_dict(), "checkpointing": c.to_settings()}
-                for kind, (c, count) in self.kinds.items()
+                kind: {"memory": memory.to_dict(), "checkpointing": checkpointing.to_settings()}
+                for kind, (checkpointing, memory) in self.kinds.items()
             },
             "auto": {"kind": self.parallel.kind, "reason": self.parallel.reason},
         }

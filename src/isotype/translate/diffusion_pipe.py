@@ -124,10 +124,6 @@ def _convert_aspect(draft: ConfigDraft, source_key: SourceKey) -> None:
     draft.set(source_key, "images.max_aspect", largest)
 
 
-def _convert_rate(draft: ConfigDraft, source_key: SourceKey) -> None:
-    pictures.convert_rate(draft, source_key)
-
-
 # reason -> the keys for which it holds, separated by spaces
 _DATASET_NO_EFFECT = {
     pictures.BUCKETS_NOTE: "num_ar_buckets",
@@ -285,7 +281,7 @@ HANDLERS: dict[str, transforms.Handler] = {
     "optimizer.type": transforms.convert_choice(
         "train.optimizer", _OPTIMIZERS, transforms.OTHER_OPTIMIZER_NOTE
     ),
-    "optimizer.lr": _convert_rate,
+    "optimizer.lr": pictures.convert_rate,
     "optimizer.betas": _convert_betas,
     "optimizer.stabilize": transforms.report_no_effect("without it the same here"),
     "pseudo_huber_c": _convert_huber,

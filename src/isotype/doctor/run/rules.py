@@ -962,6 +962,20 @@ def _find_viewed_parameter(node: ast.AST, frame: CallFrame) -> nn.Parameter | No
                 return None
 
 
+def _describe_uncast_operands(
+    evidence: Evidence, operands: Sequence[Operand], half_dtype: torch.dtype
+) -> dict[str, Any]:
+    """Returns the facts of an error that autocast would have prevented: two operands of different
+    dtypes, their device, and the dtype to which autocast would have cast both.
+    """
+    return {
+        "device": evidence.device,
+        "target": str(half_dtype),
+        "first": _describe(operands[0]),
+        "second": _describe(_first_of_other_dtype(operands)),
+    }
+
+
 def find_autocast_of_other_device(evidence: Evidence) -> Finding | None:
     """Finds operands that autocast would cast if it were switched on for their device."""
     operands = _floating(evidence)
@@ -974,10 +988,7 @@ def find_autocast_of_other_device(evidence: Evidence) -> Finding | None:
         evidence,
         region_device=state.unused_device,
         region_at=state.unused_at,
-        device=evidence.device,
-        target=str(half),
-        first=_describe(operands[0]),
-        second=_describe(_first_of_other_dtype(operands)),
+        **_describe_uncast_operands(evidence, operands, half),
     )
 
 
@@ -994,10 +1005,7 @@ def find_lost_autocast(evidence: Evidence) -> Finding | None:
         evidence,
         region_at=evidence.autocast.lost_at,
         function=function,
-        device=evidence.device,
-        target=str(half_dtype),
-        first=_describe(operands[0]),
-        second=_describe(_first_of_other_dtype(operands)),
+        **_describe_uncast_operands(evidence, operands, half_dtype),
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
@@ -55,6 +55,7 @@ from .pixels import (
     read_mask_pixels,
     read_pixels,
 )
+from .single_file import read_headers
 from .text_encoders import tokenize_captions
 
 
@@ -577,15 +578,13 @@ def _error_reason(error: Exception) -> str:
 
 def count_weights(files: Iterable[Path]) -> int:
     """Returns the number of values in the safetensors files of a text encoder. Files of a variant
-    (`model.fp16.safetensors`) are left out, because they contain the same weights again.
+    (`model.fp16.safetensors`) are left out, because they contain the same weights again. Raises
+    UsageError.
     """
     count = 0
     for file in files:
-        if file.suffix != ".safetensors" or file.name.count(".") > 1:
-            continue
-        with safe_open(file, "pt") as opened:
-            names = opened.keys()
-            count += sum(math.prod(opened.get_slice(name).get_shape()) for name in names)
+        if file.suffix == ".safetensors" and file.name.count(".") == 1:
+            count += sum(math.prod(shape) for _, shape in read_headers(file).values())
     return count
 
 

@@ -95,7 +95,7 @@ def _read_checkpoint(file: Path, model_names: set[str]) -> str | dict[str, Tenso
     """Returns what diffusers' reader gets as its input: the path of the file or, if the reader does
     not know the names of the file's tensors, the tensors under new names.
     """
-    checkpoint_names = _checkpoint_names(_read_headers(file), model_names)
+    checkpoint_names = _checkpoint_names(read_headers(file), model_names)
     if all(name == checkpoint_name for name, checkpoint_name in checkpoint_names.items()):
         return str(file)
     tensors = load_file(file)
@@ -112,7 +112,7 @@ def refuse_other_family(
     """
     from ...training.console import silence_library_warnings
 
-    headers = _read_headers(file)
+    headers = read_headers(file)
     for part, kind in kinds.items():
         try:
             with silence_library_warnings():
@@ -177,7 +177,7 @@ def refuse_other_models(file: Path) -> None:
     caption alone. Such files are a ControlNet, a LoRA, or a denoiser that gets pictures or masks as
     additional channels.
     """
-    for name, (_, shape) in _read_headers(file).items():
+    for name, (_, shape) in read_headers(file).items():
         kind = next((kind for part, kind in _OTHER_MODELS.items() if part in name), None)
         for layer, kinds in _OTHER_INPUTS.items():
             if name.endswith(layer) and len(shape) > 1:
@@ -199,7 +199,7 @@ def find_settings_repository(file: Path) -> str:
         infer_diffusers_model_type,
     )
 
-    headers = _read_headers(file)
+    headers = read_headers(file)
     try:
         kind = infer_diffusers_model_type(
             {
@@ -227,7 +227,7 @@ def _unknown_family_error(file: Path) -> UsageError:
     )
 
 
-def _read_headers(file: Path) -> dict[str, tuple[str, list[int]]]:
+def read_headers(file: Path) -> dict[str, tuple[str, list[int]]]:
     """Returns a mapping from the name of each tensor to its dtype and its shape. The dtype has the
     name that the file uses. Raises UsageError.
     """
@@ -256,7 +256,7 @@ def widest_dtype(file: Path) -> torch.dtype:
     """
     # a tensor without elements is a marker, and its dtype says nothing about the weights
     dtype_names = {
-        dtype_name for dtype_name, shape in _read_headers(file).values() if 0 not in shape
+        dtype_name for dtype_name, shape in read_headers(file).values() if 0 not in shape
     }
     if unsupported_dtypes := sorted(
         dtype_name
