@@ -33,7 +33,13 @@ def judge_case(case: dict[str, str]) -> str:
         return "right cause and fix" if is_fix_right else "right cause"
     if is_right:
         return "open, right cause first"
-    return "open, another cause first"
+    listed_causes = details.get("or", "").splitlines()
+    is_listed = any(
+        re.search(case["cause_words"], cause) or re.search(case["fix_words"], cause)
+        for cause in listed_causes
+        if not re.search(case["never"], cause)
+    )
+    return "open, another cause first" if is_listed else "open, true cause not listed"
 
 
 def count_verdicts() -> Counter[str]:

@@ -5,10 +5,21 @@ reported first.
 Each family of errors has a text file (`families/*.txt`), which `pages.sheets` parses. A file is
 divided into sections, and a section into entries. Each entry has a condition. The header of a
 section lists the operators that raise the error, separated by `;`. The first entry of a section
-contains the `message`. Each other entry describes a possible cause, with the fields `cause`, `fix`
-and `evidence`. The rank of the entry is the score of the cause. The line `+ outside autocast -2 if
-TEST` inserts the causes called `outside autocast` from `shared.txt` if TEST holds, and lowers their
-scores by 2.
+contains the `message`. Each other entry describes a possible cause. The rank of the entry is the
+score of the cause. The line `+ outside autocast -2 if TEST` inserts the causes called `outside
+autocast` from `shared.txt` if TEST holds, and lowers their scores by 2. The fields of a cause are:
+
+    cause     why it causes the error
+    fix       what to change
+    proof     a part of the text that fits no other cause. Only a cause with a proof is decided
+    evidence  a part of the text that fits this cause, and others too
+    sign      what a reader can look at to confirm this cause, if the text does not prove it
+
+There are two kinds of proof. A message may be its own cause: it names an operation, a setting or a
+device, and the one dtype that this refuses. A text may also show what made the dtype: a printed
+setting, a format in which values are only stored, a training step that ran under autocast before
+`generate()` failed. A message that two operands differ in dtype proves nothing about what made them
+differ.
 """
 
 from __future__ import annotations
@@ -35,18 +46,22 @@ class Cause:
     name         a short name
     score        a higher score means a likelier cause
     reason, fix  why this causes the error, and what to change
+    proof        the part of the text that fits this cause only; empty if there is none
     evidence     the part of the text that supports the cause; empty if it is only the usual cause
+    sign         what confirms the cause if the text does not prove it
     """
 
     name: str
     score: float
     reason: str
     fix: str
+    proof: str = ""
     evidence: str = ""
+    sign: str = ""
 
 
 _SHEET_FOLDER = Path(__file__).parent / "families"
-_CAUSE_FIELDS = "cause|fix|evidence"
+_CAUSE_FIELDS = "cause|fix|proof|evidence|sign"
 _SHARED_SHEET = "shared.txt"
 
 
@@ -100,21 +115,23 @@ def _collect_causes(
             yield Cause(
                 reason=entry.text("cause", facts),
                 fix=entry.text("fix", facts),
+                proof=entry.text("proof", facts),
                 evidence=entry.text("evidence", facts),
+                sign=entry.text("sign", facts),
                 name=facts.format(entry.title),
                 score=float(score) + score_offset,
             )
 
 
 def diagnose_error(error: RecognisedError) -> tuple[str, Severity, list[Cause]]:
-    """Returns the message, the severity and the causes of an error. The likeliest cause comes
-    first.
+    """Returns the message, the severity and the causes of an error. A cause that the text proves
+    comes first, then the likeliest.
     """
     facts = ErrorFacts(error)
     section = FAMILIES[error.operator]
     section.define_variables(facts)
     head, *entries = section.entries
-    causes = sorted(_collect_causes(entries, facts), key=lambda c: -c.score)
+    causes = sorted(_collect_causes(entries, facts), key=lambda c: (not c.proof, -c.score))
     return (
         head.text("message", facts),
         Severity.parse(head.text("severity", facts) or "error"),
@@ -292,9 +309,12 @@ _SITUATION_FLAGS = (
 def _build_finding(error: RecognisedError, incident: Incident, source: str | None) -> Finding:
     message, severity, causes = diagnose_error(error)
     if "autocast" in error.situation:  # autocast is on, so a fix that enables it is ranked last
-        causes = sorted(causes, key=lambda c: "torch.autocast(" in c.fix.splitlines()[0])
-    best_cause = causes[0]
-    alternatives = causes[1:]
+        causes = sorted(
+            causes, key=lambda c: (not c.proof, "torch.autocast(" in c.fix.splitlines()[0])
+        )
+    if causes[0].proof:
+        causes = [cause for cause in causes if cause.proof]
+    best_cause, *alternatives = causes[:MAX_LISTED_CAUSES]
     fix = best_cause.fix
     situation = error.situation
     if "autocast" in situation:
@@ -322,18 +342,21 @@ def _build_finding(error: RecognisedError, incident: Incident, source: str | Non
         else:
             trainer_note = "no trainer in the traceback"
         details.append(("situation", ", ".join([*context, trainer_note])))
-    is_decided = decides_cause(causes)
-    command = find_deciding_command(error, code)
-    details.append(("sure", describe_confidence(causes, command)))
+    details.append(("sure", describe_confidence(causes, find_deciding_command(error, code))))
+    if not best_cause.proof:
+        if certain_fact := _describe_operands(error):
+            details.append(("certain", certain_fact))
+        if best_cause.sign:
+            details.append(("sign", best_cause.sign))
     if alternatives:
-        details.append(("or", "\n".join(map(_format_alternative, alternatives[:3]))))
+        details.append(("or", "\n".join(map(_format_alternative, alternatives))))
     if frame:
         location = Place(file=frame.file, line=frame.line, symbol=frame.function or None)
     elif source:
         location = Place(file=source, line=_log_line(incident, error))
     else:
         location = Place()
-    certainty_prefix = "" if is_decided else "perhaps "
+    certainty_prefix = "" if best_cause.proof else "perhaps "
     return Finding(
         code=code,
         severity=severity,
@@ -347,9 +370,32 @@ def _build_finding(error: RecognisedError, incident: Incident, source: str | Non
 
 def _format_alternative(cause: Cause) -> str:
     text = f"{cause.name}: {cause.fix.splitlines()[0]}"
-    if cause.evidence:
-        text += f" (seen: {cause.evidence})"
+    if cause.proof or cause.evidence:
+        text += f" (seen: {cause.proof or cause.evidence})"
+    if cause.sign:
+        text += f" (sign: {cause.sign})"
     return text
+
+
+_LAYER_FILE = re.compile(r"torch[\\/]nn[\\/]modules[\\/]\w+\.py$")
+
+
+def _describe_operands(error: RecognisedError) -> str:
+    """Returns what the text shows about the operands of a mismatch: the call that failed, and the
+    dtype on each side of it. Returns "" if the text shows no call.
+    """
+    frame = error.situation.failing_frame
+    if frame is None or not frame.code:
+        return ""
+    innermost_frame = error.situation.innermost
+    is_layer = innermost_frame is not None and _LAYER_FILE.search(innermost_frame.file)
+    left, right = error.dtypes.get("left"), error.dtypes.get("right")
+    if is_layer and left and right:
+        operands = f"its input is {left}, its weight {right}"
+    else:
+        operands = ", ".join(f"{role} is {dtype}" for role, dtype in error.dtypes.items())
+    call = f"{frame.code} at {frame.file}:{frame.line}"
+    return f"{call}: {operands}" if operands else call
 
 
 def _recognised_line(text: str, error: RecognisedError) -> str:
@@ -406,14 +452,12 @@ def _no_dtype_error_finding(incident: Incident | None, source: str | None) -> Fi
     )
 
 
-CLOSE_SCORE = 2.0  # a cause whose score is less than this below the best is equally likely
+MAX_LISTED_CAUSES = 3  # with the first; a longer list is not read
 _AUTOCAST_ADVICE = re.compile(
     r"(?:, |; )?(?:or )?run[^,;\n(]*under torch\.autocast\([^)]*\)(?:, or |; or |; )?"
 )
 
 
-DECISIVE_SCORE = 4.0  # evidence with a lower score is compatible with other causes
-SOLE_SCORE = 3.0  # the same if the family of errors has one cause only
 # codes of errors that a Triton kernel raises
 _KERNEL_CODES = ("EX020", "EX021", "EX022", "EX023", "EX024")
 _OTHER_FRAMEWORK = re.compile(
@@ -421,35 +465,21 @@ _OTHER_FRAMEWORK = re.compile(
 )
 
 
-def decides_cause(causes: Sequence[Cause]) -> bool:
-    """True if the text proves the first cause. This is so if the text contains evidence for this
-    cause, and this evidence fits no other cause.
-    """
-    best_cause = causes[0]
-    if not best_cause.evidence:
-        return False
-    if len(causes) == 1:
-        return best_cause.score >= SOLE_SCORE
-    lead = best_cause.score - causes[1].score
-    return best_cause.score >= DECISIVE_SCORE and lead >= CLOSE_SCORE
-
-
 def describe_confidence(causes: Sequence[Cause], command: str) -> str:
-    """Returns `decided` and the evidence, if the text proves the first cause. Otherwise returns
-    `open`, the possible causes, and the command that can tell which of them is true.
+    """Returns `decided` and the proof, if the text proves the first cause. Otherwise returns `open`,
+    the possible causes, and the command that can tell which of them is true.
     """
     best_cause = causes[0]
-    if decides_cause(causes):
-        return f"decided by the text: {best_cause.evidence}"
-    close_rivals = [cause for cause in causes[1:] if best_cause.score - cause.score < CLOSE_SCORE][
-        :2
-    ]
-    parts = ["open: nothing in the text decides"]
-    if close_rivals:
-        names = ", ".join(cause.name for cause in (best_cause, *close_rivals))
-        parts = [f"open between {len(close_rivals) + 1} causes: {names}"]
-    elif best_cause.evidence:
-        parts = [f"open: the text shows {best_cause.evidence}, which other causes have too"]
+    if best_cause.proof:
+        return f"decided by the text: {best_cause.proof}"
+    listed_causes = causes[:MAX_LISTED_CAUSES]
+    if len(listed_causes) > 1:
+        names = ", ".join(cause.name for cause in listed_causes)
+        parts = [f"open between {len(listed_causes)} causes: {names}"]
+    else:
+        parts = ["open: nothing in the text decides"]
+    if best_cause.evidence:
+        parts.append(f"seen: {best_cause.evidence}")
     if command:
         parts.append(f"{command} decides")
     return "; ".join(parts)

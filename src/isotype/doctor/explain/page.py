@@ -16,8 +16,9 @@ from .situation import RecognisedError
 
 _HOW_TO_DECIDE = """## How to decide
 
-If a log contains evidence for one cause, and this evidence fits no other cause, `isotype doctor
-explain LOG` calls the cause decided. Otherwise it lists the possible causes."""
+`isotype doctor explain LOG` calls a cause decided only if the log contains a proof of it: a message
+that is its own cause, or a text that shows what made the dtype. Otherwise it lists up to three
+possible causes, each with the sign that confirms it."""
 _DECIDING_COMMANDS = {
     "isotype doctor run SCRIPT.py": """
 `isotype doctor run SCRIPT.py` decides between the causes. It runs the program until the error
@@ -66,12 +67,12 @@ def _describe_section(section: Section) -> str:
     lines = [f"### {title}", ""]
     if examples:
         lines += [*(f"* `{_escape_code(text)}`" for text in examples), ""]
-    lines += ["| possible cause | evidence in a log |", "|---|---|"]
+    lines += ["| possible cause | in a log | sign |", "|---|---|---|"]
     for entry in _collect_entries(section):
         cause = _format_text(entry.title, facts)
-        lines.append(
-            f"| {_escape_cell(cause)} | {_escape_cell(_describe_evidence(entry, facts))} |"
-        )
+        signs = _collect_texts(entry, "sign", facts)
+        cells = (cause, _describe_evidence(entry, facts), "; or ".join(signs))
+        lines.append(f"| {' | '.join(map(_escape_cell, cells))} |")
     return "\n".join(lines)
 
 
@@ -106,12 +107,21 @@ def _collect_entries(section: Section) -> Iterator[Entry]:
 
 
 def _describe_evidence(entry: Entry, facts: ErrorFacts) -> str:
+    proofs = _collect_texts(entry, "proof", facts)
+    parts = [f"decides: {'; or '.join(proofs)}"] if proofs else []
+    if texts := [text for text in _collect_texts(entry, "evidence", facts) if text not in proofs]:
+        parts.append("; or ".join(texts))
+    return "; ".join(parts) or "none: the log cannot show it"
+
+
+def _collect_texts(entry: Entry, field_name: str, facts: ErrorFacts) -> list[str]:
+    """Returns the texts of a field, for whichever condition. A text that consists of a value of the
+    log stands for a line of the traceback.
+    """
     texts = dict.fromkeys(
-        _format_text(line.text, facts) for line in entry.fields if line.name == "evidence"
+        _format_text(line.text, facts) for line in entry.fields if line.name == field_name
     )
-    if "…" in texts:
-        return "a line of the traceback"
-    return "; or ".join(texts) or "none: the log cannot show it"
+    return ["a line of the traceback" if text == "…" else text for text in texts]
 
 
 def _format_text(text: str, facts: ErrorFacts) -> str:
