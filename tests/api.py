@@ -59,6 +59,7 @@ INNER = {
     "isotype.doctor.kernels.compile_inputs": "signature=",
     "isotype.doctor.kernels.target": "check_target",
     "isotype.doctor.kernels.ttir": "parse_module",
+    "isotype.doctor.run.compiled": "run_compiled=",
     "isotype.doctor.run.evidence": "collect_evidence",
     "isotype.doctor.run.hook": "run_hook=",
     "isotype.doctor.run.not_finite.recorder": "NotFiniteError Recorder",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from isotype.finding import Finding
-from tests.api import collect_evidence, decide_cause
+from tests.api import collect_evidence, decide_cause, run_compiled
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -148,7 +148,7 @@ TRUTH = {
         "RN001",
         "loss = nn.functional.cross_entropy(model(features), labels)",
         "0",
-        "the data of `DataLoader(Table(), batch_size=2)` are fp64",
+        "`np.full(8, index / 4)` is fp64 (tests/doctor/run/programs/loader_float64.py:16)",
         "`features.to(torch.float32)`",
     ),
     "thread": Truth(
@@ -162,8 +162,8 @@ TRUTH = {
         "RN019",
         "loss.backward()",
         "<module>",
-        "what decides the dtype in Block",
-        "inside Block",
+        "`block.is_warm = True` (tests/doctor/run/programs/checkpoint.py:25) changes what Block reads",
+        "after backward",
     ),
     "two_halves": Truth(
         "RN001",
@@ -292,11 +292,11 @@ TRUTH = {
         "the frames do not show this line",
     ),
     "compiled_attention": Truth(
-        "RN021",
+        "RN017",
         "return torch.matmul(probabilities, values)",
-        None,
-        "an operand of `return torch.matmul(probabilities, values)`",
-        "cast the fp32 operand of this line to torch.bfloat16",
+        "attend",
+        "`scores.softmax(-1, dtype=torch.float32)` is fp32",
+        "`probabilities.to(torch.bfloat16)`",
     ),
     "packed_weight": Truth(
         "RN012",
@@ -462,8 +462,8 @@ TRUTH = {
     "compiled_input": Truth(
         "RN001",
         "compiled(images)",
-        "OptimizedModule",
-        "`images` is fp32",
+        "1",
+        "`torch.rand(2, 2, 3)` creates a tensor in fp32",
         "`images.to(torch.bfloat16)`",
     ),
     "loaded_states": Truth(
@@ -533,6 +533,55 @@ TRUTH = {
         "`model.half()` (tests/doctor/run/programs/scaled_adapters.py:10) made them fp16",
         "leave `model.half()`",
     ),
+    "checkpoint_cast": Truth(
+        "RN019",
+        "loss.backward()",
+        "<module>",
+        "`model.bfloat16()` in log_sample (tests/doctor/run/programs/checkpoint_cast.py:24) casts",
+        'with torch.autocast("cpu", dtype=torch.bfloat16), or cast a copy',
+    ),
+    "checkpoint_table": Truth(
+        "RN019",
+        "checkpoint(model, x, use_reentrant=False).sum().backward()",
+        "<module>",
+        "`self.table = table.to(x.dtype)` (tests/doctor/run/programs/checkpoint_table.py:19)",
+        "cast `table` to one dtype where Scaled reads it",
+    ),
+    "tensor_dataset": Truth(
+        "RN001",
+        "nn.functional.cross_entropy(model(x), labels).backward()",
+        "0",
+        "`torch.from_numpy(features)` creates a tensor in fp64",
+        "`x.to(torch.float32)`",
+    ),
+    "stacked_rows": Truth(
+        "RN001",
+        'nn.functional.cross_entropy(model(wave), batch["label"]).backward()',
+        "0",
+        "`np.sin(440 * np.arange(16) / 16000)` is fp64",
+        "`wave.to(torch.float32)`",
+    ),
+    "trainer_rows": Truth(
+        "RN001",
+        "Trainer(PatchTSTForRegression(config), settings, train_dataset=Series()).train()",
+        "model.encoder.embedder.input_embedding",
+        "`torch.from_numpy(values - values.mean())` creates a tensor in fp64",
+        "`torch.from_numpy(values - values.mean()).to(torch.float32)` at",
+    ),
+    "sampling_loop": Truth(
+        "RN001",
+        "noise = model(scaled)",
+        "Conv2d",
+        "the explicit cast `noise.float()` makes it fp32",
+        "`scaled.to(torch.bfloat16)`",
+    ),
+    "evaluation": Truth(
+        "RN003",
+        "return self.model(x).float().mean()",
+        "adapter",
+        "evaluation.py:24 opens autocast",
+        'with torch.autocast("cpu", dtype=torch.bfloat16): return self.model(x)',
+    ),
     "trainer_norms": Truth(
         "RN001",
         "Trainer(model, settings, train_dataset=rows).train()",
@@ -568,6 +617,14 @@ def test_cause_place_and_fix(name, monkeypatch):
     assert finding.place.symbol == truth.symbol
     assert truth.cause in finding.cause
     assert truth.fix in finding.fix
+
+
+def test_compiled_code_of_several_processes_is_not_run_again(monkeypatch):
+    monkeypatch.setattr(run_compiled, "_has_other_processes", lambda: True)
+    finding = run_in_process("compiled_attention", monkeypatch)
+    assert finding.code == "RN021"
+    assert "an operand of `return torch.matmul(probabilities, values)`" in finding.cause
+    assert "cast the fp32 operand of this line to torch.bfloat16" in finding.fix
 
 
 def test_hook_that_was_running_is_named(monkeypatch):

@@ -8,6 +8,7 @@ program      runs the program as Python does
 hook         exception hooks for programs and notebooks
 frames       the frames of a traceback, and the expression that failed in each
 expressions  reads values of expressions without running code
+compiled     runs compiled code that failed once more without the compiler
 modules      finds the model in the frames, and the paths of its modules and parameters
 producers    finds the expression that gave a tensor its dtype
 casts        finds casts in the source code

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from .expressions import UNKNOWN, node_keyword, read_value
-from .frames import CallFrame
+from .frames import CallFrame, make_module_frame, parse_user_file
 
 _REGION_NAMES = ("autocast", "autocast_smart_context_manager", "compute_loss_context_manager")
 
@@ -72,21 +73,66 @@ def _enter_region(outer: AutocastState, inner: AutocastState, device: str) -> Au
     return replace(outer, unused_device=inner.device, unused_at=inner.location)
 
 
-def find_other_region(frames: Sequence[CallFrame]) -> AutocastState | None:
+def find_other_region(
+    frames: Sequence[CallFrame], model: nn.Module | None = None
+) -> AutocastState | None:
     """Searches the user's functions on the stack for an autocast region that does not contain the
-    running line. Returns the autocast state of this region, or None if there is no such region.
+    running line. Then searches the user's files for a region in which other code calls the same
+    model. Returns the autocast state of the region, or None if there is no such region.
     """
     for frame in frames:
         scope = frame.scope
         if scope is None or not frame.is_user_code:
             continue
-        for node in ast.walk(scope):
-            if isinstance(node, ast.With) and not _surrounds(node, frame.line):
-                for item in node.items:
-                    state = _read_region(item.context_expr, frame)
-                    if state is not None and state.is_on:
-                        return state
+        state = _find_region(scope, frame, None)
+        if state is not None:
+            return state
+    names = _names_of_model(frames, model)
+    for frame in frames:
+        tree = parse_user_file(frame.file)
+        module_frame = make_module_frame(frame)
+        if tree is not None and module_frame is not None:
+            state = _find_region(tree, replace(module_frame, line=frame.line), names)
+            if state is not None:
+                return state
     return None
+
+
+def _find_region(
+    scope: ast.AST, frame: CallFrame, model_names: set[str] | None
+) -> AutocastState | None:
+    """Returns the state of the first autocast region in a piece of code that does not contain the
+    running line.
+
+    model_names  if given, the region must call one of these names
+    """
+    for node in ast.walk(scope):
+        if not isinstance(node, ast.With) or _surrounds(node, frame.line):
+            continue
+        if model_names is not None and not _calls_name(node, model_names):
+            continue
+        for item in node.items:
+            state = _read_region(item.context_expr, frame)
+            if state is not None and state.is_on:
+                return state
+    return None
+
+
+def _names_of_model(frames: Sequence[CallFrame], model: nn.Module | None) -> set[str]:
+    """Returns the variables and attributes of `self` that hold a model or a module around it."""
+    names = set()
+    for frame in frames:
+        stored = getattr(frame.variables.get("self"), "__dict__", {})
+        for name, value in (*frame.variables.items(), *stored.items()):
+            parts = value.modules() if isinstance(value, nn.Module) and name != "self" else ()
+            if any(part is model for part in parts):
+                names.add(name)
+    return names
+
+
+def _calls_name(scope: ast.AST, names: set[str]) -> bool:
+    functions = [node.func for node in ast.walk(scope) if isinstance(node, ast.Call)]
+    return any(ast.unparse(function).rpartition(".")[2] in names for function in functions)
 
 
 def starts_thread(frame: CallFrame) -> bool:
@@ -190,6 +236,13 @@ def _read_constructor(node: ast.Call, function: type, frame: CallFrame) -> Autoc
     enabled = True
     if (enabled_node := node_keyword(node, "enabled")) is not None:
         enabled = read_value(enabled_node, frame)
+    for keyword in node.keywords:
+        if keyword.arg is None:  # as in torch.utils.checkpoint
+            options = read_value(keyword.value, frame)
+            if not isinstance(options, dict):
+                return AutocastState(None, dtype, device, frame.location_of(node))
+            enabled = options.get("enabled", enabled)
+            dtype = options.get("dtype", dtype)
     is_on = None if enabled is UNKNOWN else bool(enabled)
     return AutocastState(is_on, dtype, device, frame.location_of(node))
 

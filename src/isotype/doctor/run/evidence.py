@@ -19,6 +19,7 @@ from torch import nn
 from ...dtypes import format_dtype
 from ...observe.origin import is_library_file
 from .autocast import AutocastState, find_other_region, read_autocast_state
+from .compiled import run_without_compiler
 from .expressions import UNKNOWN, TensorFacts, is_tensor, read_value
 from .frames import CallFrame, collect_frames, iterate_causes
 from .modules import ModelNames
@@ -222,20 +223,28 @@ def collect_evidence(error: BaseException) -> Evidence | None:
     """Collects the information about an exception. Returns None if neither the exception nor one of
     its causes is about dtypes.
     """
-    for cause in iterate_causes(error):
-        text = f"{type(cause).__name__}: {cause}"
-        hides_dtype = _HIDES_DTYPE.search(text) is not None
-        if not (hides_dtype or MENTIONS_DTYPE.search(text)) or _OTHER_SUBJECTS.search(text):
-            continue
+    causes = [cause for cause in iterate_causes(error) if _mentions_dtype(cause)]
+    second = run_without_compiler(error) if causes else None
+    if second is not None and _mentions_dtype(second[0]):
+        evidence = _build_evidence(*second)
+        if _concerns_torch(evidence):
+            return evidence
+    for cause in causes:
         frames = collect_frames(cause)
         if frames:
             evidence = _build_evidence(cause, frames)
             evidence = replace(evidence, compiled_location=_compiled_location(error))
-            if hides_dtype and len(evidence.floating_dtypes) < 2:
+            if _HIDES_DTYPE.search(str(cause)) and len(evidence.floating_dtypes) < 2:
                 continue
             if _concerns_torch(evidence):
                 return evidence
     return None
+
+
+def _mentions_dtype(error: BaseException) -> bool:
+    text = f"{type(error).__name__}: {error}"
+    is_about_dtypes = MENTIONS_DTYPE.search(text) or _HIDES_DTYPE.search(text)
+    return is_about_dtypes is not None and _OTHER_SUBJECTS.search(text) is None
 
 
 def _compiled_location(error: BaseException) -> tuple[str, int] | None:
@@ -252,7 +261,7 @@ def _concerns_torch(evidence: Evidence) -> bool:
     return bool(evidence.operands) or is_torch_file or evidence.in_backward
 
 
-def _build_evidence(error: BaseException, frames: list[CallFrame]) -> Evidence:
+def _build_evidence(error: BaseException, frames: Sequence[CallFrame]) -> Evidence:
     names = ModelNames(frames)
     operation, operands = _read_operands(frames, names)
     operands.extend(list(_read_computed_operand(str(error), operands, frames, names)))
@@ -273,7 +282,7 @@ def _build_evidence(error: BaseException, frames: list[CallFrame]) -> Evidence:
         module=modules[-1] if modules else None,
         in_backward=any(frame.function == "_engine_run_backward" for frame in frames),
         autocast=read_autocast_state(frames, operands[0].device.type if operands else ""),
-        other_region=find_other_region(frames),
+        other_region=find_other_region(frames, modules[0] if modules else None),
         settings=collect_settings(frames),
         optimizer=find_optimizer(frames),
         model=modules[0] if modules else None,

@@ -67,7 +67,7 @@ CAST_METHODS = {
 }
 _CONVERTING_METHODS = frozenset(("to", "type", "type_as"))
 # methods of a tensor whose result has the dtype of the tensor
-_DTYPE_KEEPING_METHODS = frozenset(
+DTYPE_KEEPING_METHODS = frozenset(
     [
         "t",
         "transpose",
@@ -156,7 +156,10 @@ def read_value(node: ast.AST | None, frame: CallFrame) -> Any:
         case ast.UnaryOp(ast.USub(), operand):
             return _as_result(read_value(operand, frame))
         case ast.BinOp(left, operator, right):
-            result = _promote(read_value(left, frame), read_value(right, frame))
+            values = read_value(left, frame), read_value(right, frame)
+            if isinstance(operator, ast.MatMult) and _have_other_dtypes(*values):
+                return UNKNOWN  # autocast cast both
+            result = _promote(*values)
             return _as_float(result) if isinstance(operator, ast.Div) else result
         case ast.Call():
             return _read_call(node, frame)
@@ -274,6 +277,10 @@ def _promote(left: Any, right: Any) -> Any:
     return UNKNOWN
 
 
+def _have_other_dtypes(left: Any, right: Any) -> bool:
+    return is_tensor(left) and is_tensor(right) and left.dtype != right.dtype
+
+
 def _as_float(value: Any) -> Any:
     """Describes the result of an operation that computes floats, such as a division."""
     result = _as_result(value)
@@ -295,7 +302,7 @@ def _read_call(node: ast.Call, frame: CallFrame) -> Any:
             return TensorFacts(CAST_METHODS[name], owner.device)
         if name in _CONVERTING_METHODS:
             return _read_conversion(node, owner, frame)
-        if name in _DTYPE_KEEPING_METHODS and not node_keyword(node, "dtype"):
+        if name in DTYPE_KEEPING_METHODS and not node_keyword(node, "dtype"):
             return _as_float(owner) if name in _FLOAT_METHODS else _as_result(owner)
         return UNKNOWN
     if owner is torch and name in CREATION_FUNCTIONS:

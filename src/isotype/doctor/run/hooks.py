@@ -19,6 +19,8 @@ from .modules import ModelNames
 
 _REGISTERING_METHOD = re.compile(r"register_\w*hook\w*")
 _CALLBACK_BASES = ("TrainerCallback", "Callback")
+# files of torch that run a function of the user's code which is no hook
+_FUNCTION_WRAPPERS = ("/_dynamo/eval_frame.py", "/utils/checkpoint.py")
 _HOOK_VARIABLES = ("hook", "pre_hook", "post_hook", "fn")
 
 
@@ -65,7 +67,8 @@ def find_handler(frames: Sequence[CallFrame], names: ModelNames) -> Handler | No
 
 def _running_hook(frame: CallFrame, caller: CallFrame) -> Any:
     """Returns the function of a frame if its caller in torch runs it as a hook, or None."""
-    if "/torch/" not in caller.file.replace("\\", "/"):
+    file = caller.file.replace("\\", "/")
+    if "/torch/" not in file or file.endswith(_FUNCTION_WRAPPERS):
         return None
     for name in _HOOK_VARIABLES:
         hook = caller.variables.get(name)

@@ -50,7 +50,7 @@ def find_model_cast(
     return casts[0] if len(casts) == 1 else None
 
 
-def _iterate_user_files(
+def iterate_user_files(
     frames: Sequence[CallFrame],
 ) -> Iterator[tuple[str, ast.Module, CallFrame]]:
     """Yields each file of the user that has a frame, its syntax tree, and a frame of its module."""
@@ -70,7 +70,7 @@ def find_weight_cast(
     `prepare_model_for_kbit_training`. Returns None if there is no such line, or more than one.
     """
     casts = []
-    for file, tree, module_frame in _iterate_user_files(frames):
+    for file, tree, module_frame in iterate_user_files(frames):
         for node in _iterate_weight_casts(tree, module_frame, dtype):
             if not _may_concern(tree, node, module, path):
                 continue
@@ -139,14 +139,25 @@ def _model_names(frames: Sequence[CallFrame]) -> set[str]:
     return names
 
 
-def find_only_model_cast(frames: Sequence[CallFrame], dtype: torch.dtype) -> ModelCast | None:
-    """Returns the call in the user's files that casts a model to `dtype`, if there is only one."""
+def find_only_model_cast(
+    frames: Sequence[CallFrame], dtype: torch.dtype, module: nn.Module | None = None
+) -> ModelCast | None:
+    """Returns the call in the user's files that casts a model to `dtype`, if there is only one. The
+    model must contain `module`, if this is given and the variable of the call can be read.
+    """
     names = _model_names(frames)
-    casts = [
-        ModelCast(ast.unparse(node), f"{short_path(file)}:{node.lineno}")
-        for file, tree, module_frame in _iterate_user_files(frames)
-        for node in _iterate_casts(tree, module_frame, names, dtype)
-    ]
+    casts = []
+    for file, tree, module_frame in iterate_user_files(frames):
+        for node in _iterate_casts(tree, module_frame, names, dtype):
+            assert isinstance(node.func, ast.Attribute)
+            model = read_value(node.func.value, module_frame)
+            is_other = isinstance(model, nn.Module) and all(
+                p is not module for p in model.modules()
+            )
+            if module is None or not is_other:
+                function = _enclosing_function(tree, node)
+                location = f"{short_path(file)}:{node.lineno}"
+                casts.append(ModelCast(ast.unparse(node), location, function))
     return casts[0] if len(casts) == 1 else None
 
 
@@ -194,7 +205,7 @@ def find_state_load(
     and its place. Returns None if there is no such call, or more than one.
     """
     calls = []
-    for file, tree, module_frame in _iterate_user_files(frames):
+    for file, tree, module_frame in iterate_user_files(frames):
         for node in ast.walk(tree):
             match node:
                 case ast.Call(ast.Attribute(owner, "load_state_dict"), [_]):
@@ -273,7 +284,7 @@ def _find_first_node(
 def _iterate_nodes(
     frames: Sequence[CallFrame], is_wanted: Callable[[ast.AST], bool]
 ) -> Iterator[ModelCast]:
-    for file, tree, _ in _iterate_user_files(frames):
+    for file, tree, _ in iterate_user_files(frames):
         for node in ast.walk(tree):
             if is_wanted(node):
                 line = getattr(node, "lineno", 0)
@@ -318,7 +329,7 @@ def _find_callbacks(frames: Sequence[CallFrame]) -> list[Any]:
 def _iterate_file_casts(
     frames: Sequence[CallFrame], names: set[str], optimizer: str, dtype: torch.dtype
 ) -> Iterator[ModelCast]:
-    for file, tree, module_frame in _iterate_user_files(frames):
+    for file, tree, module_frame in iterate_user_files(frames):
         optimizer_line = _line_of_call(tree, optimizer)
         for node in _iterate_casts(tree, module_frame, names, dtype):
             function = _enclosing_function(tree, node)

@@ -88,6 +88,9 @@ class ModelNames:
         """Returns the module that owns a parameter or buffer."""
         return self._owners.get(id(tensor))
 
+    def has_weight_dtype(self, dtype: torch.dtype) -> bool:
+        return any(dtype in counts for counts in self.dtype_counts.values())
+
     def dtype_counts_of(self, module: nn.Module | None) -> Counter[torch.dtype]:
         """Returns the number of elements of the parameters by dtype, of the model that contains a
         module. If no model contains it, returns the numbers of all models.

@@ -22,12 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from .batches import find_batch_item
 from .casts import find_cast, read_cast_dtype
 from .expressions import (
     CREATION_FUNCTIONS,
+    DTYPE_KEEPING_METHODS,
     UNKNOWN,
     TensorFacts,
     is_tensor,
+    node_keyword,
     read_condition,
     read_function,
     read_value,
@@ -36,6 +39,7 @@ from .frames import CallFrame, make_module_frame, make_returned_frame
 from .hooks import describe_hook
 from .modules import ModelNames, floating_weight_dtypes
 
+_FOLLOWED_OPERANDS = (ast.Call, ast.BinOp, ast.Name, ast.Attribute, ast.ListComp, ast.Subscript)
 _MAX_STEPS = 60  # operations that one search for the origin of a value follows
 _ITERATION_WRAPPERS = frozenset(("enumerate", "tqdm", "trange", "iter", "islice", "zip"))
 
@@ -93,7 +97,14 @@ def find_producer(
     """
     search = _Search(frames, dtype, names)
     result = search.follow(node, index)
-    if result.is_proven or result.kind not in ("data", "unknown"):
+    if result.is_proven:
+        return result
+    if dtype == torch.float64 and not names.has_weight_dtype(dtype):
+        item = find_batch_item(frames, dtype)
+        if item is not None:  # modules passed on the dtype of the batch
+            search.key = item.key
+            return search.follow_collators() or result
+    if result.kind not in ("data", "unknown"):
         return result
     return search.follow_collators() or result
 
@@ -143,6 +154,9 @@ class _Search:
     key      the last key or index with which the search looked into a container
     element  the position of the tensor in the tuple that a call returned
     buffer   the tensor that the search follows, if it is the buffer of a loss module
+    item_frames  the indexes of frames of collators and datasets, whose results are the items of
+             batches
+    inner_functions  the functions that made the items that the running collator gets
     """
 
     def __init__(self, frames: Sequence[CallFrame], dtype: torch.dtype, names: ModelNames) -> None:
@@ -158,6 +172,8 @@ class _Search:
         self.element: int | None = None
         self.promotions: list[Promotion] = []
         self.buffer: torch.Tensor | None = None
+        self.item_frames: set[int] = set()
+        self.inner_functions: Sequence[Any] = ()
 
     def follow(self, node: ast.AST, index: int, line: int | None = None) -> Producer:
         """`line` is the line at which the expression was evaluated. The default is the running
@@ -282,7 +298,7 @@ class _Search:
                 return self.follow(operand, index, line)
         results = []
         for operand in nodes:
-            if not isinstance(operand, (ast.Call, ast.BinOp, ast.Name, ast.Attribute)):
+            if not isinstance(operand, _FOLLOWED_OPERANDS):
                 continue
             if read_value(operand, frame) is UNKNOWN:
                 count = len(self.promotions)
@@ -315,24 +331,43 @@ class _Search:
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values):
                 if key is not None and read_value(key, frame) == self.key:
-                    result = self.follow(value, index, line)
-                    is_creation = result.kind == "creation" and not is_tensor(
-                        read_value(value, frame)
-                    )
-                    return replace(result, is_proven=True) if is_creation else result
+                    return self.follow_item(value, index, line)
             return self.producer("data", node, index)
         part = node.value if isinstance(node, ast.DictComp) else node.elt  # type: ignore[attr-defined]
         cast = find_cast(part, frame, self.dtype)
         if cast is not None:
             return self.producer("cast", cast, index, is_proven=True)
+        row_result = self.follow_row(part, index, line)
+        if row_result is not None:
+            return row_result
         if isinstance(part, ast.Call):
             result = self.follow_call(part, index, line)
             if result.is_proven:
                 return result
         return self.producer("data", node, index)
 
+    def follow_row(self, part: ast.AST, index: int, line: int) -> Producer | None:
+        """If a collator reads `row[key]` of each row, continues the search in the dataset, which
+        made the rows.
+        """
+        if index not in self.item_frames:
+            return None
+        for node in ast.walk(part):
+            match node:
+                case ast.Subscript(ast.Name(), ast.Constant(key)):
+                    functions = self.inner_functions
+                    element = None
+                    if isinstance(key, int):
+                        element = key
+                    self.key = key
+                    return self.follow_item_functions(functions, element, index, line)
+        return None
+
     def follow_call(self, node: ast.Call, index: int, line: int) -> Producer:
         frame = self.frame_at(index, line)
+        if isinstance(node.func, ast.Name) and node.func.id == "next" and node.args:
+            result = self.follow_next_item(node, index, line)
+            return result or self.producer("data", node, index)
         function = read_function(node.func, frame)
         if isinstance(function, nn.Module):
             return self.follow_module(function, node, index, line)
@@ -353,7 +388,7 @@ class _Search:
         )
         if result is not None:
             return result
-        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        arguments = _arguments(node)
         if arguments and not frame.is_user_code:
             # a helper of a library: its first argument, if it has the dtype
             value = read_value(arguments[0], frame)
@@ -366,15 +401,14 @@ class _Search:
         return self.follow_wide_argument(node, index, line) or self.producer("call", node, index)
 
     def follow_wide_argument(self, node: ast.Call, index: int, line: int) -> Producer | None:
-        """Continues the search at the arguments of a library's function if it gets tensors of
-        several dtypes, as `scheduler.add_noise(latents, noise, step)` may do. Its result then has
-        the widest of these dtypes.
+        """Continues the search at the arguments of a library's function, if the widest of its
+        tensors has the wanted dtype: `scheduler.add_noise(latents, noise, step)` promotes.
         """
         frame = self.frame_at(index, line)
-        values = [(argument, read_value(argument, frame)) for argument in node.args]
+        values = [(argument, read_value(argument, frame)) for argument in _arguments(node)]
         tensors = [(argument, value.dtype) for argument, value in values if is_tensor(value)]
         dtypes = {dtype for _, dtype in tensors if dtype.is_floating_point}
-        if len(dtypes) < 2 or max(dtypes, key=lambda dtype: dtype.itemsize) != self.dtype:
+        if max(dtypes, key=lambda dtype: dtype.itemsize, default=None) != self.dtype:
             return None
         argument = next(argument for argument, dtype in tensors if dtype == self.dtype)
         result = self.follow(argument, index, line)
@@ -398,6 +432,9 @@ class _Search:
             if dtype is None:  # a call that changes only the device
                 return self.follow(method.value, index, line)
             return self.producer("cast", node, index, is_proven=dtype == self.dtype)
+        is_in_item = index in self.item_frames
+        if owner is UNKNOWN and is_in_item and method.attr in DTYPE_KEEPING_METHODS:
+            return self.follow(method.value, index, line)
         if owner is torch and method.attr in CREATION_FUNCTIONS:
             is_proven = is_tensor(result) and result.dtype == self.dtype
             return self.producer("creation", node, index, is_proven=is_proven)
@@ -467,10 +504,19 @@ class _Search:
         return None
 
     def follow_returned(
-        self, function: Any, call: ast.Call | None, index: int, line: int | None = None
+        self,
+        function: Any,
+        call: ast.Call | None,
+        index: int,
+        line: int | None = None,
+        *,
+        is_item: bool = False,
     ) -> Producer | None:
         """Searches the values that a function of the user's code returned. Returns None unless the
         source code proves that a value has the dtype.
+
+        is_item  whether the function is a collator or a method of a dataset. The expression that it
+                 returns under the wanted key then gave the tensor its dtype.
         """
         if line is None:
             line = self.frames[index].line
@@ -481,13 +527,16 @@ class _Search:
         new_index = len(self.frames)
         self.frames.append(frame)
         self.callers[new_index] = (index, call, line)
+        if is_item:
+            self.item_frames.add(new_index)
         element = self.element
         self.element = None
         values = list(_returned_values(frame.scope))
         for value in values:
             if isinstance(value, ast.Tuple) and element is not None and element < len(value.elts):
-                value = value.elts[element]
-            result = self.follow(value, new_index, value.lineno)
+                result = self.follow_item(value.elts[element], new_index, value.lineno)
+            else:
+                result = self.follow(value, new_index, value.lineno)
             if result.is_proven:
                 return result
         for code in _code_of_result(frame.scope, values) if call is None else ():
@@ -495,6 +544,19 @@ class _Search:
             if cast is not None:
                 return self.producer("cast", cast, new_index, is_proven=True)
         return None
+
+    def follow_item(self, node: ast.expr, index: int, line: int) -> Producer:
+        """Continues the search at an element of a tuple or dict that a function returns. In a
+        collator or dataset, an expression of an unknown dtype gave the tensor its dtype.
+        """
+        result = self.follow(node, index, line)
+        value = read_value(node, self.frame_at(index, line))
+        is_creation = result.kind == "creation" and not is_tensor(value)
+        if is_creation or (index in self.item_frames and not is_tensor(value)):
+            if result.kind == "unknown":
+                result = self.producer("data", node, index)
+            return replace(result, is_proven=True)
+        return result
 
     def read_arguments(
         self, function: Any, call: ast.Call | None, index: int, line: int
@@ -545,12 +607,21 @@ class _Search:
             result = self.follow_previous_layer(index)
             if result is not None:
                 return result
+        item = self.find_assigned_item(scope, name, index, line)
+        if item is not None:
+            return self.follow_item(item.value, index, item.lineno)
         if self.is_unchanged_argument(scope, name, index):
             return self.follow_argument(scope, name, node, index)
         for binding in _earlier_bindings(scope, name, line):
             if self.is_skipped(binding, scope, index) or self.has_other_dtype(binding, name, index):
                 continue  # in a branch that did not run
-            return self.follow_binding(binding, name, index)
+            result = self.follow_binding(binding, name, index)
+            if result.is_proven:
+                return result
+            return self.follow_earlier_pass(scope, name, index, line) or result
+        repeated = self.follow_earlier_pass(scope, name, index, line)
+        if repeated is not None:
+            return repeated
         if isinstance(scope, ast.Module):
             return self.producer("unknown", node, index)
         if name in _parameter_names(scope):
@@ -558,6 +629,46 @@ class _Search:
         if name not in frame.variables and name in frame.global_variables:
             return self.follow_global(node, name, frame)
         return self.producer("unknown", node, index)
+
+    def follow_earlier_pass(self, scope: Any, name: str, index: int, line: int) -> Producer | None:
+        """Continues the search at an assignment later in the body of the same loop, which gave the
+        name its value in the pass before. Returns None if this does not prove the dtype.
+        """
+        loops = [
+            node
+            for node in _walk_scope(scope)
+            if isinstance(node, (ast.For, ast.While)) and node.lineno < line <= _end_line(node)
+        ]
+        for loop in reversed(loops):
+            for binding in _walk_bindings(loop):
+                if binding.lineno <= line or name not in _bound_names(binding):
+                    continue
+                if self.is_skipped(binding, scope, index):
+                    continue
+                if self.has_other_dtype(binding, name, index):
+                    continue
+                result = self.follow_binding(binding, name, index)
+                if result.is_proven:
+                    return result
+        return None
+
+    def find_assigned_item(self, scope: Any, name: str, index: int, line: int) -> ast.Assign | None:
+        """Returns the last assignment `NAME[key] = value` before a line with the wanted key."""
+        if not isinstance(self.key, str):
+            return None
+        assignments = [
+            node
+            for node in _walk_scope(scope)
+            if isinstance(node, ast.Assign)
+            and _last_line(node) < line
+            and _assigns_item(node, name, self.key)
+        ]
+        for node in sorted(assignments, key=lambda node: node.lineno, reverse=True):
+            value = read_value(node.value, self.frame_at(index, node.lineno))
+            is_other = is_tensor(value) and value.dtype != self.dtype
+            if not is_other and not self.is_skipped(node, scope, index):
+                return node
+        return None
 
     def is_unchanged_argument(self, scope: Any, name: str, index: int) -> bool:
         """True if a parameter of a running function still holds the object that the caller passed.
@@ -631,9 +742,9 @@ class _Search:
                 self.callers[new_index] = (index, None, self.frames[index].line)
                 yield binding, new_index
 
-    def find_constructors(self, module: nn.Module, index: int) -> Iterator[tuple[ast.Call, int]]:
+    def find_constructors(self, module: object, index: int) -> Iterator[tuple[ast.Call, int]]:
         """Yields the calls that were assigned to a variable, or to an attribute of `self`, whose
-        value is this module. Each call comes with the index of its frame.
+        value is this module or dataset. Each call comes with the index of its frame.
         """
         frame = self.frames[index]
         for name in [name for name, value in frame.variables.items() if value is module]:
@@ -685,8 +796,8 @@ class _Search:
         return self.follow_assignment(binding, name, index)
 
     def follow_collators(self) -> Producer | None:
-        """Searches the collators of trainers and DataLoaders in the frames. A trainer reads the
-        batch in a function that has returned, so no assignment leads to the collator.
+        """Searches the collators and datasets of trainers and DataLoaders in the frames. A trainer
+        reads the batch in a function that has returned, so no assignment leads to the collator.
         """
         for index in range(self.running_count):
             frame = self.frames[index]
@@ -694,11 +805,12 @@ class _Search:
             functions = [stored.get("data_collator")]
             for value in (*frame.variables.values(), *stored.values()):
                 if isinstance(value, torch.utils.data.DataLoader):
-                    functions.append(value.collate_fn)
-            for function in functions:
-                result = self.follow_returned(function, None, index)
-                if result is not None:
-                    return replace(result, passed="", passed_at="")
+                    functions += list(_item_functions(value))
+            if functions[0] is not None:
+                functions += list(_item_functions(stored.get("train_dataset")))
+            result = self.follow_item_functions(functions, None, index, frame.line)
+            if result is not None:
+                return replace(result, passed="", passed_at="")
         return None
 
     def follow_previous_layer(self, index: int) -> Producer | None:
@@ -718,32 +830,91 @@ class _Search:
         return None
 
     def follow_loop(self, binding: Any, name: str, index: int) -> Producer:
-        """Continues the search in the functions that make the items of a `for` loop: a generator, a
-        collator, or the `__getitem__` of a dataset.
-        """
-        iterable = binding.iter
-        while isinstance(iterable, ast.Call) and iterable.args:
-            if _source(iterable.func).rpartition(".")[2] not in _ITERATION_WRAPPERS:
-                break
-            iterable = iterable.args[0]
+        """Continues the search at the values over which a `for` loop iterates."""
+        iterable = _unwrap_iterable(binding.iter)
         target = binding.target
         if isinstance(target, ast.Tuple) and iterable is not binding.iter:
             target = target.elts[-1]
-        self.element = _position_in(target, name)
-        frame = self.frame_at(index, binding.lineno)
+        element = _position_in(target, name)
+        result = self.follow_items(iterable, element, index, binding.lineno)
+        return result or self.producer("data", binding.iter, index)
+
+    def follow_next_item(self, node: ast.Call, index: int, line: int) -> Producer | None:
+        """Continues the search at the iterable of `next(iterator)`."""
+        iterable = _unwrap_iterable(node.args[0])
+        if isinstance(iterable, ast.Name) and iterable is node.args[0]:
+            call = find_assigned_call(iterable, replace(self.frames[index], line=line))
+            iterable = iterable if call is None else _unwrap_iterable(call)
+        element = self.element
+        self.element = None
+        return self.follow_items(iterable, element, index, line)
+
+    def follow_items(
+        self, iterable: ast.AST, element: int | None, index: int, line: int
+    ) -> Producer | None:
+        """Continues the search in the functions that make the items of an iterable: a generator, a
+        collator, or the `__getitem__` of a dataset.
+        """
+        frame = self.frame_at(index, line)
         value = read_value(iterable, frame)
         functions = list(_item_functions(value))
-        if isinstance(iterable, ast.Call):
-            functions.append(read_function(iterable.func, frame))
-        element = self.element
-        for function in functions:
+        calls = [(iterable, index)] if isinstance(iterable, ast.Call) else []
+        if isinstance(value, torch.utils.data.DataLoader):
+            calls += list(self.find_constructors(value, index))
+        for call, call_index in calls:
+            function = read_function(call.func, self.frames[call_index])
+            if isinstance(function, FunctionType):  # a generator
+                self.element = element
+                result = self.follow_returned(function, call, index, line)
+                if result is not None:
+                    return result
+            result = self.follow_tensor_dataset(call, element, call_index)
+            if result is not None:
+                return result
+            functions += list(_item_functions_of_call(call, self.frames[call_index]))
+        result = self.follow_item_functions(functions, element, index, line)
+        is_plain_name = isinstance(iterable, ast.Name) and not functions and element is None
+        if result is None and is_plain_name:
+            plain = self.follow(iterable, index, line)
+            return plain if plain.is_proven else None
+        return result
+
+    def follow_item_functions(
+        self, functions: Sequence[Any], element: int | None, index: int, line: int
+    ) -> Producer | None:
+        """Continues the search at the values that a collator or a dataset returns. The first
+        functions return what the later ones made.
+        """
+        for number, function in enumerate(functions):
             self.element = element
-            call = iterable if isinstance(iterable, ast.Call) else None
-            result = self.follow_returned(function, call, index, binding.lineno)
+            self.inner_functions = functions[number + 1 :]
+            result = self.follow_returned(function, None, index, line, is_item=True)
             if result is not None:
                 return result
         self.element = None
-        return self.producer("data", binding.iter, index)
+        return None
+
+    def follow_tensor_dataset(
+        self, call: ast.Call, element: int | None, index: int
+    ) -> Producer | None:
+        """Continues the search at the tensor that was passed to a `TensorDataset`. `call` made the
+        dataset, or a DataLoader for it.
+        """
+        frame = self.frames[index]
+        if element is None:
+            return None
+        if read_function(call.func, frame) is torch.utils.data.TensorDataset:
+            if element < len(call.args):
+                return self.follow(call.args[element], index, call.lineno)
+            return None
+        for part in _iterate_arguments(call):
+            if isinstance(part, ast.Call):
+                return self.follow_tensor_dataset(part, element, index)
+            value = read_value(part, frame)
+            if isinstance(value, torch.utils.data.TensorDataset):
+                for inner, inner_index in self.find_constructors(value, index):
+                    return self.follow_tensor_dataset(inner, element, inner_index)
+        return None
 
     def follow_assignment(self, binding: ast.Assign, name: str, index: int) -> Producer:
         value = _assigned_expression(binding, name)
@@ -812,6 +983,7 @@ class _Search:
         """
         if index in self.callers or not isinstance(value, torch.Tensor):
             return self.producer("unknown", node, index)
+        self.key = name
         for number in range(outer, -1, -1):
             frame = self.frames[number]
             call = frame.expression
@@ -866,6 +1038,13 @@ def _assigned_expression(binding: ast.Assign, name: str) -> ast.expr | None:
             if isinstance(element, ast.Name) and element.id == name:
                 return part
     return value if isinstance(value, ast.Call) else None
+
+
+def _assigns_item(node: ast.Assign, name: str, key: str) -> bool:
+    match node.targets[0]:
+        case ast.Subscript(ast.Name(owner), ast.Constant(value)):
+            return owner == name and value == key
+    return False
 
 
 def _is_name(node: ast.AST, name: str) -> bool:
@@ -947,6 +1126,11 @@ def _read_default(scope: Any, name: str) -> Any:
     return default.value if isinstance(default, ast.Constant) else UNKNOWN
 
 
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    """Returns the expressions that a call passes by position and by keyword."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
 def _iterate_arguments(call: ast.Call) -> Iterator[ast.expr]:
     """Yields the expressions of a call's arguments, with `**` arguments as an `ast.Starred`."""
     yield from call.args
@@ -972,14 +1156,48 @@ def _as_function(value: Any) -> Any:
 
 
 def _item_functions(value: Any) -> Iterator[Any]:
-    """Yields the functions that make the items of a DataLoader or dataset."""
+    """Yields the functions that make the items of a DataLoader or dataset. A class of the user's
+    code stands for its objects.
+    """
     if isinstance(value, torch.utils.data.DataLoader):
         yield value.collate_fn
         value = value.dataset
+    while isinstance(value, torch.utils.data.Subset):
+        value = value.dataset
     for name in ("__getitem__", "__iter__"):
-        method = getattr(type(value), name, None)
-        if isinstance(method, FunctionType):
-            yield MethodType(method, value)
+        if isinstance(value, type):
+            yield getattr(value, name, None)
+        else:
+            method = getattr(type(value), name, None)
+            if isinstance(method, FunctionType):
+                yield MethodType(method, value)
+
+
+def _item_functions_of_call(call: ast.Call, frame: CallFrame) -> Iterator[Any]:
+    """Yields the functions that make the items of the DataLoader that a call created. The arguments
+    of the call may create its dataset.
+    """
+    collator = node_keyword(call, "collate_fn")
+    if collator is not None:
+        yield _as_function(read_function(collator, frame))
+    for part in _iterate_arguments(call):
+        if part is collator:
+            continue
+        if isinstance(part, ast.Call):  # as in `DataLoader(Table(path))`
+            value = read_function(part.func, frame)
+            if isinstance(value, type):
+                yield from _item_functions(value)
+        elif isinstance(part, (ast.Name, ast.Attribute)):
+            yield from _item_functions(read_value(part, frame))
+
+
+def _unwrap_iterable(iterable: ast.AST) -> ast.AST:
+    """Returns the iterable inside of `enumerate`, `tqdm`, `iter` and others."""
+    while isinstance(iterable, ast.Call) and iterable.args:
+        if _source(iterable.func).rpartition(".")[2] not in _ITERATION_WRAPPERS:
+            break
+        iterable = iterable.args[0]
+    return iterable
 
 
 def _returned_values(scope: Any) -> Iterator[ast.expr]:
@@ -1031,6 +1249,10 @@ def _walk_bindings(scope: ast.AST) -> Iterator[Any]:
         )
         if is_assignment or isinstance(node, (ast.For, ast.AsyncFor)):
             yield node
+
+
+def _end_line(node: Any) -> int:
+    return int(node.end_lineno)
 
 
 def _last_line(binding: Any) -> int:

@@ -47,6 +47,12 @@ from .producers import (
     find_constructor_argument,
     find_producer,
 )
+from .recomputation import (
+    Recomputation,
+    find_changed_states,
+    find_inner_autocast,
+    find_recomputation,
+)
 from .settings import find_arguments_without_autocast, is_prepared_model
 
 _format_finding = load_finding_formatter(SHEET)
@@ -320,43 +326,103 @@ def find_compiled_operands(evidence: Evidence) -> Finding | None:
 
 
 def find_changed_checkpoint(evidence: Evidence) -> Finding | None:
+    """Finds a second run of a checkpointed function whose dtypes are not those of the first."""
     if type(evidence.error).__name__ != "CheckpointError":
+        return None
+    recomputation = find_recomputation(evidence.frames)
+    if recomputation is None:
         return None
     saved = re.search(r"saved metadata: .*'dtype': (torch\.\w+)", evidence.message)
     recomputed = re.search(r"recomputed metadata: .*'dtype': (torch\.\w+)", evidence.message)
-    if saved is None or recomputed is None or saved[1] == recomputed[1]:
+    if saved is None or recomputed is None:
+        if "different number of tensors" not in evidence.message:
+            return None
+        facts = _describe_changes(evidence, recomputation, None)
+        if not facts["decided"]:
+            return None  # the dtypes may be those of forward
+        return _make_finding("RN019", evidence, saved="", recomputed="", layer="", **facts)
+    if saved[1] == recomputed[1]:
         return None
-    function, content = _checkpointed_function(evidence)
-    creation = find_default_dtype_creation(evidence.frames, content)
     return _make_finding(
         "RN019",
         evidence,
-        creation="" if creation is None else creation.text,
-        creation_at="" if creation is None else creation.location,
-        setter="" if creation is None else creation.function,
         saved=format_dtype(saved[1]),
         recomputed=format_dtype(recomputed[1]),
-        function=function,
+        layer="",
+        **_describe_changes(evidence, recomputation, to_torch(format_dtype(recomputed[1]))),
     )
 
 
-def _checkpointed_function(evidence: Evidence) -> tuple[str, Any]:
-    """Returns the checkpointed function or module, and its name. Both are read from the closure
-    with which torch runs the forward again.
+def find_failed_recomputation(evidence: Evidence) -> Finding | None:
+    """Finds an operator that fails when a checkpointed function runs again in backward. The same
+    operator did not fail in forward.
     """
-    for frame in reversed(evidence.frames):
-        holder = frame.variables.get("frame")
-        recompute = getattr(holder, "recompute_fn", None)
-        cells = getattr(recompute, "__closure__", None) or ()
-        for cell in cells:
-            content = cell.cell_contents
-            if isinstance(content, nn.Module):
-                path = evidence.names.module_path(content)
-                return (f"{type(content).__name__} {path}" if path.isdigit() else path), content
-            name = getattr(content, "__qualname__", None)
-            if name is not None and not content.__module__.startswith("torch"):
-                return str(name), content
-    return "the checkpointed function", None
+    operands = _floating(evidence)
+    recomputation = find_recomputation(evidence.frames)
+    if recomputation is None or not _differ(operands) or not evidence.in_backward:
+        return None
+    weights = [operand for operand in operands if operand.path]
+    others = [operand for operand in operands if not operand.path]
+    if not weights or not others:
+        weights = [_first_of_other_dtype(operands)]
+        others = [operands[0]]
+    evidence.producer_of(others[0])  # shown with the operands
+    is_weight_changed = any(
+        tensor.is_floating_point() and tensor.dtype != weights[0].dtype
+        for tensor in recomputation.inputs
+    )
+    cast_dtype = weights[0].dtype if is_weight_changed else None
+    facts = _describe_changes(evidence, recomputation, cast_dtype)
+    if not facts["changes"]:
+        return None
+    return _make_finding(
+        "RN019",
+        evidence,
+        saved=others[0].dtype_name,
+        recomputed=weights[0].dtype_name,
+        layer=weights[0].path or weights[0].label,
+        **facts,
+    )
+
+
+def _describe_changes(
+    evidence: Evidence, recomputation: Recomputation, cast_dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """Returns what may have changed the dtypes of a checkpointed function between forward and
+    backward. `decided` names the kind of the only change that was found, or is "".
+
+    cast_dtype  the dtype to which the weights may have been cast
+    """
+    frames = evidence.frames
+    creation = find_default_dtype_creation(frames, recomputation.content)
+    states = find_changed_states(recomputation, frames)
+    region = find_inner_autocast(recomputation)
+    cast = None
+    if cast_dtype is not None and recomputation.module is not None:
+        cast = find_only_model_cast(frames, cast_dtype, recomputation.module)
+    if cast is not None and not cast.function:
+        cast = None  # the main code casts the model before forward
+    changes = {}
+    if creation is not None:
+        changes["creation"] = f"`{creation.text}` ({creation.location})"
+    if cast is not None:
+        changes["cast"] = f"`{cast.text}` in {cast.function} ({cast.location})"
+    for state in states:
+        kind = "cache" if state.is_inside else "state"
+        changes[kind] = f"`{state.text}` ({state.location})"
+    if region is not None and not states:
+        changes["region"] = f"`{region[0]}` ({region[1]})"
+    is_decided = len(changes) == 1 and len(states) < 2
+    return {
+        "decided": next(iter(changes)) if is_decided else "",
+        "change": next(iter(changes.values())) if is_decided else "",
+        "changes": "; ".join(changes.values()),
+        "setter": "" if creation is None else creation.function,
+        "function": recomputation.describe(evidence.names),
+        "device": evidence.device,
+        "target": "" if cast_dtype is None else str(cast_dtype),
+        "read": states[0].name if states else "",
+    }
 
 
 def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
@@ -418,9 +484,9 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
     if states <= parameters and set(facts.gradients) <= parameters and len(parameters) < 2:
         return None
     cast = None
-    if not states <= parameters and len(parameters) == 1:
+    write = find_state_write(evidence.frames)
+    if write is None and not states <= parameters and len(parameters) == 1:
         cast = find_model_cast(evidence.frames, facts.class_name, next(iter(parameters)))
-    write = find_state_write(evidence.frames) if cast is None else None
     return _make_finding(
         "RN007",
         evidence,
@@ -432,7 +498,7 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
         write_at="" if write is None else write.location,
         load="",
         load_at="",
-        holder="",
+        holder=_name_of_optimizer(evidence, facts.optimizer),
         saved="",
         created="",
         device=_first_device(facts.optimizer),
@@ -442,6 +508,15 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
         parameters_dtype=_join_dtypes(facts.parameters),
         gradients=_join_dtypes(facts.gradients),
     )
+
+
+def _name_of_optimizer(evidence: Evidence, optimizer: torch.optim.Optimizer) -> str:
+    """Returns the variable of the user's code that holds the optimizer."""
+    for frame in reversed(evidence.frames):
+        for name, value in frame.variables.items():
+            if frame.is_user_code and value is optimizer and name != "self":
+                return name
+    return "optimizer"
 
 
 def find_cast_of_loaded_states(evidence: Evidence) -> Finding | None:
@@ -1190,6 +1265,7 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         "RN001",
         evidence,
         hook=producer.hook,
+        item=_item_cast(producer, str(weight.dtype)),
         promoted="" if promotion is None else _brackets(promotion.operand),
         promoted_at="" if promotion is None else promotion.location,
         layer=weight.path.rpartition(".")[0] or evidence.module_path,
@@ -1210,6 +1286,17 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         target=str(weight.dtype),
         **_explain_weights(evidence, operand, weight, producer),
     )
+
+
+def _item_cast(producer: Producer, target: str) -> str:
+    """Returns code that casts a tensor where a dataset, a collator or the main code makes it. A
+    dataset may also return arrays of NumPy or numbers, which a collator makes tensors.
+    """
+    if not producer.is_proven or producer.kind not in ("creation", "data", "call"):
+        return ""
+    if producer.text.startswith("torch."):
+        return f"{producer.text}.to({target})"
+    return f"torch.as_tensor({producer.text}, dtype={target})"
 
 
 def _explain_weights(
@@ -1327,6 +1414,7 @@ def find_mixed_operands(evidence: Evidence) -> Finding | None:
 RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_compiled_operands,
     find_changed_checkpoint,
+    find_failed_recomputation,
     find_scaler_over_halves,
     find_stale_optimizer_states,
     find_cast_of_loaded_states,

@@ -1,0 +1,188 @@
+"""Finds what changed between forward and backward in a function under gradient checkpointing, which
+runs again in backward.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .expressions import node_keyword
+from .frames import CallFrame, make_returned_frame
+from .model_casts import iterate_user_files
+from .modules import ModelNames
+from .producers import find_assigned_call
+
+_CHECKPOINT_FILE = "torch/utils/checkpoint.py"
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedState:
+    """A statement that changes what a checkpointed function reads.
+
+    name       the attribute or global variable that it writes
+    is_inside  whether the checkpointed function itself contains the statement
+    """
+
+    name: str
+    text: str
+    location: str
+    is_inside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """The second run of a checkpointed function.
+
+    content  the checkpointed function or module
+    inputs   the tensors that forward saved for the second run
+    """
+
+    content: Any
+    inputs: Sequence[torch.Tensor]
+
+    def describe(self, names: ModelNames) -> str:
+        if self.module is not None:
+            path = names.module_path(self.module)
+            return f"{type(self.module).__name__} {path}" if path.isdigit() else path
+        return str(getattr(self.content, "__qualname__", "the checkpointed function"))
+
+    @property
+    def module(self) -> nn.Module | None:
+        owner = getattr(self.content, "__self__", self.content)
+        return owner if isinstance(owner, nn.Module) else None
+
+    def iterate_code(self) -> Iterator[CallFrame]:
+        """Yields frames for the functions of the user's code that run again: the function, or the
+        methods of the module and of its submodules.
+        """
+        functions = [] if isinstance(self.content, nn.Module) else [self.content]
+        for module in () if self.module is None else self.module.modules():
+            functions += [value for key, value in vars(type(module)).items() if key != "__init__"]
+        for function in dict.fromkeys(filter(callable, functions)):
+            frame = make_returned_frame(function, {})
+            if frame is not None:
+                yield frame
+
+
+def find_recomputation(frames: Sequence[CallFrame]) -> Recomputation | None:
+    """Returns the checkpointed function that torch was running again, or whose second run torch
+    compared with the first one. Returns None if there is none.
+    """
+    for frame in reversed(frames):
+        if not frame.file.replace("\\", "/").endswith(_CHECKPOINT_FILE):
+            continue
+        variables = frame.variables
+        if frame.function == "recompute_fn":
+            return _make_recomputation(variables.get("fn"), variables.get("args"))
+        if frame.function == "backward":
+            function = getattr(variables.get("ctx"), "run_function", None)
+            return _make_recomputation(function, variables.get("detached_inputs"))
+        recompute = getattr(variables.get("frame"), "recompute_fn", None)
+        names = getattr(getattr(recompute, "__code__", None), "co_freevars", ())
+        for name, cell in zip(names, getattr(recompute, "__closure__", None) or ()):
+            if name == "fn":
+                return _make_recomputation(cell.cell_contents, ())
+    return None
+
+
+def _make_recomputation(content: Any, inputs: Any) -> Recomputation:
+    while isinstance(content, functools.partial):
+        content = content.func
+    is_tensor = [isinstance(item, torch.Tensor) for item in inputs or ()]
+    return Recomputation(content, [item for item, keep in zip(inputs or (), is_tensor) if keep])
+
+
+def find_changed_states(
+    recomputation: Recomputation, frames: Sequence[CallFrame]
+) -> list[ChangedState]:
+    """Returns the statements of the user's files that write an attribute or a global variable which
+    the checkpointed function reads.
+    """
+    attributes: set[str] = set()
+    variables: set[str] = set()
+    inner_lines: set[tuple[str, int]] = set()
+    for frame in recomputation.iterate_code():
+        for node in ast.walk(frame.scope or ast.Module([], [])):
+            inner_lines.add((frame.file, getattr(node, "lineno", 0)))
+            match node:
+                case ast.Attribute(ast.Name("self"), name, ast.Load()):
+                    attributes.add(name)
+                case ast.Name(name, ast.Load()) if name not in frame.code.co_varnames:
+                    variables.add(name)
+    states: dict[str, ChangedState] = {}
+    for file, tree, module_frame in iterate_user_files(frames):
+        first_line = _line_after_forward(file, frames)
+        for node in _iterate_later_statements(tree, first_line):
+            name = _written_name(node, attributes, variables)
+            is_inside = (file, node.lineno) in inner_lines
+            if name and (is_inside or name not in states):
+                source = ast.unparse(node)
+                text = source if len(source) <= 40 else f"{source.partition('=')[0].strip()} = ..."
+                states[name] = ChangedState(name, text, module_frame.location_of(node), is_inside)
+    return list(states.values())
+
+
+def _line_after_forward(file: str, frames: Sequence[CallFrame]) -> int | None:
+    """Returns the line of the main code that computed the loss, if the code then runs `backward` in
+    a statement of its own. Otherwise returns None.
+    """
+    for frame in frames:
+        if frame.file != file or not isinstance(frame.scope, ast.Module):
+            continue
+        for node in ast.walk(frame.statement or ast.Module([], [])):
+            match node:
+                case ast.Call(ast.Attribute(ast.Name() as loss, "backward"), _):
+                    call = find_assigned_call(loss, frame)
+                    return None if call is None else call.lineno
+    return None
+
+
+def _iterate_later_statements(tree: ast.Module, first_line: int | None) -> Iterator[Any]:
+    """Yields the assignments of a file that may run after the forward: those in functions, except
+    `__init__`, and those of the main code from a line on.
+    """
+    pending: list[tuple[Any, bool]] = [(tree, True)]
+    while pending:
+        node, is_main = pending.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if node.name == "__init__":
+                continue
+            is_main = False
+        is_assignment = isinstance(node, (ast.Assign, ast.AugAssign))
+        if is_assignment and (not is_main or (first_line and node.lineno >= first_line)):
+            yield node
+        pending.extend((child, is_main) for child in ast.iter_child_nodes(node))
+
+
+def _written_name(node: Any, attributes: set[str], variables: set[str]) -> str:
+    """Returns the attribute or global variable that an assignment writes, if it is one of these."""
+    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+    match target:
+        case ast.Attribute(_, name) if name in attributes:
+            return name
+        case ast.Subscript(ast.Name(name), _) if name in variables:
+            return name
+        case ast.Subscript(ast.Attribute(_, name), _) if name in attributes:
+            return name
+    return ""
+
+
+def find_inner_autocast(recomputation: Recomputation) -> tuple[str, str] | None:
+    """Returns the autocast region inside the checkpointed function that a variable switches on, and
+    its place.
+    """
+    for frame in recomputation.iterate_code():
+        for node in ast.walk(frame.scope or ast.Module([], [])):
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("autocast"):
+                continue
+            enabled = node_keyword(node, "enabled")
+            if enabled is not None and not isinstance(enabled, ast.Constant):
+                return ast.unparse(node), frame.location_of(node)
+    return None
