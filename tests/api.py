@@ -115,7 +115,7 @@ INNER = {
     "isotype.lora.mlp": "lora_mlp",
     "isotype.lora.products": (
         "LORA_KERNELS=KERNELS add_product_ can_run_few_rows few_rows_product"
-        " kernels_unavailable_reason product_fp32 scaled_product"
+        " keep_cast_adapters kernels_unavailable_reason product_fp32 scaled_product"
     ),
     "isotype.lora.served": "served_merged_weight=merged_weight",
     "isotype.lora.quantised": "PackedLinear dequantise_weight forward_4bit packed_product",

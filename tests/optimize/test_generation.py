@@ -15,6 +15,7 @@ from tests.api import (
     batch_prompts,
     can_skip_padding,
     generate_samples,
+    keep_cast_adapters,
     kernels_unavailable_reason,
 )
 from tests.optimize.models import VOCABULARY, tiny
@@ -48,19 +49,95 @@ def logits(model):
 def test_the_products_of_a_token_run_in_the_kernel(targets, monkeypatch):
     model = adapted_model("bf16-lora", targets)
     forwards = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
-    shapes = []
-    kernel = LORA_KERNELS.calls["few_rows"]
-
-    def counted(*arguments):
-        shapes.append(arguments[6])
-        return kernel(*arguments)
-
-    monkeypatch.setitem(LORA_KERNELS.calls, "few_rows", counted)
+    rows = []
+    for name, rows_position in (("few_rows", 6), ("project_rows", 8)):
+        count_rows(monkeypatch, name, rows_position, rows)
     model.generate(input_ids=PROMPT, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    # two layers of seven products and the head; the head computes the last row of the prompt too
-    assert shapes.count(1) == 2 * (2 * 7 + 1) + 1
+    # two layers and the head; the head computes the last row of the prompt too. In a layer, the
+    # products of q, k and v are one call if all have an adapter, and so are those of gate and up
+    calls = 4 if targets == "all-linear" else 6
+    assert rows.count(1) == 2 * (2 * calls + 1) + 1
     after = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
     assert after == forwards
+
+
+def count_rows(monkeypatch, name, rows_position, rows):
+    kernel = LORA_KERNELS.calls[name]
+
+    def counted(*arguments):
+        rows.append(arguments[rows_position])
+        return kernel(*arguments)
+
+    monkeypatch.setitem(LORA_KERNELS.calls, name, counted)
+
+
+row_kernels = pytest.mark.skipif(not LORA_KERNELS.load(), reason="no C++ compiler")
+
+
+@row_kernels
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "gate_proj"]])
+def test_layers_with_the_same_input_are_one_call_with_the_same_logits(targets, monkeypatch):
+    model = adapted_model("fp32", targets)
+    rows = []
+    count_rows(monkeypatch, "project_rows", 8, rows)
+    answer = model.generate(
+        PROMPT.repeat(3, 1),
+        max_new_tokens=4,
+        min_new_tokens=4,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    # two layers: q, k and v (or q, and v), the output, gate and up, and down. The prompt has too
+    # many rows
+    assert rows == [3] * (3 * 2 * 4)
+    with torch.no_grad():
+        expected = model(answer.sequences[:, :-1]).logits[:, -4:]
+    torch.testing.assert_close(torch.stack(answer.logits, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def replace_weight(attention):
+    attention.q_proj.base_layer.weight = torch.nn.Parameter(attention.q_proj.base_layer.weight * 2)
+
+
+CHANGES = {
+    "an adapter is disabled": lambda layer: layer.self_attn.k_proj.enable_adapters(False),
+    "another weight": lambda layer: replace_weight(layer.self_attn),
+    "the memory of a weight": lambda layer: setattr(
+        layer.mlp.down_proj.base_layer.weight, "data", layer.mlp.down_proj.base_layer.weight * 2
+    ),
+    "another scale": lambda layer: layer.self_attn.v_proj.set_scale("default", 3.0),
+    "a hook": lambda layer: layer.mlp.up_proj.register_forward_hook(lambda *call: call[2] * 2),
+    "autocast": lambda layer: torch.set_autocast_enabled("cpu", True),
+}
+
+
+@row_kernels
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_two_tokens_take_effect(change, monkeypatch):
+    layer = adapted_model("fp32").base_model.model.model.layers[0]
+    x = torch.randn(3, 1, layer.mlp.down_proj.out_features)
+    rows = []
+    count_rows(monkeypatch, "project_rows", 8, rows)
+
+    def outputs():
+        attention = layer.self_attn
+        return [attention.q_proj(x), attention.k_proj(x), attention.v_proj(x), layer.mlp(x)]
+
+    with torch.no_grad():
+        try:
+            with keep_cast_adapters():
+                before = outputs()
+                assert rows == [3, 3, 3]
+                CHANGES[change](layer)
+                after = outputs()
+            expected = outputs()
+        finally:
+            torch.set_autocast_enabled("cpu", False)
+    for got, exact in zip(after, expected, strict=True):
+        assert got.dtype == exact.dtype
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+    assert not all(map(torch.equal, before, after))
 
 
 @kernels

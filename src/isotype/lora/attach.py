@@ -34,9 +34,10 @@ from ..instance_method import InstanceMethod, Placement
 from ..ops.backend import autocast_dtype
 from ..ops.recomputed_layer import mark_layer_hooked, running_checkpointed_layers
 from .dora import apply_dora
+from .few_rows import RowLayers, can_run_row_layers, max_few_rows
 from .group import lora_group
 from .linear import LoraDtypes, Projection, apply_linear, resolve_dtypes
-from .products import linear_for_few_rows
+from .products import kept_row_layers, linear_for_few_rows
 from .quantised import (
     NotCopied,
     PackedLinear,
@@ -581,6 +582,10 @@ def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             return shared_output
     if torch._C._are_functorch_transforms_active():
         return _run_peft_forward(self, x)
+    if kept_row_layers() is not None:
+        token_output = _project_few_rows(self, x)
+        if token_output is not None:
+            return token_output
     projection = read_projection(self, x)
     if projection is None:
         projection = read_projection(self, x, allow_dora=True)
@@ -619,18 +624,153 @@ def _compute_with_siblings(
     if dtypes is None:
         return None
     y, *sibling_outputs = lora_group(x, projections, dtypes)
+    _store_sibling_outputs(siblings, x, sibling_outputs)
+    return y
+
+
+def _store_sibling_outputs(siblings: Sequence[Any], x: Tensor, outputs: Sequence[Tensor]) -> None:
     version = 0 if x.is_inference() else x._version
     grad_enabled = torch.is_grad_enabled()
-    for sibling, output in zip(siblings, sibling_outputs):
+    for sibling, output in zip(siblings, outputs):
         # through __dict__, since nn.Module's __setattr__ takes 2 us
         sibling.__dict__[_SHARED_OUTPUT] = _SharedOutput((x, output, version, grad_enabled))
-    return y
 
 
 class _SharedOutput(NotCopied, tuple[Any, ...]):
     """The stored output of a layer, as (x, the layer's output for x, the version of x, whether
     gradients were enabled).
     """
+
+
+# --- the few rows of a generated token
+
+
+class ReadLayer:
+    """What was read of a layer within a call of `generate`. `is_current` makes the same checks as
+    `read_projection`, and also compares the tensors.
+
+    plan  None for a layer without an adapter
+    """
+
+    __slots__ = ("adapters", "base", "forward", "layer", "plan", "projection", "weight_pointer")
+
+    def __init__(self, layer: Any, projection: Projection) -> None:
+        self.layer = layer
+        self.projection = projection
+        self.forward = layer.__dict__.get("forward")
+        self.weight_pointer = projection.weight.data_ptr()
+        self.plan: LayerPlan | None = None
+        self.base = layer
+        self.adapters: Any = None
+        if projection.a is not None:
+            plan: LayerPlan = layer.__dict__[_PLAN]
+            self.plan = plan
+            self.base = plan.base
+            self.adapters = layer._modules["lora_A"]._modules
+
+    def is_current(self) -> bool:
+        layer = self.layer
+        weight, bias, a, b, _, scale, _, _ = self.projection
+        parameters = self.base._parameters
+        plan = self.plan
+        is_same = (
+            parameters["weight"] is weight
+            and parameters["bias"] is bias
+            and weight.data_ptr() == self.weight_pointer
+            and layer.__dict__.get("forward") is self.forward
+        )
+        if plan is None or not is_same:
+            return is_same
+        served = layer.__dict__.get(_SERVED)
+        return (
+            not layer._disable_adapters
+            and not layer.merged_adapters
+            and layer._active_adapter == plan.active_adapters
+            and self.adapters.get(plan.adapter) is plan.a
+            and plan.a._parameters["weight"] is a
+            and plan.b._parameters["weight"] is b
+            and plan.base.__dict__.get("forward") is plan.forward
+            and layer.scaling[plan.adapter] == scale
+            and (type(plan.dropout) is nn.Identity or not plan.dropout.training)
+            and (served is None or not served.is_active)
+        )
+
+
+def find_row_layers(
+    kept: dict[Any, Any], key: Any, x: Tensor, read: Callable[[Any, Tensor], Any]
+) -> Any:
+    """Returns what `read(key, x)` returned in an earlier call of the same `generate`, if it can
+    compute this call and is still current. Otherwise the layers are read again. Returns None if the
+    call has to be computed in another way. If the layers could not be read once, they are not read
+    again in the same `generate`.
+    """
+    layers = kept.get(key, _UNREAD)
+    if layers is None:
+        return None
+    if layers is _UNREAD:
+        if torch.is_grad_enabled() or x.numel() > x.shape[-1] * max_few_rows(x.dtype):
+            return None
+    elif not layers.is_usable(x):
+        return None
+    elif layers.is_current():
+        return layers
+    layers = kept[key] = read(key, x)
+    if layers is None or not layers.is_usable(x):
+        return None
+    return layers
+
+
+_UNREAD = object()
+
+
+def _project_few_rows(layer: Any, x: Tensor) -> Tensor | None:
+    """Computes a layer and its siblings with the kernel for a few rows, and stores the outputs of
+    the siblings. Returns None if the kernel cannot compute them.
+    """
+    kept = kept_row_layers()
+    assert kept is not None
+    row_layers: RowLayers | None = find_row_layers(kept, layer, x, _read_with_siblings)
+    if row_layers is None:
+        return None
+    y, *sibling_outputs = row_layers.project(x)
+    if sibling_outputs:
+        _store_sibling_outputs(layer.__dict__[_SIBLINGS], x, sibling_outputs)
+    return y
+
+
+def _read_with_siblings(layer: Any, x: Tensor) -> RowLayers | None:
+    return read_row_layers((layer, *layer.__dict__.get(_SIBLINGS, ())), x)
+
+
+def read_row_layers(
+    layers: Sequence[Any], x: Tensor, *, allow_unadapted: bool = False
+) -> RowLayers | None:
+    """Reads layers that have the same input x. Returns None if the kernel for a few rows cannot
+    compute them all.
+
+    allow_unadapted  also reads linear layers without an adapter
+    """
+    projections = []
+    for layer in layers:
+        if is_running_fused(layer):
+            projection = read_projection(layer, x)
+            if projection is None:
+                return None
+        elif allow_unadapted and not is_lora(layer) and unadapted_layer_blocker(layer) is None:
+            projection = read_unadapted_projection(layer)
+        else:
+            return None
+        projections.append(projection)
+    if not can_run_row_layers(x, projections, shared_dtypes(x, projections)):
+        return None
+    states = [ReadLayer(layer, projection) for layer, projection in zip(layers, projections)]
+    return RowLayers(states, projections, x.dtype)
+
+
+def is_running_fused(layer: Any) -> bool:
+    """Whether the layer's forward is the one that `fuse_lora` attached."""
+    attributes = layer.__dict__
+    return FUSED in attributes and attributes.get("forward") is attributes[FUSED]
 
 
 # results of `projection_dtypes`; a model needs only a few, but several times per layer

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..ops.contract import OpContract
 from ..ops.kernel_cases import OpCase
-from .linear import adapted_product
+from .few_rows import RowLayers, can_run_row_layers
+from .linear import LoraDtypes, Projection, adapted_product
 from .products import add_product_, can_call_kernels_directly, product_fp32, scaled_product
 
 _SCALE = 0.5  # of the adapters
@@ -56,6 +57,21 @@ def _few_rows_reference(x: Tensor, weight: Tensor, xa: Tensor, b: Tensor) -> Ten
     return torch.addmm(x @ weight.t(), xa, b.t(), alpha=_SCALE)
 
 
+def _project_rows(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    projection = Projection(weight, None, a, b, None, _SCALE)
+    dtypes = LoraDtypes(x.dtype, x.dtype, widens_branch=False)
+    with torch.no_grad():
+        if can_run_row_layers(x, [projection], dtypes):
+            layers = RowLayers((), [projection], x.dtype)
+            if layers.is_usable(x):
+                return layers.project(x)[0]
+    return _project_rows_reference(x, weight, a, b)
+
+
+def _project_rows_reference(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return _few_rows_reference(x, weight, x @ a.t(), b)
+
+
 # In the contracts, T is the number of tokens, K and N are numbers of features, M is the rank in the
 # gradient of A, and R the rank elsewhere. F is any float dtype
 CASES = {
@@ -85,6 +101,15 @@ CASES = {
         ((16, 4096), (4096, 4096), (16, 16), (4096, 16)),
         ((5, 72), (39, 72), (5, 8), (39, 8)),
         dtypes=(torch.bfloat16,),
+    ),
+    "generation: x W + x A B of a few rows, with x A": OpCase(
+        "lora",
+        _project_rows,
+        _project_rows_reference,
+        OpContract("x: F[t k], weight: F[n k], a: F[r k], b: F[n r] -> F[t n]"),
+        ((12, 4096), (4096, 4096), (16, 4096), (4096, 16)),
+        ((5, 75), (39, 75), (7, 75), (39, 7)),
+        dtypes=(torch.float32, torch.bfloat16),
     ),
     "adapter: gradient": OpCase(
         "lora",

@@ -1,6 +1,8 @@
 // Exports the products of `ops/low_rank.h` for one layer.
 #include "low_rank.h"
 
+#include <omp.h>
+
 extern "C" void shrink(const uint16_t* x, const uint16_t* a, uint16_t* out, int64_t tokens, int64_t n, int64_t ranks, int64_t x_step,
                        int64_t a_rank_step, int64_t a_step, int64_t out_step, float scale, int threads) {
 #ifdef NATIVE
@@ -132,4 +134,152 @@ extern "C" void few_rows(const uint16_t* x, const uint16_t* w, const uint16_t* b
     }
   }
 #endif
+}
+
+// --- the same product on any processor, for fp32 and bf16. Values are widened to fp32 where they are loaded
+
+namespace portable_rows {
+
+using isotype::bf16;
+using isotype::f32;
+using isotype::LANES;
+
+// the sums of ROWS rows of x with COLUMNS rows of W, and the values of one step, fill 16 registers, or 25 of AVX512
+constexpr int ROWS = 4, COLUMNS = LANES == 16 ? 4 : 3;
+constexpr int CACHE_LINE = 64;
+
+// Adds the products of R rows of x with `columns` rows of W.
+template <int R, bool PREFETCH, class T>
+inline void add_products(const T* x, int64_t x_step, const T* w, int64_t w_step, int64_t count, int columns, f32 sums[R][COLUMNS]) {
+  const auto add = [&](int64_t k, auto width) __attribute__((always_inline)) {
+    f32 wv[COLUMNS];
+#pragma GCC unroll 4
+    for (int c = 0; c < COLUMNS; ++c) {
+      const T* row = w + (c < columns ? c : 0) * w_step + k;
+      if (PREFETCH && k * sizeof(T) % CACHE_LINE == 0) __builtin_prefetch(row + COLUMNS * w_step);
+      wv[c] = isotype::load(row, width, 0.0f);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const f32 xv = isotype::load(x + r * x_step + k, width, 0.0f);
+#pragma GCC unroll 4
+      for (int c = 0; c < COLUMNS; ++c) sums[r][c] += wv[c] * xv;
+    }
+  };
+  isotype::each_vector(count, add);
+}
+
+// Returns the sum of the lanes, by halves.
+inline float sum(f32 x) {
+  using quarter = float __attribute__((vector_size(16)));
+  quarter parts[LANES / 4];
+  std::memcpy(parts, &x, sizeof x);
+  quarter total = parts[0];
+  for (int i = 1; i < LANES / 4; ++i) total += parts[i];
+  return (total[0] + total[2]) + (total[1] + total[3]);
+}
+
+template <class T>
+struct Operands {
+  const T *x, *w, *bias, *l, *b;
+  T* y;
+  int64_t features, ranks, x_step, w_step, l_step, b_step, y_step;
+  float scale;
+};
+
+template <int R, bool PREFETCH, class T>
+inline void tile(const Operands<T>& o, int64_t t, int64_t n, int columns) {
+  f32 sums[R][COLUMNS] = {};
+  if (o.ranks) {
+    add_products<R, false>(o.l + t * o.l_step, o.l_step, o.b + n * o.b_step, o.b_step, o.ranks, columns, sums);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < COLUMNS; ++c) sums[r][c] *= o.scale;
+  }
+  add_products<R, PREFETCH>(o.x + t * o.x_step, o.x_step, o.w + n * o.w_step, o.w_step, o.features, columns, sums);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < columns; ++c) {
+      const float bias = o.bias ? isotype::load_one(o.bias + n + c) : 0.0f;
+      isotype::store(o.y + (t + r) * o.y_step + n + c, isotype::broadcast(sum(sums[r][c]) + bias), 1);
+    }
+}
+
+// as `few_rows`
+template <class T>
+inline void product(const Operands<T>& o, int64_t tokens, int64_t columns, int threads) {
+#pragma omp parallel num_threads(isotype::thread_count(o.features * columns, threads))
+  {
+    const int64_t tiles = (columns + COLUMNS - 1) / COLUMNS, thread = omp_get_thread_num(), used = omp_get_num_threads();
+    const int64_t last = std::min(columns, tiles * (thread + 1) / used * COLUMNS);
+    for (int64_t n = tiles * thread / used * COLUMNS; n < last; n += COLUMNS) {
+      const int width = (int)std::min<int64_t>(COLUMNS, last - n);
+      int64_t t = 0;
+      if (tokens >= ROWS) {
+        tile<ROWS, true>(o, 0, n, width);
+        for (t = ROWS; t + ROWS <= tokens; t += ROWS) tile<ROWS, false>(o, t, n, width);
+      } else {
+        tile<1, true>(o, 0, n, width);
+        t = 1;
+      }
+      for (; t < tokens; ++t) tile<1, false>(o, t, n, width);
+    }
+  }
+}
+
+#ifdef NATIVE
+inline void product(const Operands<bf16>& o, int64_t tokens, int64_t columns, int threads) {
+  const auto bits = [](const bf16* values) { return (const uint16_t*)values; };
+  few_rows(bits(o.x), bits(o.w), bits(o.bias), bits(o.l), bits(o.b), (uint16_t*)o.y, tokens, o.features, columns, o.ranks, o.x_step,
+           o.w_step, o.l_step, o.b_step, o.y_step, o.scale, threads);
+}
+#endif
+
+}  // namespace portable_rows
+
+// --- all linear layers that have the same input x, each with its adapter
+
+struct Layer {
+  int64_t w, w_step, bias, columns, a, a_step, b, b_step, ranks;
+};
+
+template <class T>
+static void project(const T* x, const Layer& layer, float scale, T* y, int64_t tokens, int64_t features, int threads) {
+  static thread_local std::vector<T> xa;
+  if ((int64_t)xa.size() < tokens * layer.ranks) xa.resize(tokens * layer.ranks);
+  portable_rows::Operands<T> o{};
+  o.x = x;
+  o.x_step = o.features = features;
+  if (layer.ranks) {
+    o.w = (const T*)layer.a;
+    o.w_step = layer.a_step;
+    o.y = xa.data();
+    o.y_step = layer.ranks;
+    portable_rows::product(o, tokens, layer.ranks, threads);
+  }
+  o.w = (const T*)layer.w;
+  o.w_step = layer.w_step;
+  o.bias = (const T*)layer.bias;
+  o.l = xa.data();
+  o.b = (const T*)layer.b;
+  o.l_step = o.ranks = layer.ranks;
+  o.b_step = layer.b_step;
+  o.scale = scale;
+  o.y = y;
+  o.y_step = layer.columns;
+  portable_rows::product(o, tokens, layer.columns, threads);
+}
+
+// y = x Wᵀ + bias + scale (x Aᵀ) Bᵀ of each layer, for a few rows of x; bias may be null, and ranks may be 0. x Aᵀ is rounded to the
+// dtype of x. Rows of x and y have no gaps.
+extern "C" void project_rows(int64_t is_fp32, const void* x, const Layer* layers, const float* scales, int64_t count, void* y0, void* y1,
+                             void* y2, int64_t tokens, int64_t features, int threads) {
+  using isotype::bf16;
+  void* const outputs[] = {y0, y1, y2};
+  for (int64_t i = 0; i < count; ++i)
+    if (is_fp32)
+      project((const float*)x, layers[i], scales[i], (float*)outputs[i], tokens, features, threads);
+    else
+      project((const bf16*)x, layers[i], scales[i], (bf16*)outputs[i], tokens, features, threads);
 }

@@ -46,16 +46,19 @@ from .attach import (
     GLOBAL_FORWARD_HOOKS,
     GLOBAL_FORWARD_PRE_HOOKS,
     cached_dtypes,
+    find_row_layers,
     fusion_blocker,
     has_hooks,
     is_fused,
     is_lora,
     projection_dtypes,
     read_projection,
+    read_row_layers,
     read_unadapted_projection,
     shared_dtypes,
     unadapted_layer_blocker,
 )
+from .few_rows import RowLayers
 from .group import (
     BIAS,
     FIELDS_PER_PROJECTION,
@@ -83,7 +86,13 @@ from .linear import (
     out_features,
     scale_with_dropout,
 )
-from .products import can_call_kernels_directly, cast_adapters, product_fp32, scaled_product
+from .products import (
+    can_call_kernels_directly,
+    cast_adapters,
+    kept_row_layers,
+    product_fp32,
+    scaled_product,
+)
 
 # Tokens per tile. A product of 2,048 x 4,096 x 14,336 takes 0.3 ms on an H200, as long as 50
 # launches. Its 896 output tiles of 128 x 256 occupy the 132 multiprocessors well. Gate, up and the
@@ -737,6 +746,13 @@ def run_gated_mlp(layers: Sequence[Any], x: Tensor, gated_op: Gated) -> Tensor |
     in_graph = torch.compiler.is_dynamo_compiling()
     if not x.dtype.is_floating_point:
         return None
+    kept_layers = kept_row_layers()
+    if kept_layers is not None and not in_graph:
+        row_layers: _MlpRowLayers | None = find_row_layers(
+            kept_layers, tuple(layers), x, _MlpRowLayers.read
+        )
+        if row_layers is not None:
+            return row_layers.compute(x, gated_op)
     projections = []
     has_adapter = False
     for layer in layers:
@@ -772,3 +788,49 @@ def run_gated_mlp(layers: Sequence[Any], x: Tensor, gated_op: Gated) -> Tensor |
     ):
         return None
     return lora_mlp(x, inner, down, gated_op, dtypes, is_eager=not in_graph)
+
+
+class _MlpRowLayers:
+    """The layers of a gated MLP, as the kernel for a few rows reads them."""
+
+    __slots__ = ("down", "inner", "layers")
+
+    def __init__(self, layers: Sequence[Any], inner: RowLayers, down: RowLayers) -> None:
+        self.layers = layers
+        self.inner = inner
+        self.down = down
+
+    @staticmethod
+    def read(layers: Sequence[Any], x: Tensor) -> _MlpRowLayers | None:
+        inner = read_row_layers(layers[:-1], x, allow_unadapted=True)
+        if inner is None:
+            return None
+        # the input of down has the dtype and the device of x
+        down = read_row_layers(
+            layers[-1:], x.new_empty(0, layers[-1].in_features), allow_unadapted=True
+        )
+        if down is None:
+            return None
+        return _MlpRowLayers(layers, inner, down)
+
+    def is_usable(self, x: Tensor) -> bool:
+        """Whether the kernel computes this call. The hooks of a layer run only in its own call."""
+        if GLOBAL_FORWARD_HOOKS or GLOBAL_FORWARD_PRE_HOOKS:
+            return False
+        for layer in self.layers:
+            if (
+                layer._forward_hooks
+                or layer._forward_pre_hooks
+                or layer._backward_hooks
+                or layer._backward_pre_hooks
+            ):
+                return False
+        return self.inner.is_usable(x)
+
+    def is_current(self) -> bool:
+        return self.inner.is_current() and self.down.is_current()
+
+    def compute(self, x: Tensor, gated_op: Gated) -> Tensor:
+        gate, up = split_gate_up(self.inner.project(x))
+        (y,) = self.down.project(gated_product(gated_op, gate, up))
+        return y

@@ -57,6 +57,7 @@ KERNELS = CppKernels(
     expand="pppiiiiiiif",
     gradient="pppiiiiiiif",
     few_rows="ppppppiiiiiiiiif",
+    project_rows="ipaaipppii",
 )
 
 # the result of `kernels_available`, once it is known. A layer asks for it three times per step, and
@@ -500,13 +501,23 @@ _generation = threading.local()
 
 @contextmanager
 def keep_cast_adapters() -> Iterator[None]:
-    """Within this block, A and B are cast only once, not in each call of a layer. The adapters must
-    not change within the block. One example is a call of `generate`, which calls every layer once
+    """Within this block, A and B are cast only once, not in each call of a layer, and the kernel for
+    the few rows of a token is used (`lora.few_rows`). The values of adapters must not change within
+    the block. One example is a call of `generate`, which calls every layer once
     for each new token.
     """
-    previous = getattr(_generation, "cast_adapters", None)
+    previous = getattr(_generation, "cast_adapters", None), kept_row_layers()
     _generation.cast_adapters = {}
+    _generation.row_layers = {}
     try:
         yield
     finally:
-        _generation.cast_adapters = previous
+        _generation.cast_adapters, _generation.row_layers = previous
+
+
+def kept_row_layers() -> dict[Any, Any] | None:
+    """Returns the dictionary in which `lora.few_rows` keeps the layers of a call of `generate`, or
+    None outside such a call.
+    """
+    layers: dict[Any, Any] | None = getattr(_generation, "row_layers", None)
+    return layers

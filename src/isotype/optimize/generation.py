@@ -12,9 +12,10 @@ prevents bitsandbytes from changing 4-bit weights in evaluation mode.
 
 Each new token is a forward of one row. On a CPU, this forward spends most of its time on reading
 the weights. PyTorch reads a bf16 weight at half the speed of the memory if the input has one row.
-Linear layers therefore use a C++ kernel (`lora.products.few_rows_product`). The adapters are not
-merged: a merge into bf16 rounds away 1% to 13% of the effect of an adapter. They are cast once per
-call of `generate`.
+Linear layers therefore use a C++ kernel (`lora.products.few_rows_product`). LoRA layers with the
+same input are one call of a kernel, without an autograd function (`lora.few_rows`). The adapters
+are not merged: a merge into bf16 rounds away 1% to 13% of the effect of an adapter. They are cast
+once per call of `generate`.
 """
 
 from __future__ import annotations

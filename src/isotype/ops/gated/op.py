@@ -20,6 +20,7 @@ from ..backend import (
     Implementation,
     apply_function,
     arithmetic_dtype,
+    can_bypass_dispatcher,
     cast_output,
     choose_implementation,
     refuse_second_derivative,
@@ -97,11 +98,7 @@ def _empty_like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@library_op(
-    "gated_forward_cpp(Tensor x, Tensor? up, str activation) -> Tensor",
-    fake=lambda x, up, activation: _empty_like(x),
-)
-def _cpp_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _run_cpp_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype)
     if up is None:
         (x,) = view_as_rows(x)
@@ -119,6 +116,12 @@ def _cpp_forward(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
         _ACTIVATION_NUMBERS[activation],
     )
     return y
+
+
+_cpp_forward = library_op(
+    "gated_forward_cpp(Tensor x, Tensor? up, str activation) -> Tensor",
+    fake=lambda x, up, activation: _empty_like(x),
+)(_run_cpp_forward)
 
 
 def _fake_backward(
@@ -173,6 +176,8 @@ def gated_forward(
     implementation: Implementation, x: Tensor, up: Tensor | None, activation: Activation
 ) -> Tensor:
     if implementation == "cpp":
+        if can_bypass_dispatcher(x, up):
+            return _run_cpp_forward(x, up, activation)
         return _cpp_forward(x, up, activation)
     if implementation == "triton":
         from . import triton

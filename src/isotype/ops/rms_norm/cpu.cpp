@@ -7,7 +7,7 @@ using namespace isotype;
 namespace {
 
 // residual may be null. Otherwise x + residual is rounded to X and written to total, and the norm
-// of total is computed
+// of total is computed. scale may be null, if no backward follows
 template <class X, class Y>
 void norm(const X* x, const X* residual, const float* weight, Y* y, float* scale, X* total, int64_t rows, int64_t columns, int64_t x_stride,
           int64_t residual_stride, float eps, int threads) {
@@ -33,7 +33,7 @@ void norm(const X* x, const X* residual, const float* weight, Y* y, float* scale
       squares[0] += v * v;
     }
     const float s = 1.0f / std::sqrt(sum(squares[0] + squares[1]) / columns + eps);
-    scale[r] = s;
+    if (scale) scale[r] = s;
     each_vector(columns, [=](int64_t i, auto left) {
       store(y + r * columns + i, load(row + i, left, 0.0f) * s * load(weight + i, left, 0.0f), left);
     });

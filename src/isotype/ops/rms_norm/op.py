@@ -88,11 +88,47 @@ def _run_cpp_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (y, 1 / rms of each row, x + residual). The last tensor is empty if residual is None."""
     y, scale, total = _fake_forward(x, residual, weight_H, eps, unit_offset, out_dtype)
+    _call_cpp_forward(x, residual, weight_H, eps, unit_offset, y, scale, total)
+    return y, scale, total
+
+
+def _norm_without_gradients(
+    x: Tensor,
+    residual: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    unit_offset: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Returns (y, x + residual), or (y, x) if residual is None."""
+    y = torch.empty(x.shape, dtype=out_dtype)
+    if residual is None:
+        _call_cpp_forward(x, None, weight_H, eps, unit_offset, y, None, None)
+        return y, x
+    total = torch.empty(x.shape, dtype=x.dtype)
+    _call_cpp_forward(x, residual, weight_H, eps, unit_offset, y, None, total)
+    return y, total
+
+
+def _call_cpp_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    unit_offset: bool,
+    y: Tensor,
+    scale: Tensor | None,
+    total: Tensor | None,
+) -> None:
     # the kernel reads rows of adjacent values, and the weight in fp32
     x_TH = x.reshape(-1, x.shape[-1])
     if x_TH.stride(1) != 1:
         x_TH = x_TH.contiguous()
-    w_H = weight_H.to(torch.float32).contiguous()
+    w_H = weight_H
+    if w_H.dtype is not torch.float32:
+        w_H = w_H.to(torch.float32)
+    if w_H.stride(0) != 1:
+        w_H = w_H.contiguous()
     if unit_offset:
         w_H = w_H + 1.0
     residual_TH = None
@@ -105,7 +141,7 @@ def _run_cpp_forward(
     KERNELS(
         "forward",
         x.dtype,
-        out_dtype,
+        y.dtype,
         x_TH,
         residual_TH,
         w_H,
@@ -117,7 +153,6 @@ def _run_cpp_forward(
         residual_stride,
         eps,
     )
-    return y, scale, total
 
 
 _cpp_forward = library_op(
@@ -344,8 +379,7 @@ def rms_norm(
     out_dtype = out_dtype or x.dtype
     implementation = choose_implementation(KERNELS, x, weight, out_dtype=out_dtype)
     if implementation == "cpp" and can_bypass_dispatcher(x, weight):
-        normed: Tensor = _run_cpp_forward(x, None, weight, eps, unit_offset, out_dtype)[0]
-        return normed
+        return _norm_without_gradients(x, None, weight, eps, unit_offset, out_dtype)[0]
     y: Tensor = apply_function(RmsNorm, x, weight, eps, unit_offset, out_dtype, implementation)
     return y
 
@@ -458,8 +492,7 @@ def add_rms_norm(
     out_dtype = out_dtype or x.dtype
     implementation = choose_implementation(KERNELS, x, weight, out_dtype=out_dtype)
     if implementation == "cpp" and can_bypass_dispatcher(x, residual, weight):
-        normed, _, summed = _run_cpp_forward(x, residual, weight, eps, unit_offset, out_dtype)
-        return normed, x if residual is None else summed
+        return _norm_without_gradients(x, residual, weight, eps, unit_offset, out_dtype)
     y, total = apply_function(
         AddRmsNorm, x, residual, weight, eps, unit_offset, out_dtype, implementation
     )

@@ -17,6 +17,7 @@ from ..backend import (
     apply_function,
     arithmetic_dtype,
     autocast_off,
+    can_bypass_dispatcher,
     choose_implementation,
     empty_rows_like,
     refuse_second_derivative,
@@ -87,12 +88,7 @@ def _fake_rotate(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return empty_rows_like(q), empty_rows_like(k)
 
 
-@library_op(
-    "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool inverse) ->"
-    " (Tensor, Tensor)",
-    fake=_fake_rotate,
-)
-def _cpp_rotate(
+def _run_cpp_rotate(
     q_BNSD: Tensor,
     k_BMSD: Tensor,
     cos_BSR: Tensor,
@@ -124,6 +120,13 @@ def _cpp_rotate(
         )
         outputs.append(y)
     return outputs[0], outputs[1]
+
+
+_cpp_rotate = library_op(
+    "rope_cpp(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved, bool inverse) ->"
+    " (Tensor, Tensor)",
+    fake=_fake_rotate,
+)(_run_cpp_rotate)
 
 
 # --- the op
@@ -250,5 +253,7 @@ def rope(
         # tensors have no data while memory is planned for a GPU; the Triton kernel is a
         # `torch.library` op with a fake implementation, so it can be planned
         implementation = "triton"
+    if implementation == "cpp" and can_bypass_dispatcher(q, k, cos, sin):
+        return _run_cpp_rotate(q, k, cos, sin, interleaved, False)
     rotated_q, rotated_k = apply_function(Rotate, q, k, cos, sin, interleaved, implementation)
     return rotated_q, rotated_k
