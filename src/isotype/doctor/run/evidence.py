@@ -263,7 +263,7 @@ def _concerns_torch(evidence: Evidence) -> bool:
 
 def _build_evidence(error: BaseException, frames: Sequence[CallFrame]) -> Evidence:
     names = ModelNames(frames)
-    operation, operands = _read_operands(frames, names)
+    operation, operands = _read_operands(str(error), frames, names)
     operands.extend(list(_read_computed_operand(str(error), operands, frames, names)))
     user_frames = [f for f in frames if f.is_user_code and not f.is_compiled_entry]
     owners = [frame.variables.get("self") for frame in frames]
@@ -289,9 +289,12 @@ def _build_evidence(error: BaseException, frames: Sequence[CallFrame]) -> Eviden
     )
 
 
-def _read_operands(frames: Sequence[CallFrame], names: ModelNames) -> tuple[str, list[Operand]]:
+def _read_operands(
+    message: str, frames: Sequence[CallFrame], names: ModelNames
+) -> tuple[str, list[Operand]]:
     """Returns the operation that failed, and its tensors. If the innermost expression contains no
-    tensor, the arguments of the function around it are used. If these contain no tensor, the
+    tensor that can be read, and the message names one dtype, the operand is the value that the
+    expression computes, such as `self.inp(x)`. Otherwise the arguments of the function around it are used. If these contain no tensor, the
     arguments of that function's callers are used.
     """
     last = _innermost_named_call(frames)
@@ -303,6 +306,8 @@ def _read_operands(frames: Sequence[CallFrame], names: ModelNames) -> tuple[str,
         else:
             operation, nodes = frame.function, []
         operands = list(_make_operands(nodes, index, frame, names))
+        if not operands and index == len(frames) - 1:
+            operands = _make_computed_operands(message, nodes, index, frame, names)
         if not operands:
             operation = frame.function
             arguments = [ast.Name(name, ast.Load()) for name in _argument_names(frame)]
@@ -337,6 +342,22 @@ def _read_computed_operand(
         dtype = next(iter(mentioned - dtypes))
         facts = TensorFacts(dtype, operands[0].device)
         yield _make_operand(label, facts, unread[0], index, names)
+
+
+def _make_computed_operands(
+    message: str, nodes: Sequence[ast.AST], index: int, frame: CallFrame, names: ModelNames
+) -> list[Operand]:
+    """Returns the first operand that a call or an operator computes in the failing expression, with
+    the only dtype that the message names.
+    """
+    computed = [node for node in nodes if isinstance(node, (ast.Call, ast.BinOp))]
+    computed = [node for node in computed if read_value(node, frame) is UNKNOWN]
+    dtypes = {_SCALAR_TYPES[name] for name in re.findall(r"\w+", message) if name in _SCALAR_TYPES}
+    if not computed or len(dtypes) != 1:
+        return []
+    label = " ".join(ast.unparse(computed[0]).split())
+    facts = TensorFacts(next(iter(dtypes)), torch.device("cpu"))
+    return [_make_operand(label, facts, computed[0], index, names)]
 
 
 def _innermost_named_call(frames: Sequence[CallFrame]) -> int:

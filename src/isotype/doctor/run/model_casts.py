@@ -14,7 +14,7 @@ from torch import nn
 
 from ...observe.origin import short_path
 from .casts import read_cast_dtype
-from .expressions import read_value
+from .expressions import UNKNOWN, read_value
 from .frames import CallFrame, make_module_frame, make_returned_frame, parse_user_file
 from .hooks import find_callback_registration, is_callback
 
@@ -47,6 +47,8 @@ def find_model_cast(
     casts = list(_iterate_callback_casts(frames, names, dtype))
     if not casts:
         casts = list(_iterate_file_casts(frames, names, optimizer, dtype))
+    if not casts:
+        casts = list(_iterate_file_casts(frames, names, optimizer, None))
     return casts[0] if len(casts) == 1 else None
 
 
@@ -145,8 +147,18 @@ def find_only_model_cast(
     """Returns the call in the user's files that casts a model to `dtype`, if there is only one. The
     model must contain `module`, if this is given and the variable of the call can be read.
     """
+    for wanted in (dtype, None):
+        casts = list(_iterate_casts_of(frames, wanted, module))
+        if casts:
+            return casts[0] if len(casts) == 1 else None
+    return None
+
+
+def _iterate_casts_of(
+    frames: Sequence[CallFrame], dtype: torch.dtype | None, module: nn.Module | None
+) -> Iterator[ModelCast]:
+    """Yields the calls in the user's files that cast a model which contains `module`."""
     names = _model_names(frames)
-    casts = []
     for file, tree, module_frame in iterate_user_files(frames):
         for node in _iterate_casts(tree, module_frame, names, dtype):
             assert isinstance(node.func, ast.Attribute)
@@ -157,8 +169,7 @@ def find_only_model_cast(
             if module is None or not is_other:
                 function = _enclosing_function(tree, node)
                 location = f"{short_path(file)}:{node.lineno}"
-                casts.append(ModelCast(ast.unparse(node), location, function))
-    return casts[0] if len(casts) == 1 else None
+                yield ModelCast(ast.unparse(node), location, function)
 
 
 def find_assigned_checkpoint(frames: Sequence[CallFrame]) -> ModelCast | None:
@@ -327,7 +338,7 @@ def _find_callbacks(frames: Sequence[CallFrame]) -> list[Any]:
 
 
 def _iterate_file_casts(
-    frames: Sequence[CallFrame], names: set[str], optimizer: str, dtype: torch.dtype
+    frames: Sequence[CallFrame], names: set[str], optimizer: str, dtype: torch.dtype | None
 ) -> Iterator[ModelCast]:
     for file, tree, module_frame in iterate_user_files(frames):
         optimizer_line = _line_of_call(tree, optimizer)
@@ -341,9 +352,11 @@ def _iterate_file_casts(
 
 
 def _iterate_casts(
-    scope: ast.AST | None, frame: CallFrame, names: set[str], dtype: torch.dtype
+    scope: ast.AST | None, frame: CallFrame, names: set[str], dtype: torch.dtype | None
 ) -> Iterator[ast.Call]:
-    """Yields the calls in a piece of code that cast a model to `dtype`."""
+    """Yields the calls in a piece of code that cast a model to `dtype`. If `dtype` is None, yields
+    the casts whose dtype is a variable that cannot be read, as in `model.to(self.dtype)`.
+    """
     if scope is None:
         return
     for node in ast.walk(scope):
@@ -351,8 +364,23 @@ def _iterate_casts(
             continue
         receiver = node.func.value
         name = receiver.attr if isinstance(receiver, ast.Attribute) else ast.unparse(receiver)
-        if name in names and read_cast_dtype(node, frame) == dtype:
+        if name not in names or read_cast_dtype(node, frame) != dtype:
+            continue
+        if dtype is not None or _has_unread_dtype(node, frame):
             yield node
+
+
+def _has_unread_dtype(call: ast.Call, frame: CallFrame) -> bool:
+    """True if an argument of `to` is a variable whose name contains `dtype`, and whose value cannot
+    be read.
+    """
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "to":
+        return False
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return any(
+        "dtype" in ast.unparse(argument) and read_value(argument, frame) is UNKNOWN
+        for argument in arguments
+    )
 
 
 def _line_of_call(tree: ast.AST, name: str) -> int:

@@ -156,6 +156,8 @@ class _Search:
     buffer   the tensor that the search follows, if it is the buffer of a loss module
     item_frames  the indexes of frames of collators and datasets, whose results are the items of
              batches
+    earlier_names  names whose value the search follows into an earlier pass of a loop: the index
+             of the frame, and the name
     inner_functions  the functions that made the items that the running collator gets
     """
 
@@ -174,6 +176,7 @@ class _Search:
         self.buffer: torch.Tensor | None = None
         self.item_frames: set[int] = set()
         self.inner_functions: Sequence[Any] = ()
+        self.earlier_names: set[tuple[int, str]] = set()
 
     def follow(self, node: ast.AST, index: int, line: int | None = None) -> Producer:
         """`line` is the line at which the expression was evaluated. The default is the running
@@ -196,7 +199,7 @@ class _Search:
         match node:
             case ast.Name(name):
                 return self.follow_name(node, name, index, line)
-            case ast.Attribute(ast.Name("self"), name) if is_tensor(value) or value is UNKNOWN:
+            case ast.Attribute(ast.Name("self"), name) if _may_hold_tensor(value):
                 return self.follow_attribute(node, name, index)
             case ast.Attribute(ast.Call() | ast.Name() as owner, _) if value is UNKNOWN:
                 return self.follow(owner, index, line)  # an output of a model, such as `.logits`
@@ -234,6 +237,7 @@ class _Search:
             if is_later or (has_arguments_only and last_line < line):
                 for name in _bound_names(binding):
                     stale[name] = self.read_passed_value(scope, name, index, line)
+        stale |= {name: UNKNOWN for number, name in self.earlier_names if number == index}
         return replace(frame, variables={**frame.variables, **stale}) if stale else frame
 
     def read_passed_value(self, scope: Any, name: str, index: int, line: int) -> Any:
@@ -601,7 +605,7 @@ class _Search:
     def follow_name(self, node: ast.AST, name: str, index: int, line: int) -> Producer:
         frame = self.frame_at(index, line)
         scope = frame.scope
-        if scope is None:
+        if scope is None or (index, name) in self.earlier_names:
             return self.producer("unknown", node, index)
         if line == frame.line:
             result = self.follow_previous_layer(index)
@@ -647,7 +651,9 @@ class _Search:
                     continue
                 if self.has_other_dtype(binding, name, index):
                     continue
+                self.earlier_names.add((index, name))
                 result = self.follow_binding(binding, name, index)
+                self.earlier_names.remove((index, name))
                 if result.is_proven:
                     return result
         return None
@@ -702,7 +708,9 @@ class _Search:
 
     def follow_attribute(self, node: ast.AST, name: str, index: int) -> Producer:
         """Continues the search at the assignment of `self.NAME` in a method of the same class."""
+        is_unpacked = isinstance(read_value(node, self.frames[index]), (tuple, list))
         for binding, new_index in self.iterate_attribute_bindings(name, index):
+            self.element = self.key if is_unpacked and isinstance(self.key, int) else None
             result = self.follow(binding.value, new_index, binding.lineno)
             if result.is_proven:
                 return result
@@ -919,7 +927,9 @@ class _Search:
     def follow_assignment(self, binding: ast.Assign, name: str, index: int) -> Producer:
         value = _assigned_expression(binding, name)
         if value is None:
-            return self.producer("call", binding.value, index)
+            self.key = _position_in(binding.targets[0], name)
+            result = self.follow(binding.value, index, binding.lineno)
+            return result if result.is_proven else self.producer("call", binding.value, index)
         if isinstance(value, ast.Call):
             self.element = _position_in(binding.targets[0], name)
             result = self.follow_call(value, index, binding.lineno)
@@ -1045,6 +1055,10 @@ def _assigns_item(node: ast.Assign, name: str, key: str) -> bool:
         case ast.Subscript(ast.Name(owner), ast.Constant(value)):
             return owner == name and value == key
     return False
+
+
+def _may_hold_tensor(value: Any) -> bool:
+    return is_tensor(value) or value is UNKNOWN or isinstance(value, (tuple, list, dict))
 
 
 def _is_name(node: ast.AST, name: str) -> bool:

@@ -74,6 +74,9 @@ class Request:
 
 def main(words: Sequence[str]) -> int:
     """Runs the program of a command line and returns the exit status of its process."""
+    if list(words[:1]) in (["--help"], ["-h"]):
+        print(f"usage: {USAGE}")
+        return 0
     try:
         request = Request.parse(words)
         if request.is_module:

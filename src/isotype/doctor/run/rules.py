@@ -214,12 +214,18 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
     details.append(("autocast", phase + describe_autocast(evidence.autocast)))
     majority = evidence.majority_dtype
     if majority is not None:
-        share = 100 * evidence.dtype_share(majority)
-        details.append(("model", f"{share:.0f}% of the parameters are {format_dtype(majority)}"))
+        share = _format_share(evidence.dtype_share(majority))
+        details.append(("model", f"{share} of the parameters are {format_dtype(majority)}"))
     if evidence.settings:
         settings = ", ".join(map(str, evidence.settings))
         details.append(("settings", settings))
     return tuple(details)
+
+
+def _format_share(share: float) -> str:
+    """Returns a percentage, which is 100% only for all."""
+    text = f"{100 * share:.0f}%"
+    return "more than 99%" if share < 1 and text == "100%" else text
 
 
 def _shorten(label: str) -> str:
@@ -440,6 +446,12 @@ def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
     if len(paths) > 1:
         path_list += f" and {len(paths) - 1} more"
     setters = [str(setting) for setting in evidence.settings if "fp16" in str(setting)]
+    model = _name_of_model(evidence, half_parameters)
+    has_frozen = any(
+        not parameter.requires_grad
+        for root in evidence.names.roots
+        for parameter in root.parameters()
+    )
     cast = find_only_model_cast(evidence.frames, torch.float16)
     return _make_finding(
         "RN006",
@@ -448,8 +460,9 @@ def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
         total=counts.total(),
         shown=path_list,
         whole=len(half_parameters) == counts.total(),
+        has_frozen=has_frozen,
         setter=" and ".join([*setters[:2], "the loss scaler"]),
-        model=_name_of_model(evidence, half_parameters),
+        model=model,
         cast="" if cast is None else cast.text,
         cast_at="" if cast is None else cast.location,
     )
@@ -1234,7 +1247,7 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         evidence,
         weight=weight.path,
         has=weight.dtype_name,
-        share=100 * evidence.floating_share(majority),
+        share=_format_share(evidence.floating_share(majority)),
         usual=format_dtype(majority),
         trained=is_trained and majority in _HALF_DTYPES and weight.dtype == torch.float32,
         device=evidence.device,
