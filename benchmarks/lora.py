@@ -81,10 +81,15 @@ def compare(a: argparse.Namespace, runs: dict[str, Step], rounds: int) -> dict[s
 
 def peak_flops(a: argparse.Namespace) -> float:
     """FLOPs a second of the best bf16 product of 2048 x 2048 x 2048 (8192 on a GPU): what the floor
-    divides by.
+    divides by. On a CPU without bf16 instructions it is the best fp32 product.
     """
+    from isotype.ops.widened_products import emulated_dtypes
+
     n = 2048 if a.device == "cpu" else 8192
-    x, y = (torch.randn(n, n, device=a.device, dtype=torch.bfloat16) for _ in range(2))
+    dtype = torch.bfloat16
+    if a.base == "fp32" or (a.device == "cpu" and dtype in emulated_dtypes()):
+        dtype = torch.float32
+    x, y = (torch.randn(n, n, device=a.device, dtype=dtype) for _ in range(2))
     x @ y
     return 2 * n**3 / min(seconds(a, lambda: x @ y) for _ in range(5))
 
@@ -139,7 +144,8 @@ def contender(a: argparse.Namespace, who: str, checkpointing: bool) -> nn.Module
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config_of(a)).to(a.device, torch.bfloat16).requires_grad_(False)
+    dtype = torch.float32 if a.base == "fp32" else torch.bfloat16
+    model = LlamaForCausalLM(config_of(a)).to(a.device, dtype).requires_grad_(False)
     if a.base == "nf4":
         from isotype.proof.adapters import quantise_to_nf4
 
@@ -181,7 +187,7 @@ def step_of(a: argparse.Namespace, model: nn.Module) -> Callable[[], float]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
 
     def step() -> float:
-        with torch.autocast(a.device, dtype=torch.bfloat16):
+        with torch.autocast(a.device, dtype=torch.bfloat16, enabled=a.base != "fp32"):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -635,7 +641,10 @@ def main() -> None:
         help="default: a quarter of the heads from 2,048 features on, all below",
     )
     parser.add_argument(
-        "--base", choices=("bf16", "nf4"), default="bf16", help="of the whole step; nf4 is QLoRA"
+        "--base",
+        choices=("bf16", "nf4", "fp32"),
+        default="bf16",
+        help="of the whole step; nf4 is QLoRA, fp32 runs without autocast",
     )
     parser.add_argument(
         "--profile",

@@ -13,6 +13,7 @@ from isotype.errors import DtypeError, ShapeError
 from isotype.lora import lora_linear
 from isotype.testing import ampcheck
 from tests.api import (
+    LORA_KERNELS,
     LORA_LINEAR,
     add_product_,
     can_run_few_rows,
@@ -145,7 +146,7 @@ def error(value: torch.Tensor, exact: torch.Tensor) -> float:
     return float((value.double() - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
-@kernels
+@pytest.mark.skipif(not LORA_KERNELS.load(), reason="no C++ compiler")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 4, 7, 16])
 def test_a_product_of_few_rows_is_its_exact_value_rounded_once(rows, has_bias):

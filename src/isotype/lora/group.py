@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..ops.backend import autocast_off, eager_apply, fast_autocast_off, refuse_second_derivative
 from ..ops.recomputable import recompute, saved_or_recomputed
+from ..ops.widened_products import addmm_, matmul
 from .linear import (
     LoraDtypes,
     Projection,
@@ -31,6 +32,7 @@ from .linear import (
     draw_dropout_mask,
     scale_with_dropout,
     should_run_adapter_first,
+    weight_gradient,
 )
 from .products import (
     MAX_KERNEL_RANK,
@@ -109,7 +111,7 @@ def adapter_products(
         )
     columns = []
     for keep_mask, ranks in zip(keep_masks, rank_slices(b_matrices)):
-        columns.append(apply_dropout_mask(x_TK, keep_mask) @ a_RK[ranks].t())
+        columns.append(matmul(apply_dropout_mask(x_TK, keep_mask), a_RK[ranks].t()))
     return torch.cat(columns, 1), a_RK, b_matrices
 
 
@@ -223,11 +225,13 @@ def input_gradient(
             adds_directly and 0 < a_RK.shape[0] <= MAX_KERNEL_RANK
         ) or can_add_in_one_pass(dtype, dxa_TR, a_RK)
         if a_RK.shape[0] and not add_adapters_last:
-            dx_TK = dxa_TR @ a_RK
+            dx_TK = matmul(dxa_TR, a_RK)
     else:
         for keep_mask, ranks in zip(keep_masks, slices):
             if ranks.stop > ranks.start:
-                projection_dx_TK = apply_dropout_mask(dxa_TR[:, ranks] @ a_RK[ranks], keep_mask)
+                projection_dx_TK = apply_dropout_mask(
+                    matmul(dxa_TR[:, ranks], a_RK[ranks]), keep_mask
+                )
                 if dx_TK is None:
                     dx_TK = projection_dx_TK
                 else:
@@ -242,11 +246,11 @@ def input_gradient(
         else:
             w_OK = base_weight(weight, state, dxa_TR.dtype)
         if dx_TK is None:
-            dx_TK = (dy @ w_OK).to(dtype)
+            dx_TK = matmul(dy, w_OK).to(dtype)
         elif dtype == dy.dtype:
-            dx_TK.addmm_(dy, w_OK)
+            addmm_(dx_TK, dy, w_OK)
         else:
-            dx_TK.add_(dy @ w_OK)
+            dx_TK.add_(matmul(dy, w_OK))
     assert dx_TK is not None
     if add_adapters_last:
         return add_product_(dx_TK, dxa_TR, a_RK, calls_kernels_directly=calls_kernels_directly)
@@ -286,7 +290,7 @@ def tensor_gradients(
             continue
         if needs[weight]:
             assert x_TK is not None
-            grads[weight] = (dy.t() @ x_TK).to(dtypes[weight])
+            grads[weight] = weight_gradient(dy, x_TK, dtypes[weight])  # type: ignore[arg-type]
         if needs[bias]:
             # a bias with a gradient has a dtype
             grads[bias] = bias_gradient(incoming_dy, dtypes[bias])  # type: ignore[arg-type]

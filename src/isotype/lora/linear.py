@@ -37,11 +37,21 @@ from ..ops.backend import (
 from ..ops.contract import OpContract
 from ..ops.recomputable import recompute, saved_or_recomputed
 from ..ops.recomputed_layer import is_output_unused, placeholder_tensor, running_checkpointed_layers
+from ..ops.widened_products import (
+    adapted_linear,
+    addmm_,
+    linear,
+    matmul,
+    matmul_fp32,
+    matmul_with_branch,
+    widens_products,
+)
 from .products import (
     MAX_FEW_ROWS,
     MAX_KERNEL_RANK,
     add_product_,
     can_add_in_one_pass,
+    can_call_few_rows,
     can_call_kernels_directly,
     can_run_few_rows,
     cast_adapters,
@@ -179,9 +189,18 @@ def base_product(
         bias = bias.to(dtype)
     if quant_state is not None:
         return packed_product(x_TK, weight, quant_state, bias)
-    if calls_kernels_directly and can_run_few_rows(x_TK, weight, bias):
+    if can_call_few_rows(x_TK, calls_kernels_directly=calls_kernels_directly) and can_run_few_rows(
+        x_TK, weight, bias
+    ):
         return few_rows_product(x_TK, weight, bias)
-    return F.linear(x_TK, weight if weight.dtype == dtype else weight.to(dtype), bias)
+    return linear(x_TK, weight if weight.dtype == dtype else weight.to(dtype), bias)
+
+
+def weight_gradient(dy_TO: Tensor, x_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Computes dyᵀ x, the gradient of a trainable base weight, in `dtype`."""
+    if dtype == torch.float32 and widens_products(dy_TO):
+        return matmul_fp32(dy_TO.t(), x_TK)
+    return matmul(dy_TO.t(), x_TK).to(dtype)
 
 
 def out_features(weight: Tensor, quant_state: Any) -> int:
@@ -232,11 +251,18 @@ def adapted_product(
     calls_kernels_directly  the result of `can_call_kernels_directly` for x
     """
     dtype = x.dtype
-    if calls_kernels_directly and quant_state is None and xa_TR.shape[0] <= MAX_FEW_ROWS:
+    if quant_state is None and xa_TR.shape[0] <= MAX_FEW_ROWS:
         x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        if can_run_few_rows(x_TK, weight, bias):
+        if can_call_few_rows(
+            x_TK, calls_kernels_directly=calls_kernels_directly
+        ) and can_run_few_rows(x_TK, weight, bias):
             y_TO = few_rows_product(x_TK, weight, bias, xa_TR, b_OR, scale)
             return y_TO if x.dim() == 2 else unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
+    if widens_products(x) and not adapter_first and quant_state is None:
+        # one sum in fp32, so that the output is rounded once
+        x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        y_TO = adapted_linear(x_TK, weight.to(dtype), bias, xa_TR, b_OR, scale)
+        return y_TO if x.dim() == 2 else unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
     if not adapter_first and quant_state is None and bias is None and weight.dtype == dtype:
         y: Tensor = F.linear(x, weight)
         y_TO = y
@@ -573,12 +599,12 @@ class LoraLinear(torch.autograd.Function):
                 if not widens_branch:
                     x_TK = x_TK.to(compute)
             if needs_weight:
-                dweight = (dy_compute_TO.t() @ x_TK.to(compute)).to(weight_dtype)
+                dweight = weight_gradient(dy_compute_TO, x_TK.to(compute), weight_dtype)
             if needs_bias:
                 dbias = bias_gradient(dy_TO, bias_dtype)
             if widens_branch:
                 if needs_x:
-                    dx_TK = dy_compute_TO @ base_weight(weight, choices.quant_state, compute)
+                    dx_TK = matmul(dy_compute_TO, base_weight(weight, choices.quant_state, compute))
                     dx_TK = dx_TK.to(ctx.x_dtype)
                 da, db = branch_gradients_fp32(
                     dy_TO,
@@ -664,12 +690,14 @@ def _input_gradient(
             return add_product_(
                 dy_TO @ w_OK, dxa_TR, a_RK, scale, calls_kernels_directly=calls_kernels_directly
             )
+        if widens_products(dy_TO):
+            return matmul_with_branch(dy_TO, w_OK, dxa_TR, a_RK, scale).to(x_dtype)
     # dxa A is rounded to the compute dtype before the scale and dy W are applied. `addmm_` computes
     # beta * branch_dx + dy W, so that the scale is beta
-    branch_dx_TK = apply_dropout_mask(dxa_TR @ a_RK, keep_mask_TK)
+    branch_dx_TK = apply_dropout_mask(matmul(dxa_TR, a_RK), keep_mask_TK)
     if x_dtype == compute:
-        return branch_dx_TK.addmm_(dy_TO, w_OK, beta=scale)
-    return (dy_TO @ w_OK).to(x_dtype).add_(branch_dx_TK, alpha=scale)
+        return addmm_(branch_dx_TK, dy_TO, w_OK, beta=scale)
+    return matmul(dy_TO, w_OK).to(x_dtype).add_(branch_dx_TK, alpha=scale)
 
 
 _apply_eagerly = eager_apply(LoraLinear)

@@ -19,13 +19,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..environment.planned_device import target_device_type
 from ..ops.backend import PLAIN_TENSOR_TYPES, arithmetic_dtype, forced_backend, has_fp32_output
 from ..ops.cpp import CppKernels, fallback_reasons
 from ..ops.library import library_op
+from ..ops.widened_products import (
+    addmm_,
+    differentiable_linear,
+    matmul,
+    matmul_fp32,
+    widens_products,
+)
 
 # Elements of a widened block of rows. On a CPU it is 1 MiB in fp32, which fits into a core's cache.
 # On a GPU it is 256 MiB, which is a single block for most layers, since each block is a launch
@@ -181,9 +187,7 @@ def scaled_product(
         return out
     if ranks <= MAX_KERNEL_RANK and left.dtype is torch.bfloat16 and can_run_kernels(right):
         return _shrink(left, right.t(), scale)
-    if scale == 1.0:
-        return left @ right
-    return left.new_empty(left.shape[0], ranks).addmm_(left, right, beta=0.0, alpha=scale)
+    return matmul(left, right, scale)
 
 
 def can_add_in_one_pass(dtype: torch.dtype, left_TR: Tensor, right_RN: Tensor) -> bool:
@@ -239,7 +243,7 @@ def add_product_(
     ):
         _expand_(y_TN, left_TR, right_RN, scale)
         return y_TN
-    return y_TN.addmm_(left_TR, right_RN, alpha=scale)
+    return addmm_(y_TN, left_TR, right_RN, alpha=scale)
 
 
 def gradient_product(
@@ -254,7 +258,7 @@ def gradient_product(
     than the operands, the fp32 sums are not rounded to the operands' dtype.
     """
     if dtype == left_TM.dtype and scale == 1.0:
-        return left_TM.t() @ right_TN
+        return matmul(left_TM.t(), right_TN)
     if not calls_kernels_directly:
         return product_fp32(left_TM, right_TN, scale).to(dtype)
     if left_TM.stride(1) != 1:
@@ -316,6 +320,8 @@ def _product_fp32(left_TM: Tensor, right_TN: Tensor) -> Tensor:
     dtype = arithmetic_dtype(left_TM.dtype)
     if left_TM.dtype == dtype:
         return left_TM.t() @ right_TN
+    if widens_products(left_TM):
+        return matmul_fp32(left_TM.t(), right_TN)
     if has_fp32_output(left_TM.dtype, left_TM.device):
         return torch.mm(left_TM.t(), right_TN, out_dtype=dtype)
     if left_TM.numel() + right_TN.numel() <= SMALL_ELEMENTS:
@@ -361,9 +367,28 @@ def row_blocks(rows: int, width: int, device: torch.device) -> Iterator[slice]:
 # --- products of a few rows with a base weight, as in the generation of tokens
 
 
+def can_call_few_rows(x_TK: Tensor, *, calls_kernels_directly: bool) -> bool:
+    """Whether `few_rows_product` may be called for x. Unlike the other kernels, it also runs on a
+    CPU without bf16 instructions.
+
+    calls_kernels_directly  the result of `can_call_kernels_directly` for x
+    """
+    if calls_kernels_directly:
+        return True
+    if (
+        x_TK.shape[0] > MAX_FEW_ROWS
+        or x_TK.dtype is not torch.bfloat16
+        or not widens_products(x_TK)
+    ):
+        return False
+    if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return type(x_TK) in PLAIN_TENSOR_TYPES and KERNELS.load() and forced_backend() in (None, "cpp")
+
+
 def can_run_few_rows(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> bool:
     """Whether `few_rows_product` can compute x Wᵀ + bias. The caller must also check that
-    `can_call_kernels_directly` returns True for x.
+    `can_call_few_rows` returns True for x.
     """
     return (
         0 < x_TK.shape[0] <= MAX_FEW_ROWS
@@ -430,19 +455,17 @@ def few_rows_product(
 
 def linear_for_few_rows(layer: nn.Linear, x: Tensor) -> Tensor:
     """Computes the forward of a linear layer without an adapter. For a few rows in bf16 on a CPU,
-    it uses the C++ kernel.
+    it uses the C++ kernel. On a CPU without bf16 instructions, it uses `differentiable_linear`.
     """
     weight = layer.weight
-    if (
-        x.numel() <= MAX_FEW_ROWS * x.shape[-1]
-        and not torch.is_grad_enabled()
-        and can_call_kernels_directly(x.dtype, x)
-    ):
+    if x.numel() <= MAX_FEW_ROWS * x.shape[-1] and not torch.is_grad_enabled():
         x_TK = x.reshape(-1, x.shape[-1])
-        if can_run_few_rows(x_TK, weight, layer.bias):
+        if can_call_few_rows(
+            x_TK, calls_kernels_directly=can_call_kernels_directly(x.dtype, x)
+        ) and can_run_few_rows(x_TK, weight, layer.bias):
             y_TN = few_rows_product(x_TK, weight, layer.bias)
             return y_TN.view(*x.shape[:-1], weight.shape[0])
-    return F.linear(x, weight, layer.bias)
+    return differentiable_linear(x, weight, layer.bias)
 
 
 # --- A and B in the dtype of the products. Autograd does not see the cast: the fused functions get

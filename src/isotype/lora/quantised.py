@@ -20,12 +20,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.backend import autocast_off, refuse_second_derivative, uses_fused_kernel
 from ..ops.packed import PackedState, dequantise_packed
 from ..ops.recomputed_layer import RecomputedLayer, current_layer
+from ..ops.widened_products import linear, matmul
 
 _SHARED_COPY = "_isotype_wide"  # attribute of a weight's state with its dequantised copy
 
@@ -69,11 +69,11 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
     on a CPU. On a GPU, they run if x is a single row, as when one token is generated.
     """
     if is_recomputing() and not uses_fused_kernel("packed", packed):
-        return F.linear(x_TK, _use_shared_copy(packed, state, x_TK.dtype), bias)
+        return linear(x_TK, _use_shared_copy(packed, state, x_TK.dtype), bias)
     if isinstance(state, PackedState) or (
         uses_fused_kernel("packed", packed) and x_TK.numel() > x_TK.shape[-1]
     ):
-        return F.linear(x_TK, dequantise_packed(packed, state, x_TK.dtype), bias)
+        return linear(x_TK, dequantise_packed(packed, state, x_TK.dtype), bias)
     import bitsandbytes
 
     # [1, bytes], as bitsandbytes' own layer passes it: before 0.50, bitsandbytes would take
@@ -172,7 +172,9 @@ class LinearPacked(torch.autograd.Function):
         dx = dbias = None
         with autocast_off(dy):
             if packed is not None:
-                dx = dy @ dequantise_weight(packed, ctx.state, dy.dtype)
+                weight_OK = dequantise_weight(packed, ctx.state, dy.dtype)
+                dx = matmul(dy.reshape(-1, dy.shape[-1]), weight_OK)
+                dx = dx.view(*dy.shape[:-1], weight_OK.shape[1])
             if ctx.needs_input_grad[2]:
                 dbias = bias_gradient(dy.flatten(0, -2), ctx.bias_dtype)
         return dx, None, dbias, None

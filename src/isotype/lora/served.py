@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..ops.backend import autocast_off, refuse_second_derivative
 from ..ops.packed import PackedState
+from ..ops.widened_products import matmul
 from .linear import LoraDtypes, Projection, base_product, base_weight
 from .products import gradient_product
 from .quantised import NotCopied, bias_gradient, dequantise_weight
@@ -137,7 +138,7 @@ class ServedLinear(torch.autograd.Function):
         with autocast_off(x):
             x_TK = x.reshape(-1, x.shape[-1]).to(dtypes.compute)
             y_TO = base_product(x_TK, packed, bias, state)
-            xa_TR = x_TK.to(branch_dtype) @ a_RK.to(branch_dtype).t() if needs_b else None
+            xa_TR = matmul(x_TK.to(branch_dtype), a_RK.to(branch_dtype).t()) if needs_b else None
         ctx.save_for_backward(
             packed if needs_x else None, a_RK, b_OR, xa_TR, x_TK if needs_a else None
         )
@@ -165,11 +166,11 @@ class ServedLinear(torch.autograd.Function):
             if xa_TR is not None:
                 db = gradient_product(dy_branch_TO, xa_TR, ctx.scale, b_OR.dtype)
             if x_TK is not None:
-                dxa_TR = dy_branch_TO @ b_OR.to(branch_dtype)
+                dxa_TR = matmul(dy_branch_TO, b_OR.to(branch_dtype))
                 da = gradient_product(dxa_TR, x_TK.to(branch_dtype), ctx.scale, a_RK.dtype)
             if packed is not None:
                 weight_OK = dequantise_weight(packed, ctx.state, ctx.dtypes.compute)
-                dx = (dy_compute_TO @ weight_OK).to(ctx.x_dtype).view(ctx.x_shape)
+                dx = matmul(dy_compute_TO, weight_OK).to(ctx.x_dtype).view(ctx.x_shape)
         return dx, da, db, dbias, None, None, None, None
 
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -36,6 +36,15 @@ inline f32 float_of(u32 x) { return (f32)x; }
 
 // --- widening and narrowing
 
+// GCC 12 converts each half of a vector of 8 by itself, which takes five instructions instead of one or two
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline u32 widen_bits(u16 x) { return (u32)_mm256_cvtepu16_epi32((__m128i)x); }
+inline u16 narrow_bits(u32 x) { return (u16)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1)); }
+#else
+inline u32 widen_bits(u16 x) { return __builtin_convertvector(x, u32); }
+inline u16 narrow_bits(u32 x) { return __builtin_convertvector(x, u16); }
+#endif
+
 template <class T>
 struct Narrow;
 
@@ -49,7 +58,7 @@ struct Narrow<float> {
 template <>
 struct Narrow<bf16> {
   using V = u16;
-  static f32 widen(V x) { return float_of(__builtin_convertvector(x, u32) << 16); }
+  static f32 widen(V x) { return float_of(widen_bits(x) << 16); }
   static V narrow(f32 x) {
 #if defined(__AVX512BF16__) && defined(__AVX512VL__)
     // one instruction, which treats subnormals as zero: vectors with subnormals take the code below
@@ -58,7 +67,7 @@ struct Narrow<bf16> {
 #endif
     const u32 u = bits_of(x);
     const u32 rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    return __builtin_convertvector(x == x ? rounded : (u >> 16) | 0x40, u16);
+    return narrow_bits(x == x ? rounded : (u >> 16) | 0x40);
   }
 };
 

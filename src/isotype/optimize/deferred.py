@@ -31,6 +31,7 @@ from ..environment import planned_device
 from ..errors import IsotypeError
 from ..ops import linear_cross_entropy
 from ..ops.backend import autocast_dtype, autocast_off, product_dtype
+from ..ops.widened_products import differentiable_linear
 from .deferred_tensor import DeferredTensor, attach_to_graph, count_changes
 from .deferred_values import (
     argmax,
@@ -163,7 +164,7 @@ class Recipe:
             torch.set_grad_enabled(self.is_grad_enabled),
         ):
             with self.head_context():
-                x = F.linear(self.hidden, self.weight, self.bias)
+                x = differentiable_linear(self.hidden, self.weight, self.bias)
             with autocast_off(x):
                 if torch.finfo(self.dtype).bits > torch.finfo(x.dtype).bits:
                     x = x.to(self.dtype)

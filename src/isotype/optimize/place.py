@@ -21,8 +21,9 @@ from ..ops.backend import (
 )
 from ..ops.builds import COMMON_OPS
 from ..ops.cpp import missing_kernels_reason, wrong_kernels
+from ..ops.widened_products import emulated_dtypes
 from ..precision import Precision
-from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
+from . import attention, denoiser, experts, gated, generation, head, layers, linears, norms, rotary
 from .forwards import PLACED_KEY
 from .instances import (
     KERNEL_LIBRARIES,
@@ -180,6 +181,8 @@ def _place_ops(
         manifest.entries.append(head.place_head(path, lm, manifest))
         manifest.entries.append(generation.place_generate(path, lm))
     manifest.entries += adapters
+    if on_cpu:
+        manifest.notes += linears.place_linears(model, norm_output_dtype)
     # past nn.Module's own __setattr__
     vars(model)[PLACED_KEY] = [
         m for m in model.modules() if get_method(m) is not None or is_fused(m)
@@ -269,7 +272,7 @@ def note_wrong_kernels(manifest: Manifest) -> None:
 
 def _note_missing_products() -> list[str]:
     reason = kernels_unavailable_reason()
-    if not reason:
+    if not reason or torch.bfloat16 in emulated_dtypes():
         return []
     return [f"{reason}: the adapters' own products are PyTorch's on this CPU"]
 

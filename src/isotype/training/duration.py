@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..dtypes import to_torch
@@ -123,9 +122,11 @@ def estimate_time(
 
 def measure_flops_per_second(dtype: torch.dtype) -> float:
     """Measures the speed of a matrix product of 512 rows with a weight of 1024 x 1024."""
+    from ..ops.widened_products import linear
+
     x = torch.ones(512, 1024, dtype=dtype)
     weight = torch.ones(1024, 1024, dtype=dtype)
-    return 2 * x.numel() * 1024 / _fastest(lambda: F.linear(x, weight))
+    return 2 * x.numel() * 1024 / _fastest(lambda: linear(x, weight))
 
 
 def measure_bytes_per_second(dtype: torch.dtype) -> float:

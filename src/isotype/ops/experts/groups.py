@@ -25,6 +25,7 @@ from ...environment.planned_device import target_device_type
 from ..backend import arithmetic_dtype, choose_implementation, forced_backend, uses_triton
 from ..cpp import CppKernels
 from ..library import library_op
+from ..widened_products import addmm_, matmul
 
 # number of rows of a part on a CPU. 512 rows of 1,024 inner features are 1 MiB in bf16. A part of
 # fewer rows, such as 64, needs as many calls as a part of 512 rows
@@ -296,7 +297,7 @@ class RowPart:
             _cpp_multiply_(x_SN, matrices_ENM, y, self.ends)
             return y
         for i, rows in self.expert_rows:
-            torch.mm(x_SN[rows], matrices_ENM[i], out=y[rows])
+            addmm_(y[rows], x_SN[rows], matrices_ENM[i], beta=0.0)
         return y
 
     def multiply_packed(
@@ -308,7 +309,7 @@ class RowPart:
         """
         for i, rows in self.expert_rows:
             expert = self.experts.start + i
-            torch.mm(x_SN[rows], read(slice(expert, expert + 1))[0], out=out_SM[rows])
+            addmm_(out_SM[rows], x_SN[rows], read(slice(expert, expert + 1))[0], beta=0.0)
         return out_SM
 
     def shrink(self, x_SN: Tensor, a_ERN: Tensor) -> Tensor:
@@ -318,7 +319,7 @@ class RowPart:
             return _cpp_shrink(x_SN, a_ERN, self.ends)
         xa_SR = x_SN.new_empty(x_SN.shape[0], a_ERN.shape[1])
         for i, rows in self.expert_rows:
-            torch.mm(x_SN[rows], a_ERN[i].t(), out=xa_SR[rows])
+            addmm_(xa_SR[rows], x_SN[rows], a_ERN[i].t(), beta=0.0)
         return xa_SR
 
     def expand_(self, y_SM: Tensor, xa_SR: Tensor, b_EMR: Tensor, scale: float) -> None:
@@ -328,7 +329,7 @@ class RowPart:
             _cpp_expand_(y_SM, xa_SR, b_EMR, self.ends, scale)
             return
         for i, rows in self.expert_rows:
-            y_SM[rows].addmm_(xa_SR[rows], b_EMR[i].t(), alpha=scale)
+            addmm_(y_SM[rows], xa_SR[rows], b_EMR[i].t(), alpha=scale)
 
     def gradient(self, lhs_SM: Tensor, rhs_SN: Tensor, scale: float, out_EMN: Tensor) -> None:
         """For each expert, computes `scale` times the matrix product lhsᵀ rhs with fp32 sums, and
@@ -349,7 +350,7 @@ class RowPart:
         gradient of a weight of any dtype.
         """
         for i, rows in self.expert_rows:
-            out_EMN[i] = lhs_SM[rows].t() @ rhs_SN[rows]
+            out_EMN[i] = matmul(lhs_SM[rows].t(), rhs_SN[rows])
 
     def add_bias_(self, y_SM: Tensor, bias_EM: Tensor) -> None:
         for i, rows in self.expert_rows:

@@ -24,6 +24,7 @@ from ...environment.planned_device import target_device_type
 from ...errors import ShapeError, UsageError
 from ..backend import arithmetic_dtype, can_count_rows, has_fp32_output
 from ..cross_entropy.rule import LossRule
+from ..widened_products import addmm_, widens_products
 
 # Bytes of logits that exist at once. On a CPU, products of more than 256 rows are no faster, and
 # allocating a buffer takes 0.3 ms per MiB. But the head's gradient, V x H in fp32, is read and
@@ -115,6 +116,8 @@ def allocate_logits(rows: int, classes: int, dtype: torch.dtype, device: torch.d
 
 def product(lhs: Tensor, rhs: Tensor, out: Tensor) -> Tensor:
     """Writes `lhs @ rhs` to `out`. `out` must have the dtype that `result_dtype` returns."""
+    if widens_products(lhs):
+        return addmm_(out, lhs, rhs, beta=0.0)
     if out.dtype == lhs.dtype:
         # operands and result have the same dtype, and the caller has switched autocast off
         return torch.mm(lhs, rhs, out=out)
@@ -127,6 +130,8 @@ def add_product_(lhs: Tensor, rhs: Tensor, total: Tensor) -> Tensor:
     """Computes `total += lhs @ rhs` in one matrix multiplication. It reads and writes `total` once
     and needs no temporary tensor. `total` must have the dtype that `result_dtype` returns.
     """
+    if widens_products(lhs):
+        return addmm_(total, lhs, rhs)
     if total.dtype == lhs.dtype:
         return torch.addmm(total, lhs, rhs, out=total)
     return torch.addmm(total, lhs, rhs, out_dtype=total.dtype, out=total)
@@ -137,6 +142,8 @@ def product_over_classes(dlogits_NV: Tensor, weight_VH: Tensor, out_NH: Tensor) 
     For 1024 x 32,000 x 2048 in bf16, this is 12% faster.
     """
     device = dlogits_NV.device
+    if widens_products(dlogits_NV):
+        return product(dlogits_NV, weight_VH, out_NH)
     if target_device_type(device) == "cpu" and out_NH.dtype == dlogits_NV.dtype:
         return out_NH.copy_(torch.mm(weight_VH.t(), dlogits_NV.t()).t())
     if device.type == "cuda":
