@@ -248,6 +248,7 @@ _TEXT_PATTERNS = {
     "mixed precision": r"mixed[_ -]?precision\b|\bautocast\b|\bAMP\b",
     "master weights": r"master[_ ]?weights",
     "head cast to fp32": r"cast_\w*head_to_fp32|\bfp32_lm_head\b",
+    "rerun": r"\bcheckpoint\(|\b(?:gradient|activation) checkpointing\b",
     "hard-coded": r"\bhard-?cod\w+|\bwritten out\b",
 }
 FLAGS = frozenset({*_FLAG_PATTERNS, *_TEXT_PATTERNS, *_LOG_PATTERNS, "custom backward"})
