@@ -15,6 +15,8 @@ casts        finds casts in the source code
 graph        finds in autograd's graph the operation that changed the dtype of a tensor
 hooks        finds hooks and callbacks, and the lines that register them
 autocast     the autocast state at the line that failed
+recomputation  what changed between forward and backward of a function under gradient checkpointing
+storages     finds the code that creates a cache
 settings     precision settings of trainers, optimizers and loss scalers
 evidence     all of these facts for one exception
 rules        the rules, whose texts are in `causes.txt`

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .expressions import node_keyword
+from .expressions import UNKNOWN, node_keyword, read_value
 from .frames import CallFrame, make_returned_frame
 from .model_casts import iterate_user_files
 from .modules import ModelNames
@@ -28,12 +30,15 @@ class ChangedState:
 
     name       the attribute or global variable that it writes
     is_inside  whether the checkpointed function itself contains the statement
+    context    the `with` of the running code that calls the statement, as a context manager; ""
+               if none does
     """
 
     name: str
     text: str
     location: str
     is_inside: bool
+    context: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +69,11 @@ class Recomputation:
         """
         functions = [] if isinstance(self.content, nn.Module) else [self.content]
         for module in () if self.module is None else self.module.modules():
-            functions += [value for key, value in vars(type(module)).items() if key != "__init__"]
-        for function in dict.fromkeys(filter(callable, functions)):
+            for function in filter(inspect.isfunction, vars(type(module)).values()):
+                functions.append(MethodType(function, module))
+        for function in functions:
             frame = make_returned_frame(function, {})
-            if frame is not None:
+            if frame is not None and frame.function != "__init__":
                 yield frame
 
 
@@ -105,28 +111,49 @@ def find_changed_states(
     """Returns the statements of the user's files that write an attribute or a global variable which
     the checkpointed function reads.
     """
-    attributes: set[str] = set()
-    variables: set[str] = set()
+    reads: dict[str, set[str]] = {}  # name -> classes of the objects with this attribute
     inner_lines: set[tuple[str, int]] = set()
     for frame in recomputation.iterate_code():
         for node in ast.walk(frame.scope or ast.Module([], [])):
             inner_lines.add((frame.file, getattr(node, "lineno", 0)))
             match node:
-                case ast.Attribute(ast.Name("self"), name, ast.Load()):
-                    attributes.add(name)
+                case ast.Attribute(owner, name, ast.Load()):
+                    value = read_value(owner, frame)
+                    if value is not UNKNOWN and not isinstance(value, torch.Tensor):
+                        reads.setdefault(name, set()).update(
+                            kind.__name__ for kind in type(value).__mro__
+                        )
                 case ast.Name(name, ast.Load()) if name not in frame.code.co_varnames:
-                    variables.add(name)
+                    reads.setdefault(name, set())
     states: dict[str, ChangedState] = {}
     for file, tree, module_frame in iterate_user_files(frames):
         first_line = _line_after_forward(file, frames)
-        for node in _iterate_later_statements(tree, first_line):
-            name = _written_name(node, attributes, variables)
+        for node, function, owner_class in _iterate_later_statements(tree, first_line):
+            name = _written_name(node, reads, owner_class)
             is_inside = (file, node.lineno) in inner_lines
             if name and (is_inside or name not in states):
                 source = ast.unparse(node)
                 text = source if len(source) <= 40 else f"{source.partition('=')[0].strip()} = ..."
-                states[name] = ChangedState(name, text, module_frame.location_of(node), is_inside)
+                location = module_frame.location_of(node)
+                context = "" if is_inside else _find_context(function, owner_class, frames)
+                states[name] = ChangedState(name, text, location, is_inside, context)
     return list(states.values())
+
+
+def _find_context(function: str, owner_class: str, frames: Sequence[CallFrame]) -> str:
+    """Returns the `with` of the running functions that enters a context manager, and its place. The
+    context manager is a function, or a class with `__enter__`.
+    """
+    name = owner_class if function in ("__enter__", "__exit__") else function
+    for frame in reversed(frames):
+        scope = frame.scope if frame.is_user_code else None
+        for node in () if scope is None else ast.walk(scope):
+            for item in node.items if isinstance(node, ast.With) else ():
+                call = item.context_expr
+                called = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+                if name and called.rpartition(".")[2] == name:
+                    return f"`with {ast.unparse(call)}:` ({frame.location_of(node)})"
+    return ""
 
 
 def _line_after_forward(file: str, frames: Sequence[CallFrame]) -> int | None:
@@ -144,33 +171,49 @@ def _line_after_forward(file: str, frames: Sequence[CallFrame]) -> int | None:
     return None
 
 
-def _iterate_later_statements(tree: ast.Module, first_line: int | None) -> Iterator[Any]:
-    """Yields the assignments of a file that may run after the forward: those in functions, except
-    `__init__`, and those of the main code from a line on.
+def _iterate_later_statements(
+    tree: ast.Module, first_line: int | None
+) -> Iterator[tuple[Any, str, str]]:
+    """Yields the assignments of a file that may run after the forward, each with its function and
+    its class: those in functions, except `__init__`, and those of the main code from a line on.
     """
-    pending: list[tuple[Any, bool]] = [(tree, True)]
+    pending: list[tuple[Any, str, str]] = [(tree, "", "")]
     while pending:
-        node, is_main = pending.pop()
+        node, function, owner_class = pending.pop()
+        if isinstance(node, ast.ClassDef):
+            owner_class = node.name
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if node.name == "__init__":
                 continue
-            is_main = False
-        is_assignment = isinstance(node, (ast.Assign, ast.AugAssign))
-        if is_assignment and (not is_main or (first_line and node.lineno >= first_line)):
-            yield node
-        pending.extend((child, is_main) for child in ast.iter_child_nodes(node))
+            function = node.name
+        is_later = bool(function) or (first_line is not None and _line_of(node) >= first_line)
+        if isinstance(node, (ast.Assign, ast.AugAssign)) and is_later:
+            yield node, function, owner_class
+        pending.extend((child, function, owner_class) for child in ast.iter_child_nodes(node))
 
 
-def _written_name(node: Any, attributes: set[str], variables: set[str]) -> str:
-    """Returns the attribute or global variable that an assignment writes, if it is one of these."""
-    target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-    match target:
-        case ast.Attribute(_, name) if name in attributes:
-            return name
-        case ast.Subscript(ast.Name(name), _) if name in variables:
-            return name
-        case ast.Subscript(ast.Attribute(_, name), _) if name in attributes:
-            return name
+def _line_of(node: Any) -> int:
+    return int(getattr(node, "lineno", 0))
+
+
+def _written_name(node: Any, reads: Mapping[str, set[str]], owner_class: str) -> str:
+    """Returns the attribute or global variable that an assignment writes, if it is one of `reads`.
+    An attribute of `self` must belong to a class whose objects are read.
+    """
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    parts = [part for target in targets for part in getattr(target, "elts", [target])]
+    for part in parts:
+        target = part
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        match target:
+            case ast.Attribute(ast.Name("self"), name):
+                if owner_class in reads.get(name, ()):
+                    return name
+            case ast.Attribute(_, name) if reads.get(name):
+                return name
+            case ast.Name(name) if name in reads and target is not part:
+                return name
     return ""
 
 

@@ -54,6 +54,7 @@ from .recomputation import (
     find_recomputation,
 )
 from .settings import find_arguments_without_autocast, is_prepared_model
+from .storages import StorageCreation, find_storage_creation
 
 _format_finding = load_finding_formatter(SHEET)
 _LABEL_WIDTH = 28
@@ -65,6 +66,9 @@ _WRITING_OPERATIONS = frozenset(
     ("index_put", "index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
     + ("index_add", "index_copy", "scatter", "scatter_add", "masked_scatter", "masked_scatter_")
     + ("scatter_reduce_", "scatter_reduce", "index_reduce_", "index_reduce")
+)
+_OVERWRITING_OPERATIONS = frozenset(
+    ("index_put", "index_put_", "index_copy_", "scatter_", "masked_scatter_")
 )
 # losses whose targets are classes
 _CLASS_LOSSES = frozenset(("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd"))
@@ -428,6 +432,7 @@ def _describe_changes(
         "device": evidence.device,
         "target": "" if cast_dtype is None else str(cast_dtype),
         "read": states[0].name if states else "",
+        "context": states[0].context if states else "",
     }
 
 
@@ -972,6 +977,8 @@ def find_attention_operand(evidence: Evidence) -> Finding | None:
     if "attention" not in evidence.operation or not _differ(operands):
         return None
     odd = _odd_operand(evidence, operands)
+    if evidence.majority_dtype is None:  # a table promotes query and key; nothing narrows one
+        odd = max(operands, key=lambda operand: operand.dtype.itemsize)
     others = [operand for operand in operands if operand.dtype != odd.dtype]
     odd_labels = [operand.label for operand in operands if operand.dtype == odd.dtype]
     producer = evidence.producer_of(odd)
@@ -1107,6 +1114,8 @@ def find_custom_backward(evidence: Evidence) -> Finding | None:
     first = operands[0]
     second = _first_of_other_dtype(operands)
     is_decorated = any(frame.function == "decorate_bwd" for frame in evidence.frames)
+    modes = [_setting_dtype(str(setting)) for setting in evidence.settings]
+    has_autocast = evidence.other_region is not None or any(mode is not None for mode in modes)
     return _make_finding(
         "RN005",
         evidence,
@@ -1115,6 +1124,7 @@ def find_custom_backward(evidence: Evidence) -> Finding | None:
         second=_describe(second),
         device=evidence.device,
         decorated=is_decorated,
+        has_autocast=has_autocast,
         cast=_brackets(first.label),
         target=str(second.dtype),
         at=frame.location,
@@ -1146,9 +1156,14 @@ def find_write(evidence: Evidence) -> Finding | None:
         return None
     evidence.producer_of(values[0])  # shown with the operands
     labels = dict.fromkeys(_cast_text(operand, destination) for operand in values)
+    creation = _find_odd_storage(evidence, destination, values[0].dtype)
     return _make_finding(
         "RN008",
         evidence,
+        creation="" if creation is None else creation.text,
+        creation_at="" if creation is None else creation.location,
+        is_code=creation is not None and creation.text.endswith(f"dtype={values[0].dtype})"),
+        majority=values[0].dtype,
         operation=operation,
         destination=_brackets(destination.label),
         destination_dtype=destination.dtype_name,
@@ -1158,6 +1173,24 @@ def find_write(evidence: Evidence) -> Finding | None:
         at=evidence.failing_frame.location,
         out=has_out,
     )
+
+
+def _find_odd_storage(
+    evidence: Evidence, destination: Operand, dtype: torch.dtype
+) -> StorageCreation | None:
+    """Returns the code that creates the destination of a write, if it is an attribute, such as a
+    cache, and if all weights of the model have the dtype of the value.
+    """
+    frame = evidence.frames[destination.frame_index]
+    if evidence.operation not in _OVERWRITING_OPERATIONS:
+        return None  # a sum may be kept wider than the weights
+    match destination.node:
+        case ast.Attribute(ast.Name("self"), name):
+            is_odd = set(evidence.dtype_counts) == {dtype} and destination.dtype.is_floating_point
+            if is_odd and not isinstance(destination.tensor, nn.Parameter):
+                owner = frame.variables.get("self")
+                return find_storage_creation(evidence.frames, owner, name, dtype)
+    return None
 
 
 def _cast_text(operand: Operand, destination: Operand) -> str:
@@ -1389,12 +1422,13 @@ def _find_promotion(operand: Operand, producer: Producer) -> Promotion | None:
 def _odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:
     """Returns the operand whose dtype differs from the dtype of the model. If no model is known,
     returns the operand whose dtype differs from the dtype of most operands. If two dtypes are
-    equally frequent, returns the operand with the wider dtype.
+    equally frequent, returns the operand with the wider dtype. An operand in fp64 is never usual.
     """
     counts = Counter(operand.dtype for operand in operands)
     usual = evidence.majority_dtype
     if usual not in counts:
         floats = [dtype for dtype in counts if dtype.is_floating_point]
+        floats = [dtype for dtype in floats if dtype != torch.float64] or floats
         usual = max(floats or counts, key=lambda dtype: (counts[dtype], -dtype.itemsize))
     return next(operand for operand in operands if operand.dtype != usual)
 

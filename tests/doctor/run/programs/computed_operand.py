@@ -1,0 +1,20 @@
+"""The operand of an operator without a bf16 kernel is computed in the failing line."""
+
+import sys
+
+import torch
+from torch import nn
+
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if "repaired" in sys.argv:
+            return torch.fft.rfft(self.inner(x).float(), dim=1)
+        return torch.fft.rfft(self.inner(x), dim=1)
+
+
+Mixer().to(torch.bfloat16)(torch.randn(2, 4, 8, dtype=torch.bfloat16))
