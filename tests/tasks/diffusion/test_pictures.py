@@ -51,12 +51,33 @@ def test_pictures_without_captions_and_captions_without_pictures_are_all_named(t
     picture(tmp_path / "two.png", "a red circle")
     (tmp_path / "two.caption").write_text("a green square")
     (tmp_path / "words.txt").write_text("a caption")
+    for name in ("clip.mp4", "clip.txt", "raw.dng", "raw.txt"):
+        (tmp_path / name).write_text("a video is not read here, nor is its caption")
     said = refusal(train=str(tmp_path))
-    assert "alone.png: no caption: there is no .txt file with the same name" in said
+    assert "raw.txt: a caption without a picture: raw.dng is not read" in said
+    assert "alone.png: no caption: there is no .txt or .caption file with the same name" in said
     assert "words.txt: a caption without a picture" in said
     assert "has the same caption file" in said
     assert "two.png: two.txt and two.caption disagree" in said
-    assert len(said.splitlines()) == 4
+    assert len(said.splitlines()) == 5
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "cp1252"])
+def test_captions_of_windows_are_read_or_named(tmp_path, encoding):
+    picture(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_bytes("ein grüner Hund\r\n".encode(encoding))
+    if encoding == "cp1252":
+        assert "a.txt is not text in UTF-8: save it as UTF-8" in refusal(train=str(tmp_path))
+        return
+    assert [p.captions for p in gathered(train=str(tmp_path)).train] == [("ein grüner Hund",)]
+
+
+def test_captions_in_a_metadata_file_of_a_subfolder_are_named(tmp_path):
+    picture(tmp_path / "train/a.png")
+    (tmp_path / "train/metadata.jsonl").write_text('{"file_name": "a.png", "text": "a dog"}\n')
+    message = refusal(train=str(tmp_path))
+    assert f"images.train names its folder, {tmp_path}/train" in message
+    assert len(gathered(train=f"{tmp_path}/train").train) == 1
 
 
 WAYS = {

@@ -7,6 +7,7 @@ needed, and are not kept in memory.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
 import json
@@ -232,7 +233,7 @@ class Picture:
 
 CAPTION_SUFFIXES = (".txt", ".caption")  # endings of the files with the caption of a picture
 MAX_CAPTION_BYTES = 1 << 20  # limit of one caption and of a caption file; encoders read 2 KB
-NO_CAPTION = "no caption: there is no .txt file with the same name"
+NO_CAPTION = "no caption: there is no .txt or .caption file with the same name"
 # tables of pictures, as the library `datasets` names them
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 ReportBad = Callable[[str, str], None]
@@ -247,7 +248,7 @@ def read_captioned_pictures(
     uncaptioned: str = "error",
 ) -> Iterator[Picture]:
     """Yields each picture or clip of a folder with the captions in its text file. The text file has
-    one caption per line.
+    one caption per line. A run on pictures ignores videos, with their captions.
 
     files        all files of the folder
     uncaptioned  the setting `images.uncaptioned`
@@ -271,9 +272,18 @@ def read_captioned_pictures(
             yield Picture(content, captions, str(path))
     for path in report_unreadable(files, report_bad):
         stems.setdefault(path.with_suffix(""), path)
+    others = {
+        path.with_suffix(""): path for path in files if path.suffix not in CAPTION_SUFFIXES
+    }
     for path in files:
-        if path.suffix in CAPTION_SUFFIXES and path.with_suffix("") not in stems:
+        base = path.with_suffix("")
+        if path.suffix not in CAPTION_SUFFIXES or base in stems:
+            continue
+        other = others.get(base)
+        if other is None:
             report_bad(str(path), "a caption without a picture")
+        elif not is_video(other):
+            report_bad(str(path), f"a caption without a picture: {other.name} is not read")
 
 
 def caption_files(base: Path) -> list[Path]:
@@ -293,25 +303,38 @@ def read_captions(base: Path) -> tuple[str, ...]:
         try:
             lines = [" ".join(line.split()) for line in read_caption_file(text).splitlines()]
         except UnicodeDecodeError:
-            raise BadPicture(f"{text.name} is not text (UTF-8)") from None
+            raise BadPicture(f"{text.name} is not text in UTF-8: save it as UTF-8") from None
         captions_by_file[text.name] = tuple(dict.fromkeys(line for line in lines if line)) or ("",)
     if not captions_by_file:
-        raise BadPicture(NO_CAPTION)
+        raise BadPicture(_missing_caption_reason(base))
     if len(set(captions_by_file.values())) > 1:
         raise BadPicture(f"{' and '.join(captions_by_file)} disagree: remove one")
     return next(iter(captions_by_file.values()))
 
 
+def _missing_caption_reason(base: Path) -> str:
+    """Returns NO_CAPTION, or where the captions of the picture may be. The library `datasets` writes
+    a metadata file into each subfolder (train, test).
+    """
+    metadata = find_metadata(base.parent)
+    if metadata is None:
+        return NO_CAPTION
+    return f"no caption: {metadata} is read only if images.train names its folder, {base.parent}"
+
+
 def read_caption_file(file: Path) -> str:
     """Reads a file of captions. Raises BadPicture if the file is larger than MAX_CAPTION_BYTES, and
-    UnicodeDecodeError if it is not valid UTF-8.
+    UnicodeDecodeError if it is neither valid UTF-8 nor UTF-16 with a byte order mark, which
+    Notepad writes as "Unicode".
     """
     size = file.stat().st_size
     if size > MAX_CAPTION_BYTES:
         raise BadPicture(
             f"{file.name} has {size:,} bytes: captions have at most {MAX_CAPTION_BYTES:,}"
         )
-    return file.read_bytes().decode("utf-8-sig")
+    content = file.read_bytes()
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if is_utf16 else "utf-8-sig")
 
 
 def list_files(folder: Path) -> list[Path]:
