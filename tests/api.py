@@ -222,7 +222,7 @@ INNER = {
     "isotype.report.plots": "describe_losses loss_plot plots",
     "isotype.report.record": "MAX_SAMPLES read_picture read_run parse_settings",
     "isotype.runs.checkpoint.atomic_folder": (
-        "atomic_folder= SEAL find_damage replace_sealed_file seal write_folder write_text"
+        "atomic_folder= SEAL find_damage replace_sealed_file seal write_file write_folder write_text"
     ),
     "isotype.runs.folder": "locate_base",
     "isotype.runs.value_limits": "parse_json",
@@ -235,6 +235,7 @@ INNER = {
     "isotype.tasks.diffusion.families.flow": "Lumina2",
     "isotype.tasks.diffusion.families.ideogram4": "Ideogram4",
     "isotype.tasks.diffusion.clip_proposal": "clip_proposal=",
+    "isotype.tasks.diffusion.picture_proposal": "propose_picture_settings",
     "isotype.tasks.diffusion.families.noise": "size_conditioning",
     "isotype.tasks.diffusion.lora_file": "read_lora_file",
     "isotype.tasks.diffusion.picture_files": "FileContent Picture",

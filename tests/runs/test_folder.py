@@ -12,7 +12,7 @@ import torch
 from isotype.errors import RunError, UsageError
 from isotype.runs.checkpoint.store import TENSORS, Checkpoint, CheckpointStore
 from isotype.runs.folder import LOCK, RunFolder, require_run
-from tests.api import SEAL, find_damage, write_folder
+from tests.api import SEAL, find_damage, write_file, write_folder
 from tests.api import atomic_folder as folder_module
 
 
@@ -129,3 +129,22 @@ def test_replacing_always_leaves_one_complete_folder(tmp_path):
     assert (tmp_path / "adapter" / "a.txt").read_text() == "new"
     assert find_damage(tmp_path / "adapter") is None
     assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), ValueError("(os error 28)")]
+)
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, error):
+    """safetensors raises errors of the disk as its own class, with their number in the text."""
+    file = tmp_path / "dog.safetensors"
+    assert write_file(file, lambda path: path.write_text("a"), next_action="export again") == 1
+
+    def fail(path):
+        path.write_text("half")
+        raise error
+
+    with pytest.raises(RunError, match=r"could not write .*dog\.safetensors: ") as raised:
+        write_file(file, fail, next_action="export again")
+    assert raised.value.code == "CK001"
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert file.read_text() == "a"

@@ -50,6 +50,9 @@ def init(
 
         isotype init --preset qlora --model Qwen/Qwen2.5-0.5B --data chats.jsonl qwen.yaml
 
+        isotype init --model pony.safetensors --data pictures   # steps and size that fit the
+        pictures
+
         isotype init --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --data clips       # frames and size
         that fit the clips
 
@@ -65,13 +68,18 @@ def init(
     if schema or markdown:
         _print_schema(markdown)
         return
+    from ..config.load import find_recipe
     from ..config.write import init_yaml
 
     proposal = None
     if Path(data).expanduser().is_dir():
         from ..tasks.diffusion.clip_proposal import propose_clip_settings
+        from ..tasks.diffusion.picture_proposal import propose_picture_settings
 
+        is_lora = find_recipe(preset).settings.get("adapter.kind", "lora") == "lora"
         proposal = propose_clip_settings(model, data)
+        if proposal is None:
+            proposal = propose_picture_settings(model, data, is_lora=is_lora)
     proposed = {} if proposal is None else proposal.settings
     text = init_yaml(preset, model=model, data=data, proposed=proposed)
     if proposal is not None and not json_output:

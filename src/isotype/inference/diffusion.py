@@ -24,7 +24,7 @@ from ..errors import UsageError
 from ..model.build import resolve_precision
 from ..model.export import digest_tensors, refuse_difference
 from ..precision.precision import Precision
-from ..runs.checkpoint.atomic_folder import find_damage, write_folder
+from ..runs.checkpoint.atomic_folder import find_damage, write_file, write_folder
 from ..runs.checkpoint.snapshot import average_weights, restore_model
 from ..runs.folder import (
     RESOLVED,
@@ -205,12 +205,11 @@ def export_comfyui(run: Path, intermediate: Path | None, out: Path) -> int:
     """
     config = with_located_base(load(run / RESOLVED, resolved=True).config, run)
     adapter = _find_adapter(run, intermediate, config, "there is no adapter to export")
-    return write_comfyui(
-        adapter,
-        out,
-        PipelineFolder.open(
-            str(config.model.name), revision=config.model.revision, vae=config.model.vae
-        ).family,
+    family = PipelineFolder.open(
+        str(config.model.name), revision=config.model.revision, vae=config.model.vae
+    ).family
+    return write_file(
+        out, lambda file: write_comfyui(adapter, file, family), next_action="export again"
     )
 
 

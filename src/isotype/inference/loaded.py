@@ -162,9 +162,12 @@ def find_result(run: Path, intermediate: Path | None) -> Path | None:
         )
     reason = find_damage(intermediate) if intermediate.is_dir() else "no such adapter"
     if reason is not None:
+        steps = ", ".join(f"step_{step}" for step in RunFolder(run).adapter_steps())
         raise UsageError(
             f"{intermediate}: {reason}",
-            fix=f"one of {', '.join(f'step_{step}' for step in RunFolder(run).adapter_steps())}",
+            fix=f"one of {steps}"
+            if steps
+            else f"{run}: the result of the run, which wrote no others (run.adapters_every)",
         )
     return intermediate.absolute()
 

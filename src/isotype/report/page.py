@@ -204,7 +204,9 @@ def subtitle(record: RunRecord) -> str:
     parameter_count = _whole_number(record.plan.get("parameters"))
     trained_count = _whole_number(record.plan.get("trained"))
     adapter = {"lora": "LoRA", "lokr": "LoKr"}.get(kind)
-    if adapter:
+    if adapter and record.setting("adapter", "start_from"):
+        adapter_text = f"{adapter}, ranks of adapter.start_from"
+    elif adapter:
         adapter_text = f"{adapter} r={record.setting('adapter', 'r')}"
     elif kind == "none":
         adapter_text = "every weight trained"

@@ -124,6 +124,8 @@ def details_hint(folder: RunFolder) -> HeaderRows:
 def _describe_adapter(adapter: AdapterSection) -> str:
     if adapter.kind == "none":
         return "every weight"
+    if adapter.start_from is not None:  # adapter.r has no effect
+        return f"{adapter.kind}, ranks of adapter.start_from"
     return f"{adapter.kind} r={adapter.r}"
 
 

@@ -1,17 +1,20 @@
-"""`isotype init` on a folder of clips proposes settings with which a run starts; `isotype import`
+"""`isotype init` on a folder of clips or pictures proposes settings with which a run starts; `isotype import`
 of a data set of clips gives such settings too.
 """
 
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
 from isotype.config.load import load
 from isotype.tasks.choose import plan_run
 from isotype.translate import translate
-from tests.api import clip_proposal, init_yaml
+from tests.api import clip_proposal, init_yaml, propose_picture_settings
 from tests.tasks.diffusion.test_clips import write_clip
 from tests.tasks.diffusion.test_video_files import write_gif, write_video
 
@@ -30,6 +33,37 @@ def test_the_proposed_settings_make_a_plan(studio, tmp_path):
     assert (config.images.frames, config.images.resolution) == (9, 32)
     loaded = load(file, [], {"precision.preset": "fp32", "model.device": "cpu"})
     assert plan_run(loaded).to_dict()["data"]["train_clips_by_frames"] == {"9": 2}
+
+
+def test_init_on_pictures_proposes_steps_and_a_resolution(studio, tmp_path):
+    """The defaults of the schema would use each of these pictures once."""
+    for k in range(3):
+        Image.new("RGB", (640, 480) if k else (40, 30)).save(tmp_path / f"{k}.png")
+        (tmp_path / f"{k}.txt").write_text(f"picture {k}")
+    file = tmp_path / "run.yaml"
+    arguments = ["init", str(file), "--model", "noob.safetensors", "--data", str(tmp_path)]
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 0
+    assert "images.resolution: 512: most pictures have fewer pixels than 1024" in result.output
+    assert "1 of 3 pictures have fewer pixels and are enlarged" in result.output
+    config = load(file).config
+    assert (config.images.resolution, config.images.max_aspect) == (512, 2.0)
+    assert (config.train.steps, config.train.batch_size) == (2000, 1)
+    assert (config.run.samples, config.run.adapters_every) == (["picture 0"], 500)
+    proposal = propose_picture_settings("sd-v1-5", str(tmp_path), is_lora=False)
+    assert set(proposal.settings) == {"images.resolution", "images.max_aspect", "run.samples"}
+    (tmp_path / "old").mkdir()
+    Image.new("RGB", (2000, 2000)).save(tmp_path / "old/big.png")
+    sides = {"runwayml/stable-diffusion-v1-5": 512, "org/flux": 1024, str(studio.sd1): 64}
+    for model, side in sides.items():
+        settings = propose_picture_settings(model, f"{tmp_path}/old", is_lora=True).settings
+        assert settings["images.resolution"] == side
+    save_file({"cond_stage_model.transformer.a": torch.zeros(1)}, tmp_path / "sd.safetensors")
+    settings = propose_picture_settings(
+        f"{tmp_path}/sd.safetensors", f"{tmp_path}/old", is_lora=True
+    ).settings
+    assert settings["images.resolution"] == 512
+    assert propose_picture_settings("org/flux", str(tmp_path / "no"), is_lora=True) is None
 
 
 def propose(model: str, folder: Path):

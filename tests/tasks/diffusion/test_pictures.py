@@ -299,6 +299,17 @@ def test_sources_have_repeats_and_regularisation_has_a_weight(tmp_path):
     assert "is named twice; repeats" in refusal(train=[mine, mine])
 
 
+def test_repeats_in_the_names_of_kohyas_folders_are_named(tmp_path):
+    picture(tmp_path / "img/10_sks dog/a.png", "a dog")
+    picture(tmp_path / "img/2024_trip/a.png", "a lake")
+    folder = tmp_path / "img/10_sks dog"
+    for name in (str(tmp_path / "img"), str(folder)):
+        (line,) = gathered(train=name).unused_repeats_lines()
+        assert line.endswith(f"images.train: [{{name: {folder}, repeats: 10}}]")
+        assert "2024" not in line
+    assert gathered(train=[{"name": str(folder), "repeats": 10}]).unused_repeats_lines() == []
+
+
 @pytest.mark.parametrize("way", ["text files", "a caption", "metadata"])
 def test_masks_may_lie_in_a_folder_of_the_pictures(tmp_path, way):
     picture(tmp_path / "a.png", "a red circle" if way == "text files" else None)

@@ -133,6 +133,8 @@ def test_a_checkpoint_in_one_file_is_the_pipeline_that_it_was(drawn, studio, tmp
         assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items()), part
     loaded = drawn(model=tmp_path / "pony.safetensors", diffusion={"max_text_length": None})
     assert train(loaded) == 0
+    card = (tmp_path / "run/adapter/README.md").read_text()
+    assert "StableDiffusionPipeline.from_single_file(base, " in card
     merge_denoiser(tmp_path / "run", tmp_path / "merged")
     settings_of(studio.sd1, tmp_path / "merged/pony")
     opened = PipelineFolder.open(str(tmp_path / "merged/pony.safetensors"))

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -102,12 +102,44 @@ def _temporary_folder(
     """Yields a temporary folder next to `target`. The temporary folder is removed if an error
     occurs.
     """
-    temporary = target.parent / f".{target.name}.partial"
+    temporary = _partial_path(target)
     try:
-        yield temporary
-    except BaseException as error:
+        with _name_io_errors(target, next_action):
+            yield temporary
+    except BaseException:
         if should_remove_on_error:
             shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _partial_path(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+def write_file(target: Path, fill: Callable[[Path], Result], *, next_action: str) -> Result:
+    """Calls `fill(file)` for a temporary file and renames it to `target`. Returns what `fill`
+    returned.
+
+    Raises  RunError CK001 when the disk is full or read-only; `target` is then unchanged
+    """
+    temporary = _partial_path(target)
+    try:
+        with _name_io_errors(target, next_action):
+            result = fill(temporary)
+            _sync(temporary)
+            temporary.replace(target)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    return result
+
+
+@contextmanager
+def _name_io_errors(target: Path, next_action: str) -> Iterator[None]:
+    """Replaces the errors of a full or read-only disk by CK001. Other errors are raised unchanged."""
+    try:
+        yield
+    except BaseException as error:
         reason = describe_io_error(error)
         if reason is None:
             raise
@@ -258,7 +290,7 @@ def _remove(folder: Path) -> None:
 
 def write_text(target: Path, text: str) -> None:
     """Replaces a small file atomically: a reader sees either the old text or the new text."""
-    temporary = target.with_name(f".{target.name}.partial")
+    temporary = _partial_path(target)
     try:
         # creates a new file, so that nothing is written through a link or a leftover of a killed
         # run

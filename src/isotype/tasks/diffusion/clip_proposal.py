@@ -46,14 +46,14 @@ UNMEASURED_FRAMES = 17  # valid for both models
 
 
 @dataclass(frozen=True)
-class ClipProposal:
-    """The settings of a run on a folder of clips, and messages that give their reasons."""
+class SettingsProposal:
+    """The settings of a run on a folder of clips or pictures, and messages that give their reasons."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
 
 
-def propose_clip_settings(model: str, data: str) -> ClipProposal | None:
+def propose_clip_settings(model: str, data: str) -> SettingsProposal | None:
     """Returns the settings for a folder of clips. Returns None if the folder contains no clips, or
     if the model does not generate videos.
     """
@@ -86,12 +86,12 @@ def propose_clip_settings(model: str, data: str) -> ClipProposal | None:
             "the model has two denoisers: train the other one in a second run, with"
             " diffusion.expert=high_noise and another run.folder"
         )
-    return ClipProposal(settings, reasons)
+    return SettingsProposal(settings, reasons)
 
 
 def _find_video_model(model: str) -> _VideoModel | None:
     """Returns the kind of a model. The kind of a model on the hub is guessed from its name."""
-    index = _read_json(Path(model).expanduser() / PIPELINE_FILE)
+    index = read_json(Path(model).expanduser() / PIPELINE_FILE)
     if index:
         return VIDEO_MODELS.get(str(index.get("_class_name")))
     name = model.lower()
@@ -103,18 +103,18 @@ def _find_video_model(model: str) -> _VideoModel | None:
 
 
 def _has_two_denoisers(model: str) -> bool:
-    index = _read_json(Path(model).expanduser() / PIPELINE_FILE)
+    index = read_json(Path(model).expanduser() / PIPELINE_FILE)
     if index:
         return (index.get("transformer_2") or [None])[0] is not None
     return "wan2.2" in model.lower() and "a14b" in model.lower()
 
 
 def _frame_step(model: str, video_model: _VideoModel) -> int:
-    config = _read_json(Path(model).expanduser() / "vae/config.json")
+    config = read_json(Path(model).expanduser() / "vae/config.json")
     return int(config.get(video_model.frame_step_key) or video_model.frame_step)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object. Returns an empty mapping if the file does not contain one."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

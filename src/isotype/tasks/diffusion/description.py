@@ -182,6 +182,7 @@ def _usage_lines(run: ResolvedRun, folder: Path, base: str) -> list[str]:
     # Wan 2.2 has a second denoiser, `transformer_2`
     is_second = run.folder.denoiser_part != run.family.denoiser
     option = f", load_into_{run.folder.denoiser_part}=True" if is_second else ""
+    method = "from_single_file" if run.folder.file is not None else "from_pretrained"
     return [
         "FOLDER is this folder:",
         "",
@@ -190,7 +191,7 @@ def _usage_lines(run: ResolvedRun, folder: Path, base: str) -> list[str]:
         f"from diffusers import {run.family.pipeline}",
         "",
         f"base = {json.dumps(base)}",
-        f"pipe = {run.family.pipeline}.from_pretrained(base, torch_dtype=torch.bfloat16)",
+        f"pipe = {run.family.pipeline}.{method}(base, torch_dtype=torch.bfloat16)",
         f"pipe.load_lora_weights(FOLDER{option})",
         "```",
         "",

@@ -4,6 +4,7 @@ run's header, plan, report and files contain this description.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,6 +87,8 @@ def plan_lines(data: PictureData) -> list[str]:
     lines += pictures.unmasked_lines()
     lines += pictures.cut_clip_lines()
     lines += pictures.other_file_lines()
+    lines += pictures.unused_repeats_lines()
+    lines += _few_steps_lines(data, noun)
     if facts["buckets"] > len(run.sizes.resolutions):
         lines.append(f"aspect buckets: {', '.join(map(str, sorted(run.sizes.all_sizes)))}")
     if pictures.missing_class_pictures:
@@ -95,6 +98,25 @@ def plan_lines(data: PictureData) -> list[str]:
     if facts["bad_pictures"]:
         lines.append(f"{facts['bad_pictures']} bad {noun} are left out (images.on_bad_row)")
     return lines
+
+
+FEW_STEPS = 100
+USUAL_STEPS = 2000  # of ai-toolkit's examples; kohya's scripts take 1,600 by default
+
+
+def _few_steps_lines(data: PictureData, noun: str) -> list[str]:
+    """Returns a line if the default number of epochs gives a LoRA only a few steps."""
+    config = data.run.config
+    train = config.train
+    if train.steps is not None or train.epochs != 1 or config.adapter.kind == "none":
+        return []
+    steps = math.ceil(data.row_count / (train.batch_size * train.accumulate))
+    if steps >= FEW_STEPS:
+        return []
+    return [
+        f"one epoch of so few {noun} is {pluralise(steps, 'step')}, and a LoRA that has learnt"
+        f" little: train.steps={USUAL_STEPS} train.batch_size=1 is usual"
+    ]
 
 
 def _describe_pictures(facts: Mapping[str, Any]) -> str:

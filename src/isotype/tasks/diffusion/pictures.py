@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -38,6 +39,7 @@ from .picture_files import (
     Picture,
     count_other_files,
     find_metadata,
+    is_picture,
     list_contents,
     list_files,
     pictures_by_name,
@@ -65,6 +67,8 @@ class RunPictures:
     missing_class_pictures  the class pictures that do not exist yet
     other_files             folder -> file ending -> number of files that are not pictures and were
                             not read
+    unused_repeats          subfolder, or folder of a source, whose name begins with a number as in
+                            `10_sks dog` -> this number, which kohya's scripts use as repeats
     trains_on_all           whether no picture is held out because there are few of them
     frame_rate              the number of frames of a clip per second
     """
@@ -77,6 +81,7 @@ class RunPictures:
     takes_several_controls: bool = False
     missing_class_pictures: list[MissingPicture] = field(default_factory=list)
     other_files: dict[str, Counter[str]] = field(default_factory=dict)
+    unused_repeats: dict[Path, int] = field(default_factory=dict)
     trains_on_all: bool = False
     frame_rate: float = 1.0
     _first_captions: dict[Any, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
@@ -122,6 +127,18 @@ class RunPictures:
             kinds = ", ".join(f"{number} {ending}" for ending, number in sorted(counts.items()))
             lines.append(f"not read in {folder}: {kinds}")
         return lines
+
+    def unused_repeats_lines(self) -> list[str]:
+        """Returns a line about the folders whose names are those of kohya's scripts with repeats."""
+        if not self.unused_repeats:
+            return []
+        numbers = sorted(self.unused_repeats.items())
+        names = ", ".join(folder.name for folder, _ in numbers)
+        entries = [f"{{name: {folder}, repeats: {repeats}}}" for folder, repeats in numbers]
+        return [
+            f"used once in an epoch: {names}. The numbers of these names are not read as repeats,"
+            f" as kohya's scripts do; with repeats: images.train: [{', '.join(entries)}]"
+        ]
 
     def examples(self) -> list[dict[str, Any]]:
         """Returns thumbnails of the first training pictures with their captions, for the report."""
@@ -319,6 +336,8 @@ def _read_source(
             clips=_clip_settings(source, result),
         )
     files = _files_of_source(path, images)
+    if source.repeats == 1:
+        result.unused_repeats |= _repeats_in_names(path, files)
     clips = _clip_settings(source, result)
     contents = list_contents(files, path, clips, result.bad_pictures.add)
     ignores_caption_files = source.caption is not None or images.captions == "names"
@@ -346,6 +365,20 @@ def _read_source(
     return read_captioned_pictures(
         files, contents, result.bad_pictures.add, uncaptioned=images.uncaptioned
     )
+
+
+_NAME_WITH_REPEATS = re.compile(r"([1-9]\d?)_.+")  # `2024_holiday` is no name of kohya's scripts
+
+
+def _repeats_in_names(folder: Path, files: Iterable[Path]) -> dict[Path, int]:
+    """Returns the folder and its direct subfolders whose names begin with a number and `_`, if the
+    number is above 1. kohya's scripts use the pictures of such a folder so many times in an epoch.
+    """
+    parents = {file.parent for file in files if is_picture(file)}
+    folders = [parent for parent in parents if folder in (parent, parent.parent)]
+    matches = {path: _NAME_WITH_REPEATS.fullmatch(path.name) for path in folders}
+    numbers = {path: int(match[1]) for path, match in matches.items() if match is not None}
+    return {path: number for path, number in numbers.items() if number > 1}
 
 
 def _files_of_source(folder: Path, images: ImagesSection) -> list[Path]:

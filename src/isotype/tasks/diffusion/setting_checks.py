@@ -294,10 +294,10 @@ def _refuse_start(config: RunConfig, folder: PipelineFolder, start_file: Path | 
             encoder_text = "has matrices of text encoders"
         else:
             encoder_text = "has none of text encoders"
-        raise UsageError(
-            f"{setting}: {shown_start} {encoder_text}",
-            fix=f"adapter.text_encoders: {str(has_encoders).lower()}",
-        )
+        fix = f"adapter.text_encoders: {str(has_encoders).lower()}"
+        if has_encoders:
+            fix += ", with a rate above 0 (adapter.text_encoder_rate); or a file without them"
+        raise UsageError(f"{setting}: {shown_start} {encoder_text}", fix=fix)
     refuse_adapter_of_another_model(outline_base(folder, config), start, setting)
     settings = read_adapter_settings(start, setting)
     if adapter.kind != "none" and is_lokr(start) != (adapter.kind == "lokr"):
