@@ -786,3 +786,23 @@ def test_no_frame_and_no_word_decides_a_mismatch_of_two_operands(error):
             assert code in details["certain"]
             assert "sign" in details
             assert details.get("or", "").count("\n") <= 1
+
+
+CUBLAS = "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx( handle, a, CUDA_R_16BF"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_decided"),
+    [
+        (CUBLAS, False),
+        (f"Using device: NVIDIA GeForce GTX 1080\n{CUBLAS}", True),
+        (f"Error during upscale on GTX Titan X\n{CUBLAS}", True),
+        (f"Using device: NVIDIA GeForce RTX 3090\n{CUBLAS}", False),
+        ("TypeError: LayerNorm.__init__() got an unexpected keyword argument 'dtype'", False),
+        ("TypeError: LlamaForCausalLM.__init__() got an unexpected keyword argument 'dtype'", True),
+        ("TypeError: from_pretrained() got multiple values for keyword argument 'dtype'", True),
+    ],
+)
+def test_a_refusal_is_its_own_cause_only_if_it_names_who_refuses(text, is_decided):
+    finding = explain(text.splitlines(keepends=True))[0]
+    assert dict(finding.details)["sure"].startswith("decided") == is_decided

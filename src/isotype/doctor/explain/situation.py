@@ -204,8 +204,9 @@ def _may_name(flag: str, frame: Frame, outer: Frame | None) -> bool:
 # flags that a line anywhere in a log states
 _LOG_PATTERNS = {
     "card without bf16": (
-        r"\bTesla (?:T4|V100|P100|P40|P4|K80|M60)\b|\bNVIDIA (?:T4|V100)\b|\bV100-\w+|\bGTX"
-        r" ?1[06]\d\d|\bRTX ?20[678]0|\bQuadro RTX|\bTITAN (?:V|X|Xp|RTX)\b|\b(?:on|a|an|my)"
+        r"\bTesla (?:T4|V100|P100|P40|P4|K80|M60|M40)\b|\bNVIDIA (?:T4|V100)\b|\bV100-\w+"
+        r"|\bGTX ?(?:1[06]\d\d|9[5-8]0|Tit[ao]n)|\bRTX ?20[678]0|\bQuadro RTX"
+        r"|\bTITAN (?:V|X|Xp|RTX)\b|\b(?:on|a|an|my)"
         r" (?:free )?(?:Colab )?(?:T4|V100|P100)\b|\bKaggle[^\n]{0,20} (?:T4|P100)\b"
         r"|\bsm_?[67]\d\b|\bcompute capability:? (?:of )?[67]\.\d\b"
     ),
