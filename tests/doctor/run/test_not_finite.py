@@ -56,6 +56,22 @@ TRUTH = {
         "gets 0, whose logarithm is -inf",
         "clamp its input",
     ),
+    "frozen_encoder": Truth(
+        1,
+        "RN030",
+        "latents = encoder(torch.ones(3, 4, dtype=encoder[0].weight.dtype))",
+        "addmm gives",
+        "which fp16 cannot hold",
+        "bf16 has the range of fp32",
+    ),
+    "lost_eps": Truth(
+        2,
+        "RN030",
+        "return (rewards - rewards.mean()) / (rewards.std() + 1e-8)",
+        "div gives NaN in fp16, and is finite in fp32",
+        "where fp32 has up to 1e-08",
+        "in fp32, with .float() on its inputs",
+    ),
     "fixed_loss_scale": Truth(
         1,
         "RN030",

@@ -98,14 +98,14 @@ TRUTH = {
         "RN008",
         "out.index_add_(0, rows, values)",
         "Experts",
-        "`values` is bf16",
+        "autocast, which is on, computes `values` in bf16, and leaves out, from `torch.randn(4, 8)`",
         "`values.to(out.dtype)`",
     ),
     "expert_calls": Truth(
         "RN008",
         "out.index_add_(0, rows, expert(x[rows]) * weights[rows])",
         "Experts",
-        "`(expert(x[rows]) * weights[rows])` is bf16",
+        "computes `(expert(x[rows]) * weights[rows])` in bf16",
         "`(expert(x[rows]) * weights[rows]).to(out.dtype)`",
     ),
     "callback_generate": Truth(

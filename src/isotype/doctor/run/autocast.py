@@ -52,7 +52,10 @@ def read_autocast_state(frames: Sequence[CallFrame], device: str = "") -> Autoca
     device  the type of the device that computes; "" if it is not known
     """
     state = OFF
+    caller = ""
     for frame in frames:
+        if frame.is_user_code:
+            caller = frame.location
         if starts_thread(frame):
             lost_at = state.location if state.is_on else ""
             state = AutocastState(lost_at=lost_at)
@@ -60,6 +63,8 @@ def read_autocast_state(frames: Sequence[CallFrame], device: str = "") -> Autoca
         states += [_read_region(region, frame) for region in _surrounding_regions(frame)]
         for inner in states:
             if inner is not None:
+                if inner.is_on and frame.function == "decorate_autocast" and caller:
+                    inner = replace(inner, location=f"the decorated function called at {caller}")
                 state = _enter_region(state, inner, device)
     return state
 

@@ -1154,7 +1154,11 @@ def find_write(evidence: Evidence) -> Finding | None:
     ]
     if not values:
         return None
-    evidence.producer_of(values[0])  # shown with the operands
+    maker = evidence.producer_of(values[0])
+    source = evidence.producer_of(destination)
+    is_explicit = maker.is_proven and maker.kind in ("cast", "creation", "parameter")
+    is_autocast = evidence.autocast.is_on and values[0].dtype == evidence.autocast.dtype
+    is_autocast = is_autocast and not is_explicit
     labels = dict.fromkeys(_cast_text(operand, destination) for operand in values)
     creation = _find_odd_storage(evidence, destination, values[0].dtype)
     return _make_finding(
@@ -1164,6 +1168,9 @@ def find_write(evidence: Evidence) -> Finding | None:
         creation_at="" if creation is None else creation.location,
         is_code=creation is not None and creation.text.endswith(f"dtype={values[0].dtype})"),
         majority=values[0].dtype,
+        autocast=bool(is_autocast),
+        source=source.text if source.text != destination.label else "",
+        source_at=source.location,
         operation=operation,
         destination=_brackets(destination.label),
         destination_dtype=destination.dtype_name,

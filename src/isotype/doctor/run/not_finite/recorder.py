@@ -35,6 +35,7 @@ from .step import Entry, Step, all_finite, collect_tensors
 
 _MAX_ENTRIES = 512  # of one step; a program without backward must not collect entries
 _MAX_VALUES = 65536  # of a result that takes no part in autograd; it is kept until backward
+_MAX_FROZEN_VALUES = 2**22  # of a result of a frozen module, such as the latents of a VAE
 _MAX_SKIPPED_STEPS = 25  # a loss scaler halves its scale of 65536 to 1 in 16 steps
 
 
@@ -147,7 +148,8 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
         takes_part = any(tensor.grad_fn is not None for tensor in outputs)
-        is_small = sum(tensor.numel() for tensor in outputs) <= _MAX_VALUES
+        limit = _MAX_FROZEN_VALUES if isinstance(function, nn.Module) else _MAX_VALUES
+        is_small = sum(tensor.numel() for tensor in outputs) <= limit
         if outputs and (takes_part or is_small):
             autocast = _autocast_dtypes()
             entry = Entry(function, args, kwargs, outputs, autocast, innermost_site(), state)
@@ -162,6 +164,7 @@ class Recorder(TorchFunctionMode):
                 result = original(module, *args, **kwargs)
             if torch.is_grad_enabled():
                 self.models.add(module)
+            if torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
                 self._record(module, args, kwargs, result, state)
             return result
 

@@ -370,7 +370,16 @@ class Replay:
         run.
         """
         with self._watching():
-            for entry in self.step.entries:
+            self._run_entries()
+
+    def run_frozen_module(self, entry: Entry) -> None:
+        """Runs a recorded call of a module again that has no part in autograd's graph."""
+        with torch.no_grad(), self._watching():
+            self._run_entry(entry)
+
+    def _run_entries(self) -> None:
+        for entry in self.step.entries:
+            if entry.takes_part:
                 self._run_entry(entry)
 
     def run_backward(self) -> None:
@@ -379,8 +388,7 @@ class Replay:
         """
         with preserved_gradients(self.models), _store_stacks(), self._watching():
             try:
-                for entry in self.step.entries:
-                    self._run_entry(entry)
+                self._run_entries()
                 self.watch.in_backward = True
                 losses = [self._replace(loss) for loss in self.step.losses]
                 torch.autograd.backward(losses, self._replace(list(self.step.gradients)))
@@ -388,8 +396,6 @@ class Replay:
                 self.watch.in_backward = False
 
     def _run_entry(self, entry: Entry) -> None:
-        if not entry.takes_part:
-            return
         args = self._replace(entry.args)
         kwargs = self._replace(entry.kwargs)
         self.watch.entry_site = entry.site

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from ....dtypes import format_dtype
 from ....finding import Finding, Place
-from ....observe.origin import Site, read_statement, short_path
+from ....observe.origin import Site, is_library_file, read_statement, short_path
 from ....pages.finding_sheet import load_finding_formatter
 from ..causes import SHEET
 from .replay import CONSTANT_WRITERS, Event, Range, Replay, describe_input, watch_update
@@ -22,6 +22,7 @@ from .step import Entry, Step, collect_tensors
 _format_finding = load_finding_formatter(SHEET)
 _PRODUCTS_WITH_SCALE = ("bmm", "baddbmm", "mm", "matmul")
 _DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "addcdiv"))
+_DIVISIONS_OF_TENSORS = frozenset(("div", "divide", "truediv", "floordiv"))
 _LOGARITHMS = frozenset(("log", "log2", "log10", "logit", "xlogy"))
 _SOFTMAXES = frozenset(("_softmax", "_log_softmax", "_safe_softmax"))
 _EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "cosh", "sinh"))
@@ -42,6 +43,10 @@ def explain_step(step: Step) -> Finding:
         replay.run_forward()
         has_bad_loss = not all(bool(loss.isfinite().all()) for loss in step.losses)
         event = _culprit(replay.watch.events) if has_bad_loss else None
+        if event is None or not event.root().has_finite_inputs:
+            finding = _find_bad_frozen_module(step)
+            if finding is not None:
+                return finding
         if event is None or not event.root().is_origin:
             finding = _find_bad_data(step)
             if finding is not None:
@@ -137,14 +142,31 @@ def _find_bad_data(step: Step) -> Finding | None:
     """
     for entry in step.entries:
         bad = [(name, t) for name, t in _named_arguments(entry) if _is_bad_data(t)]
-        if not entry.takes_part and (finding := _explain_result(entry)) is not None:
+        is_function = not entry.takes_part and not entry.is_module
+        if is_function and (finding := _explain_result(entry, step)) is not None:
             return finding
         if bad and entry.takes_part:
             return _explain_data(entry, *bad[0])
     return None
 
 
-def _explain_result(entry: Entry) -> Finding | None:
+def _find_bad_frozen_module(step: Step) -> Finding | None:
+    """Searches for a module without a gradient, such as a VAE or a text encoder, that returns NaN or
+    inf for finite inputs. Runs its call again and returns the finding about the operator.
+    """
+    for entry in step.entries:
+        if not entry.is_module or entry.takes_part:
+            continue
+        is_bad = any(_is_bad_data(tensor) for tensor in entry.outputs)
+        if is_bad and all(_is_finite(tensor) for _, tensor in _named_arguments(entry)):
+            replay = Replay(step)
+            replay.run_frozen_module(entry)
+            event = _culprit(replay.watch.events)
+            return None if event is None else _explain_event(event, step)
+    return None
+
+
+def _explain_result(entry: Entry, step: Step) -> Finding | None:
     """Returns the finding about a function without a gradient that returns NaN or inf for finite
     inputs.
     """
@@ -156,11 +178,14 @@ def _explain_result(entry: Entry) -> Finding | None:
         return None
     ranges = [Range.measure(tensor) for tensor in inputs]
     name = entry.name.strip("_").removeprefix("true").removeprefix("r")
+    lost = _find_lost_constant(entry, step) if name in _DIVISIONS_OF_TENSORS else None
+    if lost is not None:
+        return _explain_lost_constant(entry, *lost)
     kind = ""
     value = f"{min(item.low for item in ranges):.3g}"
     if name in _LOGARITHMS:
         kind = "negative" if float(value) < 0 else "log"
-    elif name in ("div", "divide", "truediv", "floordiv"):
+    elif name in _DIVISIONS_OF_TENSORS:
         kind = "zero"
     elif name in _STATISTICS:
         kind = _classify_count([tensor.numel() for tensor in inputs])
@@ -181,6 +206,54 @@ def _explain_result(entry: Entry) -> Finding | None:
         value=value,
         weight="",
         largest=f"{max(item.magnitude for item in ranges):.3g}",
+    )
+
+
+def _find_lost_constant(entry: Entry, step: Step) -> tuple[Entry, float] | None:
+    """Returns the sum that gave the divisor of a division, and the number that it adds, if this
+    number is 0 in the dtype of the divisor: an eps of 1e-8 is 0 in fp16.
+    """
+    divisor = entry.args[-1] if entry.args else None
+    for other in step.entries:
+        if other.name.strip("_") not in ("add", "radd", "iadd"):
+            continue
+        if not any(output is divisor for output in other.outputs):
+            continue
+        for value in other.args:
+            dtype = other.outputs[0].dtype
+            if isinstance(value, float) and value and not torch.tensor(value, dtype=dtype):
+                return other, value
+    return None
+
+
+def _explain_lost_constant(entry: Entry, total: Entry, constant: float) -> Finding:
+    """Returns the finding about a division by a sum to which a constant adds 0."""
+    result = entry.outputs[0]
+    return _format_finding(
+        "RN030",
+        _place(entry.site, ""),
+        (("line", "" if entry.site is None else _statement(entry.site)),),
+        operator="div",
+        has=format_dtype(result.dtype),
+        result=_result_text(Range.measure(result)),
+        largest="",
+        backward=False,
+        product=False,
+        cast=False,
+        mask=False,
+        lost=True,
+        lost_line="" if total.site is None else _statement(total.site),
+        lost_at=_location(total.site),
+        lost_value=f"{constant:g}",
+        line="" if entry.site is None else _statement(entry.site),
+        library="",
+        at=_location(entry.site),
+        device=result.device.type,
+        scaler=False,
+        autocast=bool(entry.autocast),
+        loss_scale="",
+        scale_line="",
+        scale_at="",
     )
 
 
@@ -220,6 +293,7 @@ def _explain_data(entry: Entry, name: str, tensor: Tensor) -> Finding:
         _place(entry.site, ""),
         (("line", "" if entry.site is None else _statement(entry.site)),),
         value=label,
+        variable=label if label.isidentifier() else "",
         has=f"{format_dtype(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]",
         count=int(bad.sum()),
         total=tensor.numel(),
@@ -306,6 +380,7 @@ def _explain_overflow(event: Event, step: Step) -> Finding:
         lost_at="" if lost is None else _location(lost.site),
         lost_value="" if lost is None else f"{lost.exact.magnitude:.3g}",
         line=line,
+        library=event.module if event.site and is_library_file(event.site.file) else "",
         at=_location(event.site),
         device=device,
         scaler=event.site is not None and "grad_scaler" in event.site.file,
