@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..ops.backend import autocast_off, refuse_second_derivative, uses_fused_kernel
 from ..ops.packed import PackedState, dequantise_packed
 from ..ops.recomputed_layer import RecomputedLayer, current_layer
-from ..ops.widened_products import linear, matmul
+from ..ops.widened_products import linear, matmul, widens_products
 
 _SHARED_COPY = "_isotype_wide"  # attribute of a weight's state with its dequantised copy
 
@@ -66,13 +66,14 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
     this copy too.
 
     For its 4-bit formats, bitsandbytes has kernels that need no dequantised copy. These kernels run
-    on a CPU. On a GPU, they run if x is a single row, as when one token is generated.
+    on a CPU with bf16 instructions. On a GPU, they run if x is a single row, as when one token is
+    generated.
     """
     if is_recomputing() and not uses_fused_kernel("packed", packed):
         return linear(x_TK, _use_shared_copy(packed, state, x_TK.dtype), bias)
-    if isinstance(state, PackedState) or (
-        uses_fused_kernel("packed", packed) and x_TK.numel() > x_TK.shape[-1]
-    ):
+    is_gpu_batch = uses_fused_kernel("packed", packed) and x_TK.numel() > x_TK.shape[-1]
+    # without bf16 instructions, bitsandbytes dequantises W and calls PyTorch's slow bf16 product
+    if isinstance(state, PackedState) or is_gpu_batch or widens_products(x_TK):
         return linear(x_TK, dequantise_packed(packed, state, x_TK.dtype), bias)
     import bitsandbytes
 
