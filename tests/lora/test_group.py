@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 from isotype.lora import fuse_lora
+from isotype.lora.attach import _SHARED_OUTPUT
 
 from .layers import FEATURES, adapted, assert_same, fused_nodes, inputs, nf4_linear, results
 
@@ -37,6 +38,28 @@ def test_result_is_pefts_in_one_product():
         fused = fused_copy(model)
         assert_same(results(fused, inputs()), results(model, inputs()))
         assert fused_nodes(fused(inputs())) == {"LoraGroup": 1}
+
+
+class UpFirst(nn.Module):
+    """Calls the layers of its groups in another order, as ERNIE-Image and Falcon-H1 do."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(FEATURES, 32), nn.Linear(FEATURES, 32)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(FEATURES, 16) for _ in range(3))
+
+    def forward(self, x):
+        v, q, k = self.to_v(x), self.to_q(x), self.to_k(x)
+        return torch.cat([self.up_proj(x) * self.gate_proj(x).tanh(), q, k.tanh(), v * 2], dim=-1)
+
+
+def test_the_layer_that_is_called_first_computes_its_group_once_and_no_output_stays():
+    model = adapted(UpFirst(), lora_dropout=0.0)
+    fused = fused_copy(model)
+    assert_same(results(fused, inputs()), results(model, inputs()))
+    assert fused_nodes(fused(inputs())) == {"LoraGroup": 2}
+    kept = [name for name, layer in fused.named_modules() if _SHARED_OUTPUT in vars(layer)]
+    assert not kept, "an output that no call takes keeps its graph until the next step"
 
 
 def test_trainable_weights_and_biases():

@@ -342,11 +342,13 @@ def is_fused(layer: nn.Module) -> bool:
 
 
 def _link_siblings(parent: nn.Module, path: str) -> None:
-    """If every layer of a group (such as Q, K and V) is fused, stores the other layers of the group
-    on the first layer.
+    """If every layer of a group (such as Q, K and V) is fused, stores on each layer the other
+    layers of the group.
 
-    The outputs of all layers of a group are computed together. With LoRA dropout, this also draws
-    random numbers for an output that is never used, which PEFT's layers would not draw.
+    The layer that is called first computes the outputs of all layers of its group. It is not always
+    the first one in `GROUPS`: the MLPs of ERNIE-Image and Falcon-H1 call `up_proj` before
+    `gate_proj`. With LoRA dropout, a group also draws random numbers for an output that is never
+    used, which PEFT's layers would not draw.
     """
     is_cross_attention = getattr(parent, "is_cross_attention", False) or _CROSS.search(
         path.rpartition(".")[2]
@@ -357,8 +359,9 @@ def _link_siblings(parent: nn.Module, path: str) -> None:
             all(layer is not None and is_fused(layer) for layer in layers)
             and len({layer.in_features for layer in layers}) == 1
         ):
-            # a tuple, since a module stored as an attribute would become a child of the first layer
-            vars(layers[0])[_SIBLINGS] = tuple(layers[1:])
+            for layer in layers:
+                # a tuple, since a module stored as an attribute would become a child of the layer
+                vars(layer)[_SIBLINGS] = tuple(other for other in layers if other is not layer)
 
 
 # --- layers that are trained for a served format
@@ -574,12 +577,16 @@ def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if projection is None:
             return _run_peft_forward(self, x)
         return apply_linear(x, projection, projection_dtypes(projection, x, x.dtype))
+    siblings = self.__dict__.get(_SIBLINGS)
     shared = self.__dict__.pop(_SHARED_OUTPUT, None)
-    if shared is not None and shared[0] is x and not self._disable_adapters:
-        _, output, version, grad = shared
-        if grad is torch.is_grad_enabled() and (x.is_inference() or version == x._version):
-            shared_output: Tensor = output
-            return shared_output
+    if shared is not None:
+        if shared[0] is x and not self._disable_adapters:
+            _, output, version, grad = shared
+            if grad is torch.is_grad_enabled() and (x.is_inference() or version == x._version):
+                shared_output: Tensor = output
+                return shared_output
+        # the layers of this group get different inputs, or their state has changed
+        siblings = None
     if torch._C._are_functorch_transforms_active():
         return _run_peft_forward(self, x)
     if kept_row_layers() is not None:
@@ -595,7 +602,6 @@ def lora_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return apply_dora(x, projection, magnitude, cached_dtypes(projection, x, x.dtype))
     if running_checkpointed_layers and self._forward_hooks and has_hooks(self):
         mark_layer_hooked()
-    siblings = self.__dict__.get(_SIBLINGS)
     if siblings is not None:
         y = _compute_with_siblings(siblings, x, projection)
         if y is not None:
