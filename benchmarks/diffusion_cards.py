@@ -2,10 +2,17 @@
 it fits on cards of 8 to 24 GB. The models have the published sizes. Nothing is downloaded.
 
     python benchmarks/diffusion_cards.py           # writes the table into docs/diffusion.md; 20 minutes
-    python benchmarks/diffusion_cards.py Flux Wan  # prints the rows of the models with these words in their names
+    python benchmarks/diffusion_cards.py Flux Wan  # only the rows of the models with these words in their names
 
-Source  the sizes are those of `transformer/config.json` or `unet/config.json` of the named models. If a
-        model has the default sizes of its class in diffusers, its entry has no settings.
+The rows of a model are written when they are complete. If a model has the default sizes of its class
+in diffusers 0.42, its entry has no settings.
+
+Source  `transformer/config.json` or `unet/config.json` of the named models. We compared the sizes with
+        configurations that these public files quote (November 2026): BFL's `flux2/model.py` (FLUX.2,
+        klein), vllm-omni (LongCat), SGLang (Lumina 2), InvokeAI (Chroma), diffusers' conversion
+        scripts (Sana, LTX-2), and copies of config.json in other projects (AuraFlow, whose table of
+        positions has 9,216 entries, ERNIE-Image, HiDream, Ideogram 4, Kandinsky 5, Krea 2, LTX-Video,
+        PixArt-alpha, Wan 2.1, Z-Image). Not compared: PixArt-Sigma and Stable Diffusion 1.5
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ from isotype.tasks.diffusion.model import empty_batch, measure_forward_cost
 from isotype.tasks.diffusion.task import DiffusionTask
 from isotype.training.device_setup import check_run
 from isotype.training.memory.blocks import get_frozen_blocks, plan_offload
-from isotype.training.memory.device import PLAN_TOLERANCE
+from isotype.training.memory.device import memory_limit
 from isotype.training.memory.plan import (
     MemoryPlan,
     plan_memory,
@@ -40,6 +47,7 @@ from isotype.training.memory.plan import (
 from isotype.training.memory.recomputation import (
     LAYERS,
     NONE,
+    OFFLOAD,
     Checkpointing,
     checkpointable_layers,
 )
@@ -97,6 +105,7 @@ KANDINSKY = {
 ERNIE = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 36, "ffn_hidden_size": 12288, "text_in_dim": 3072,
 }  # fmt: skip
+AURAFLOW_03 = {"pos_embed_max_size": 9216}
 LONGCAT = {"num_layers": 10, "num_single_layers": 20}
 WAN_SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
 FLUX, FLUX2, QWEN = (
@@ -121,7 +130,7 @@ MODELS = (
     Model("SDXL base 1.0", "StableDiffusionXLPipeline", UNET, SDXL_BASE),
     Model("Stable Diffusion 1.5", "StableDiffusionPipeline", UNET, SD15),
     Model("Sana 1.6B", "SanaPipeline", "SanaTransformer2DModel"),
-    Model("AuraFlow 0.3", "AuraFlowPipeline", "AuraFlowTransformer2DModel"),
+    Model("AuraFlow 0.3", "AuraFlowPipeline", "AuraFlowTransformer2DModel", AURAFLOW_03),
     Model("Lumina-Image-2.0", "Lumina2Pipeline", "Lumina2Transformer2DModel", {"cap_feat_dim": 2304}),
     Model("HiDream-I1", "HiDreamImagePipeline", "HiDreamImageTransformer2DModel", HIDREAM),
     Model("PixArt-alpha XL", "PixArtAlphaPipeline", PIXART, {"caption_channels": 4096}),
@@ -224,7 +233,7 @@ class Candidate:
     """Settings of a run, and what their plan says.
 
     base           the dtype of the base
-    checkpointing  `none` or `layers`
+    checkpointing  `none`, `layers` or `layers+offload`
     has_offload    whether the blocks are kept in host memory
     peak           the planned peak in bytes
     offload_times  for the memory of each card, the time of a step with blocks in host memory,
@@ -240,15 +249,15 @@ class Candidate:
     def time(self, card_gib: int) -> float:
         """Estimates the time of a step, divided by the time of a bf16 step that recomputes nothing."""
         time = _BASE_TIME[self.base] * self.offload_times.get(card_gib, 1.0)
-        return time * _RECOMPUTATION_TIME if self.checkpointing == LAYERS else time
+        return time if self.checkpointing == NONE else time * _RECOMPUTATION_TIME
 
     def fits(self, card_gib: int) -> bool:
-        return self.peak <= (1 - PLAN_TOLERANCE) * lookup_hardware(CARDS[card_gib]).memory
+        return self.peak <= memory_limit(lookup_hardware(CARDS[card_gib]).memory)
 
     def __str__(self) -> str:
         parts = [self.base]
-        if self.checkpointing == LAYERS:
-            parts.append("layers")
+        if self.checkpointing != NONE:
+            parts.append(self.checkpointing)
         if self.has_offload:
             parts.append("blocks")
         return " + ".join(parts)
@@ -291,7 +300,7 @@ class Planner:
 
     def plan(self, checkpointing: str) -> MemoryPlan:
         run = self.task.run
-        count = self.layers if checkpointing == LAYERS else 0
+        count = 0 if checkpointing == NONE else self.layers
         plan = plan_memory(
             self.outline,
             self.config.train,
@@ -340,7 +349,7 @@ def plan_candidates(planners: Sequence[Planner], side: int, frames: int) -> list
     planners  those of nf4, int8 and bf16, in this order
     """
     candidates = []
-    largest_memory = (1 - PLAN_TOLERANCE) * lookup_hardware(CARDS[max(CARDS)]).memory
+    largest_memory = memory_limit(lookup_hardware(CARDS[max(CARDS)]).memory)
     least_other_bytes = 0.0
     for planner in planners:
         planner.open_task(side, frames)
@@ -358,8 +367,9 @@ def plan_candidates(planners: Sequence[Planner], side: int, frames: int) -> list
 def add_offload(
     planners: Sequence[Planner], candidates: Sequence[Candidate], side: int, frames: int
 ) -> list[Candidate]:
-    """Adds to the candidates of one size those with blocks in host memory. Afterwards nothing can be
-    planned without.
+    """Adds to the candidates of one size those with blocks in host memory. If one of the cards is
+    too small for all of them, the last one keeps the inputs of the blocks in host memory too.
+    Afterwards nothing can be planned without blocks in host memory.
     """
     offloaded = []
     planner = planners[0]
@@ -371,6 +381,12 @@ def add_offload(
             peak = candidate.peak - planner.saved_bytes()
             times = planner.offload_times(flops)
             offloaded.append(Candidate(planner.base, LAYERS, True, peak, times))
+    if not any(candidate.fits(min(CARDS)) for candidate in offloaded):
+        first = planners[0]
+        first.open_task(side, frames)
+        # the blocks are in host memory now, so that this plan does not count them
+        peak = first.plan(OFFLOAD).peak
+        offloaded.append(Candidate(first.base, OFFLOAD, True, peak, first.offload_times(flops)))
     return [*candidates, *offloaded]
 
 
@@ -410,8 +426,11 @@ def make_rows(folder: Path, model: Model) -> list[str]:
                 cells.append("does not fit")
                 continue
             on_device = [candidate for candidate in fitting if not candidate.has_offload]
+            # the inputs of the blocks are kept in host memory only if nothing else fits
+            usual = [candidate for candidate in fitting if candidate.checkpointing != OFFLOAD]
             fastest = min(
-                reversed(on_device or fitting), key=lambda candidate: candidate.time(card_gib)
+                reversed(on_device or usual or fitting),
+                key=lambda candidate: candidate.time(card_gib),
             )
             cells.append(f"{fastest}: {fastest.peak / GIB:.1f}")
         rows.append(f"| {' | '.join(cells)} |")
@@ -426,23 +445,25 @@ HEAD = (
 )
 
 
-def write_page(rows: list[str]) -> None:
+def write_rows(model: Model, rows: Sequence[str]) -> None:
+    """Replaces the rows of a model in the page. The table has the order of `MODELS`."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    table = "\n".join([*HEAD, *rows])
-    PAGE.write_text(before + BEGIN + table + "\n" + END + after, encoding="utf-8")
+    table, _, after = rest.partition(END)
+    rows_by_name: dict[str, list[str]] = {}
+    for row in table.splitlines()[len(HEAD) :]:
+        rows_by_name.setdefault(row.split(" | ")[1], []).append(row)
+    rows_by_name[model.name] = list(rows)
+    lines = [*HEAD, *(row for each in MODELS for row in rows_by_name.get(each.name, []))]
+    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after, encoding="utf-8")
 
 
 def main() -> int:
     words = sys.argv[1:]
     models = [m for m in MODELS if not words or any(word in m.name for word in words)]
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, model in enumerate(models):
-            pipeline = write_folder(Path(folder, str(number)), model)
-            rows += make_rows(pipeline, model)
-    if not words:
-        write_page(rows)
+    for model in models:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = make_rows(write_folder(Path(folder), model), model)
+        write_rows(model, rows)
     return 0
 
 

@@ -2,6 +2,13 @@
 
     python benchmarks/diffusion_plans.py FOLDER     # writes pipelines' folders without weights; isotype plan takes them
     python benchmarks/diffusion_plans.py --least    # writes the table of least memory into docs/memory.md; four minutes
+    python benchmarks/diffusion_plans.py --measure [NAME ...]  # compares the plan of small models with the peak of a run
+
+`--measure` trains a LoRA of four small denoisers with random weights (or of those with these names) on
+this CPU, with pictures of 192 x 192 (576 tokens), without and with recomputation, with one and two
+pictures per step. Each run is planned and trained in a process of its own. Both begin as a fork of a
+process that has already imported the libraries. The peak is the highest resident size in the preflight
+and in the steps, as in benchmarks/memory.py. Freed memory is returned to the system.
 
 Source  the `transformer/config.json` files of black-forest-labs/FLUX.1-dev, stabilityai/stable-diffusion-3.5-large and Qwen/Qwen-Image,
         `unet/config.json` of stabilityai/stable-diffusion-xl-base-1.0
@@ -10,10 +17,15 @@ Source  the `transformer/config.json` files of black-forest-labs/FLUX.1-dev, sta
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +44,7 @@ from isotype.environment.hardware import detect, lookup_hardware
 from isotype.model.build import resolve_precision
 from isotype.model.packed import quantise_layers as pack_layers
 from isotype.precision.precision import Precision
+from isotype.tasks.choose import plan_run, train
 from isotype.tasks.diffusion.batches import Batch
 from isotype.tasks.diffusion.denoiser import ForwardCost, build_denoiser, quantised_layers
 from isotype.tasks.diffusion.families import Conditioning, Family
@@ -39,6 +52,7 @@ from isotype.tasks.diffusion.families.flow import SD3, Flux, QwenImage
 from isotype.tasks.diffusion.families.noise import SDXL
 from isotype.tasks.diffusion.loss import picture_losses
 from isotype.training.memory.blocks import apply_offload, plan_offload
+from isotype.training.memory.device import return_freed_blocks
 from isotype.training.memory.outline import quantise_outline
 from isotype.training.memory.plan import plan_memory, plan_persistent_memory
 from isotype.training.memory.recomputation import LAYERS, Checkpointing, checkpointable_layers
@@ -47,6 +61,7 @@ from isotype.training.task import ModelOutline, StepOutline
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.diffusion_matrix import plain_objective
+from benchmarks.memory import PARTS, measured
 
 FLUX_DEV = {
     "patch_size": 1, "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24,
@@ -237,6 +252,131 @@ def write_folder(folder: Path, name: str) -> Path:
     return folder
 
 
+SMALL = {
+    "flux": (
+        "transformer",
+        "FluxTransformer2DModel",
+        {
+            "num_layers": 2, "num_single_layers": 4, "attention_head_dim": 128, "num_attention_heads": 4,
+            "axes_dims_rope": (16, 56, 56),
+        },
+    ),
+    "sdxl": (
+        "unet",
+        "UNet2DConditionModel",
+        {
+            "block_out_channels": (96, 192, 384), "layers_per_block": 2, "norm_num_groups": 32, "attention_head_dim": (3, 6, 12),
+            "transformer_layers_per_block": (1, 2, 4),
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        },
+    ),
+    "wan": (
+        "transformer",
+        "WanTransformer3DModel",
+        {"num_attention_heads": 4, "attention_head_dim": 128, "ffn_dim": 2048, "num_layers": 6},
+    ),
+    "ernie_image": (
+        "transformer",
+        "ErnieImageTransformer2DModel",
+        {
+            "hidden_size": 512, "num_attention_heads": 4, "num_layers": 6, "ffn_hidden_size": 1536, "rope_axes_dim": (32, 48, 48),
+        },
+    ),
+}  # fmt: skip
+MEASURED_SIDE = 192
+
+
+def write_small_pipeline(folder: Path, name: str) -> Path:
+    """Writes the tiny pipeline of the tests with a larger denoiser. Its weights are random."""
+    import diffusers
+    from tests.tasks.diffusion import models, tiny
+
+    if name in tiny.MAKES:
+        tiny.make(name, folder)
+    else:
+        getattr(models, name)(folder)
+    part, class_name, settings = SMALL[name]
+    denoiser_class = getattr(diffusers, class_name)
+    config = {**denoiser_class.load_config(folder / part), **settings}
+    torch.manual_seed(0)
+    denoiser_class.from_config(config).save_pretrained(folder / part)
+    return folder
+
+
+def run_in_fork(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns the result of `function`, which runs in a fork of this process."""
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(receiver)
+        try:
+            result = function()
+        except BaseException as error:
+            result = {"error": repr(error)}
+        os.write(sender, json.dumps(result).encode())
+        os._exit(0)
+    os.close(sender)
+    with os.fdopen(receiver, "rb") as pipe:
+        content = pipe.read()
+    os.waitpid(child, 0)
+    result = json.loads(content)
+    if "error" in result:
+        sys.exit(f"a measured run failed: {result['error']}")
+    return result
+
+
+def plan_small_run(settings: Sequence[str]) -> dict[str, Any]:
+    plan = plan_run(load(None, list(settings))).to_dict()
+    return plan["memory"] | {"parameters": plan["parameters"]["total"]}
+
+
+def train_small_run(settings: Sequence[str]) -> dict[str, Any]:
+    """Returns the highest resident sizes of the preflight and of the steps."""
+    return_freed_blocks()
+    measures: dict[str, list[tuple[int, float]]] = {}
+    for part, (module_name, attribute) in PARTS.items():
+        class_name, method = attribute.split(".")
+        owner = getattr(import_module(module_name), class_name)
+        values = measures.setdefault(part, [])
+        setattr(owner, method, measured(getattr(owner, method), values))
+    status = train(load(None, list(settings)))
+    assert status == 0
+    return {part: max(peak for peak, _ in values) for part, values in measures.items()}
+
+
+def measure(names: Sequence[str], presets: Sequence[str] = ("fp32",)) -> None:
+    """Prints the planned and the measured peak of each run, in MiB."""
+    from tests.tasks.diffusion.models import pictures
+
+    with tempfile.TemporaryDirectory() as place:
+        images = pictures(Path(place, "pictures"))
+        for name in names:
+            run_in_fork(
+                lambda name=name: {"folder": str(write_small_pipeline(Path(place, name), name))}
+            )
+        for name in names:
+            for preset, checkpointing, rows in product(presets, ("none", "layers"), (1, 2)):
+                settings = [
+                    f"model.name={place}/{name}", f"images.train={images}", f"images.resolution={MEASURED_SIDE}",
+                    "images.eval_split=0.2", "images.cache=none", "images.limit=6", "diffusion.eval_draws=1",
+                    "adapter.r=16", f"precision.preset={preset}", f"train.gradient_checkpointing={checkpointing}",
+                    f"train.batch_size={rows}", "train.accumulate=1", "train.steps=2", "train.eval_every=2", "run.report=false",
+                    "model.device=cpu", f"run.folder={place}/run-{name}-{preset}-{checkpointing}-{rows}",
+                ]  # fmt: skip
+                if name != "sdxl":
+                    settings.append("diffusion.max_text_length=8")
+                planned = run_in_fork(lambda settings=settings: plan_small_run(settings))
+                peaks = run_in_fork(lambda settings=settings: train_small_run(settings))
+                peak = max(peaks.values())
+                print(
+                    f"{name:12} {preset:10} {checkpointing:7} {rows}  planned {planned['peak_with_process'] >> 20:5}"
+                    f" (step {planned['peak'] >> 20:5})  preflight {peaks['preflight'] >> 20:5}"
+                    f"  steps {peaks['steps'] >> 20:5}  measured / planned {peak / planned['peak_with_process']:.3f}",
+                    flush=True,
+                )
+
+
 def write_table() -> None:
     page = Path(__file__).parents[1] / "docs" / "memory.md"
     text = page.read_text(encoding="utf-8")
@@ -256,6 +396,10 @@ def _between(middle: str, found: re.Match[str]) -> str:
 def main() -> int:
     if "--least" in sys.argv:
         write_table()
+        return 0
+    if "--measure" in sys.argv:
+        words = sys.argv[sys.argv.index("--measure") + 1 :]
+        measure([name for name in SMALL if not words or name in words])
         return 0
     for name in ARCHITECTURES:
         for preset in ("bf16-lora", "nf4-lora"):

@@ -48,6 +48,11 @@ def test_a_plan_shows_what_a_run_would_do_and_leaves_nothing_behind(
     small = plan_run(loaded)
     assert small.fits is False
     assert "will not fit into 64.0 MiB" in small.to_text()
+    full = replace(detect("cpu"), memory=int(1.1 * small.peak))
+    monkeypatch.setattr(module, "detect", lambda device: full)
+    tight = plan_run(loaded)
+    assert tight.fits is False, "`train` would not choose this peak either"
+    assert "may not fit" in tight.to_text()
 
 
 def test_the_estimated_time_follows_steps_rows_and_the_measured_speed(configured, monkeypatch):

@@ -16,7 +16,7 @@ from ..wording import format_binary_bytes
 from .device_setup import DeviceSetup
 from .memory.blocks import BLOCKS, OFFLOAD_SETTING
 from .memory.choice import planned_checkpointing
-from .memory.device import PLAN_TOLERANCE, available_memory
+from .memory.device import available_memory, memory_limit
 from .memory.recomputation import AUTO
 from .task import Task
 
@@ -186,7 +186,7 @@ def choose_by_plan(
             f"auto: a process cannot take more than {format_binary_bytes(upper_bound)} of {format_binary_bytes(available)}",
         )
     required = peak()
-    if required <= available * (1 - PLAN_TOLERANCE):
+    if required <= memory_limit(available):
         return Parallel(
             REPLICATE,
             f"auto: a process takes {format_binary_bytes(required)} of {format_binary_bytes(available)}",

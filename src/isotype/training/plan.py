@@ -20,7 +20,7 @@ from .duration import TimeEstimate, estimate_time
 from .header import attention_line
 from .memory.blocks import BLOCKS, OffloadPlan, plan_offload
 from .memory.choice import planned_checkpointing
-from .memory.device import memory_saving_advice, overhead_memory
+from .memory.device import memory_limit, memory_saving_advice, overhead_memory
 from .memory.plan import MemoryPlan, plan_with_offload
 from .memory.recomputation import AUTO, Checkpointing
 from .parallel import HYBRID, REPLICATE, SHARD, Parallel, choose_by_plan
@@ -81,11 +81,11 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """True if the peak fits into the device's memory, None if the size of this memory is
-        unknown.
+        """True if the peak is at most the `memory_limit` of the device, None if the size of its
+        memory is unknown.
         """
         if self.hardware.memory:
-            return self.peak <= self.hardware.memory
+            return self.peak <= memory_limit(self.hardware.memory)
         return None
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Plan:
         fitting = {
             settings: peak
             for settings, peak in self.alternatives.items()
-            if peak <= self.hardware.memory
+            if peak <= memory_limit(self.hardware.memory)
         }
         if fitting:
             width = max(map(len, fitting))
@@ -285,9 +285,9 @@ def plan_run(
             task, model_outline, step_outline, run_schedule, precision, checkpointing
         )
     peak = memory.peak + process_bytes
-    if hardware.memory and peak > hardware.memory:
+    if hardware.memory and peak > memory_limit(hardware.memory):
         advice = memory_saving_advice(config, checkpointing.kind)
-        notes = [*notes, f"this will not fit into {format_binary_bytes(hardware.memory)}: {advice}"]
+        notes = [*notes, f"{_excess_text(peak, hardware.memory)}: {advice}"]
     return Plan(
         processes=(
             None
@@ -340,6 +340,17 @@ def plan_run(
         notes=tuple(notes),
         row_name=task.metric_names.row_noun,
         model_outline=model_outline,
+    )
+
+
+def _excess_text(peak: int, device_bytes: int) -> str:
+    """Says in words that a peak above `memory_limit` may not or will not fit."""
+    if peak > device_bytes:
+        return f"this will not fit into {format_binary_bytes(device_bytes)}"
+    limit = format_binary_bytes(memory_limit(device_bytes))
+    return (
+        f"this may not fit: of {format_binary_bytes(device_bytes)} a run can use about {limit},"
+        " because the driver, other programs and freed memory need the rest"
     )
 
 

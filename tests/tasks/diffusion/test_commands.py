@@ -9,7 +9,7 @@ import torch
 from isotype.environment import hardware
 from isotype.errors import UsageError
 from isotype.tasks.choose import plan_run, train
-from tests.api import merge_denoiser
+from tests.api import PLAN_TOLERANCE, merge_denoiser
 from tests.commands import ask
 from tests.tasks.diffusion.conftest import draw_in
 
@@ -124,8 +124,14 @@ def test_a_plan_that_does_not_fit_lists_the_settings_that_do(drawn, studio, monk
     assert first.endswith("train.batch_size=1 train.accumulate=2")
     least = min(plan.alternatives, key=plan.alternatives.__getitem__)
     assert "precision.base=nf4" in least
+    last = list(plan.alternatives)[-1]
+    assert "gradient_checkpointing=layers+offload" in last, "planned where nothing else fits"
+    assert "precision.base=nf4 model.offload=blocks" in last
     assert f" with {least}: too much for this device" in plan.to_text()
-    roomier = replace(plan, hardware=replace(card, memory=plan.alternatives[least]))
+    tight = replace(plan, hardware=replace(card, memory=plan.alternatives[least]))
+    assert "too much for this device" in tight.to_text(), "a run cannot use all of a card"
+    room = 1 + int(plan.alternatives[least] / (1 - PLAN_TOLERANCE))
+    roomier = replace(plan, hardware=replace(card, memory=room))
     lines = roomier.to_text().splitlines()
     assert lines[lines.index("fits with") + 1].startswith(f"  {least}  ")
     assert roomier.to_dict()["alternatives"] == plan.alternatives

@@ -32,6 +32,7 @@ from ...data.progress import track_progress
 from ...dtypes import format_dtype, to_torch
 from ...errors import RunError, UsageError
 from ...precision.precision import Precision
+from ...training.memory.device import memory_limit
 from .batches import Row
 from .picture_files import Clip, Content, Picture, count_content_frames, fingerprint
 from .picture_sizes import (
@@ -190,9 +191,6 @@ def _plural_noun(pictures: Sequence[Picture]) -> str:
 
 
 Key = TypeVar("Key", str, TextInput)
-# share of a GPU's memory that the weights of all text encoders may take; activations and the
-# libraries need the rest
-MAX_ENCODER_SHARE = 0.85
 CAPTIONS_PER_PASS = 8  # number of captions in one pass of the text encoders
 
 
@@ -264,7 +262,7 @@ class Encoder:
             for part in self.folder.family.encoder_parts
             if (self.folder.path / part).is_dir()
         )
-        if encoder_bytes > MAX_ENCODER_SHARE * gpu_bytes:
+        if encoder_bytes > memory_limit(gpu_bytes):
             return torch.device("cpu")
         return self.device
 

@@ -18,7 +18,13 @@ from ...dtypes import to_torch
 from ...finding import Finding, Place, Severity
 from ...precision.parts import local_part
 from ...wording import format_binary_bytes, format_bytes, pluralise
-from ..memory.device import PLAN_TOLERANCE, available_memory, memory_saving_advice, overhead_memory
+from ..memory.device import (
+    PLAN_TOLERANCE,
+    available_memory,
+    memory_limit,
+    memory_saving_advice,
+    overhead_memory,
+)
 from ..memory.plan import plan_persistent_memory, plan_process_memory
 from ..setting_names import SettingNames
 from ..setup import PreflightSubject, Prepared
@@ -298,7 +304,7 @@ def check_memory(subject: PreflightSubject) -> Iterator[Finding]:
         parts=1 if prepared.sharding is None else prepared.sharding.shard_count,
     )
     required = plan.peak + overhead
-    if required <= available * (1 - PLAN_TOLERANCE):
+    if required <= memory_limit(available):
         return
     may_fit = required <= available * (1 + PLAN_TOLERANCE)
     yield Finding(
