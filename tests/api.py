@@ -106,7 +106,10 @@ INNER = {
     "isotype.integrations.monitor": "read_reduce_dtypes",
     "isotype.integrations.recorder": "StepRecorder",
     "isotype.integrations.weights": "RoundingLoss",
-    "isotype.lora.attach": "lora_layers read_projection serve_layer served_weight set_serving",
+    "isotype.lora.attach": (
+        "SHARED_OUTPUT=_SHARED_OUTPUT lora_layers read_projection serve_layer served_weight"
+        " set_serving"
+    ),
     "isotype.lora.group": "lora_group",
     "isotype.lora.kernel_cases": "LORA_CASES=CASES",
     "isotype.lora.linear": (

@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from isotype.lora import fuse_lora
-from isotype.lora.attach import _SHARED_OUTPUT
+from tests.api import SHARED_OUTPUT
 
 from .layers import FEATURES, adapted, assert_same, fused_nodes, inputs, nf4_linear, results
 
@@ -58,7 +58,7 @@ def test_the_layer_that_is_called_first_computes_its_group_once_and_no_output_st
     fused = fused_copy(model)
     assert_same(results(fused, inputs()), results(model, inputs()))
     assert fused_nodes(fused(inputs())) == {"LoraGroup": 2}
-    kept = [name for name, layer in fused.named_modules() if _SHARED_OUTPUT in vars(layer)]
+    kept = [name for name, layer in fused.named_modules() if SHARED_OUTPUT in vars(layer)]
     assert not kept, "an output that no call takes keeps its graph until the next step"
 
 
