@@ -105,7 +105,7 @@ TRUTH = {
         "RN008",
         "out.index_add_(0, rows, expert(x[rows]) * weights[rows])",
         "Experts",
-        "computes `(expert(x[rows]) * weights[rows])` in bf16",
+        "`(expert(x[rows]) * weights[rows])` is bf16",
         "`(expert(x[rows]) * weights[rows]).to(out.dtype)`",
     ),
     "callback_generate": Truth(
