@@ -575,6 +575,13 @@ TRUTH = {
         "the explicit cast `noise.float()` makes it fp32",
         "`scaled.to(torch.bfloat16)`",
     ),
+    "checkpoint_segments": Truth(
+        "RN001",
+        "checkpoint_sequential(layers, 2, x, use_reentrant=False).sum().backward()",
+        "1.0",
+        "the weights of 1.0 are bf16",
+        "in a module before 1.0",
+    ),
     "kv_cache": Truth(
         "RN008",
         "self.keys.index_copy_(0, positions, keys)",

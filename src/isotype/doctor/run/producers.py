@@ -151,6 +151,7 @@ class _Search:
     frames   the frames of the traceback, and after them the frames of functions that have returned
     callers  for each function that has returned: the index of its caller's frame, the call, and the
              line of the call
+    is_passed  whether the search has reached the innermost frame of the user's code
     key      the last key or index with which the search looked into a container
     element  the position of the tensor in the tuple that a call returned
     buffer   the tensor that the search follows, if it is the buffer of a loss module
@@ -168,6 +169,7 @@ class _Search:
         self.dtype = dtype
         self.names = names
         self.step_count = 0
+        self.is_passed = False
         self.passed: ast.AST | None = None
         self.passed_at = ""
         self.key: Any = UNKNOWN
@@ -186,11 +188,13 @@ class _Search:
             line = self.frames[index].line
         frame = self.frame_at(index, line)
         self.step_count += 1
-        if self.passed is None and frame.is_user_code and index < self.running_count:
-            self.passed = node
-            self.passed_at = frame.location
         value = read_value(node, frame)
         has_other_dtype = is_tensor(value) and value.dtype != self.dtype
+        if not self.is_passed and frame.is_user_code and index < self.running_count:
+            self.is_passed = True
+            if not has_other_dtype:  # otherwise a library made another tensor from it
+                self.passed = node
+                self.passed_at = frame.location
         if self.step_count > _MAX_STEPS or has_other_dtype:
             return self.producer("unknown", node, index)
         path = self.names.tensor_path(value)

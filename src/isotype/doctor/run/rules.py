@@ -1293,7 +1293,20 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         device=evidence.device,
         target=str(majority),
         owner=weight.path.rpartition(".")[0],
+        model=_name_of_root(evidence, weight),
     )
+
+
+def _name_of_root(evidence: Evidence, weight: Operand) -> str:
+    """Returns the variable of the user's code that holds the model to which the path of a weight
+    belongs.
+    """
+    for frame in reversed(evidence.frames):
+        for name, value in frame.variables.items():
+            is_root = frame.is_user_code and any(value is root for root in evidence.names.roots)
+            if is_root and any(parameter is weight.tensor for parameter in value.parameters()):
+                return name
+    return "model"
 
 
 def find_layer_input(evidence: Evidence) -> Finding | None:
