@@ -31,7 +31,7 @@ from torch.nn.modules import module as module_globals
 
 from ..errors import UsageError
 from ..instance_method import InstanceMethod, Placement
-from ..ops.backend import autocast_dtype
+from ..ops.backend import autocast_dtype, can_bypass_dispatcher
 from ..ops.recomputed_layer import mark_layer_hooked, running_checkpointed_layers
 from .dora import apply_dora
 from .few_rows import RowLayers, can_run_row_layers, max_few_rows
@@ -714,7 +714,7 @@ def find_row_layers(
     if layers is None:
         return None
     if layers is _UNREAD:
-        if torch.is_grad_enabled() or x.numel() > x.shape[-1] * max_few_rows(x.dtype):
+        if not can_bypass_dispatcher(x) or x.numel() > x.shape[-1] * max_few_rows(x.dtype):
             return None
     elif not layers.is_usable(x):
         return None
