@@ -248,6 +248,7 @@ def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(
     with pytest.raises(UsageError, match=r"train\.steps: 4, and the run has made 8 steps"):
         train(load(run / "resolved.yaml", ["train.steps=4"], resolved=True), resume=run)
     assert (run / "resolved.yaml").read_text() == before
+    assert result_of(run)["steps"] == 8, "a refused resume changes no result"
     for before, after, key in (
         ("preset: fp32", "preset: bf16-lora", r"precision\.preset"),
         ("dropout: 0.0", "dropout: 0.5", r"adapter\.dropout"),

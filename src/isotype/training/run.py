@@ -166,7 +166,9 @@ class _TrainingRun:
             except Exception as error:
                 console.end_live_line()
                 explained = self._explain_error(error)
-                if folder.is_run and world.is_first:
+                # a refused resume leaves the result of the run as it was
+                is_refused = self.is_resuming and isinstance(explained, UsageError)
+                if folder.is_run and world.is_first and not is_refused:
                     result = {
                         "status": "failed",
                         "error": str(explained),
