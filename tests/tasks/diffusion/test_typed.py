@@ -78,7 +78,7 @@ def test_captions_come_from_names_and_pictures_without_one_are_a_choice(studio, 
         captions()
     assert error.value.message.splitlines()[:2] == [
         "4 files cannot be used",
-        "  4 x no caption: there is no .txt file with the same name",
+        "  4 x no caption: there is no .txt or .caption file with the same name",
     ]
     assert "caption: a photo of sks dog" in error.value.fix
     assert captions(uncaptioned="empty").count(("",)) == 4

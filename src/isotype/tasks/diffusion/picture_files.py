@@ -272,7 +272,11 @@ def read_captioned_pictures(
             yield Picture(content, captions, str(path))
     for path in report_unreadable(files, report_bad):
         stems.setdefault(path.with_suffix(""), path)
-    others = {path.with_suffix(""): path for path in files if path.suffix not in CAPTION_SUFFIXES}
+    others = {
+        path.with_suffix(""): path
+        for path in files
+        if path.suffix not in CAPTION_SUFFIXES and (is_video(path) or not is_picture(path))
+    }
     for path in files:
         base = path.with_suffix("")
         if path.suffix not in CAPTION_SUFFIXES or base in stems:
