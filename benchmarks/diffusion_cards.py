@@ -12,7 +12,8 @@ Source  `transformer/config.json` or `unet/config.json` of the named models. We 
         klein), vllm-omni (LongCat), SGLang (Lumina 2), InvokeAI (Chroma), diffusers' conversion
         scripts (Sana, LTX-2), and copies of config.json in other projects (AuraFlow, whose table of
         positions has 9,216 entries, ERNIE-Image, HiDream, Ideogram 4, Kandinsky 5, Krea 2, LTX-Video,
-        PixArt-alpha, Wan 2.1, Z-Image). Not compared: PixArt-Sigma and Stable Diffusion 1.5
+        PixArt-alpha, Wan 2.1, Z-Image). Not compared: FLUX.1, SD3.5, Qwen-Image, SDXL, Stable Diffusion
+        1.5 and PixArt-Sigma
 """
 
 from __future__ import annotations
