@@ -60,7 +60,7 @@ INNER = {
     "isotype.doctor.kernels.target": "check_target",
     "isotype.doctor.kernels.ttir": "parse_module",
     "isotype.doctor.run.compiled": "run_compiled=",
-    "isotype.doctor.run.evidence": "collect_evidence",
+    "isotype.doctor.run.evidence": "run_evidence= collect_evidence",
     "isotype.doctor.run.hook": "run_hook=",
     "isotype.doctor.run.not_finite.recorder": "NotFiniteError Recorder",
     "isotype.doctor.run.rules": "decide_cause",

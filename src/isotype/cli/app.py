@@ -224,7 +224,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        build_app()()
+        build_app()(prog_name="isotype")  # also for `python -m isotype.doctor`
     except IsotypeError as error:
         if os.environ.get("ISOTYPE_TRACEBACK"):
             raise

@@ -9,8 +9,9 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import torch
 
-from tests.api import run_hook
+from tests.api import run_evidence, run_hook
 
 PROGRAMS = Path(__file__).parent / "programs"
 WITHOUT_TORCH = """
@@ -100,6 +101,13 @@ def test_unknown_program_and_option():
         assert message in result.stderr
 
 
+def test_both_forms_of_the_command_have_the_same_help():
+    for words in (["run", "--help"], ["explain", "RN017"]):
+        helps = [run("-m", *form, *words) for form in (["isotype.doctor"], ["isotype", "doctor"])]
+        assert [result.returncode for result in helps] == [0, 0]
+        assert helps[0].stdout == helps[1].stdout
+
+
 FAILING_THREAD = """
 import threading, torch
 thread = threading.Thread(target=lambda: torch.ones(2, 2) @ torch.ones(2, 2).half())
@@ -135,8 +143,6 @@ class Shell:
 
 
 def test_notebook_extension_shows_both(capsys):
-    import torch
-
     shell = Shell()
     run_hook.install_in_notebook(shell)
     try:
@@ -162,3 +168,33 @@ def test_other_errors_get_no_text(failure, tmp_path):
     plain = run(str(program))
     explained = run("-m", "isotype", "doctor", "run", str(program))
     assert explained.stderr == plain.stderr
+
+
+IN_PLACE = "modified by an inplace operation: [CPUBFloat16Type [8, 32]] is at version 2"
+FOREIGN_ERRORS = (
+    RuntimeError(f"one of the variables needed for gradient computation has been {IN_PLACE}"),
+    RuntimeError("[torch.cuda.HalfTensor [8]], which is output 0 of AsStridedBackward0, is at"),
+    RuntimeError("Input type (torch.cuda.HalfTensor) and weight type (torch.HalfTensor) should be"),
+    TypeError("linear(): argument 'input' (position 1) must be Tensor, not float"),
+    TypeError("zeros(): argument 'size' failed to unpack, found element of type float at pos 0"),
+    TypeError("sum() received an invalid combination of arguments - got (str), but expected one"
+              " of: * (*, torch.dtype dtype = None)"),
+    TypeError("'float' object is not subscriptable"),
+)  # fmt: skip
+
+
+def test_messages_that_only_quote_types_are_not_about_dtypes():
+    for error in FOREIGN_ERRORS:
+        assert not run_evidence._mentions_dtype(error), error
+    for message in (
+        "Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) should be the",
+        "Input type (CPUBFloat16Type) and weight type (torch.FloatTensor) should be the same",
+        "expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16",
+    ):
+        assert run_evidence._mentions_dtype(RuntimeError(message)), message
+    memory = torch.zeros(4, dtype=torch.bfloat16)
+    loss = (torch.ones(4, dtype=torch.bfloat16, requires_grad=True) * memory).sum()
+    memory.add_(1)
+    with pytest.raises(RuntimeError, match="BFloat16Type") as failure:
+        loss.backward()
+    assert run_evidence.collect_evidence(failure.value) is None

@@ -38,6 +38,14 @@ _HIDES_DTYPE = re.compile("could not create a primitive")
 _OTHER_SUBJECTS = re.compile(
     r"out of memory|shapes? (?:of|cannot|mismatch)|same device|No such file"
 )
+# the types of tensors in messages such as `[torch.cuda.HalfTensor [8]] is at version 2`
+_TENSOR_TYPE = re.compile(
+    r"\b(?:torch\.(?:\w+\.)*(?P<class>\w+)Tensor|(?:CPU|CUDA|XPU|HIP|MPS|Meta)(?P<type>\w+)Type)\b"
+)
+# the parts of a message that list what a function accepts
+_SIGNATURES = re.compile(r"but expected (?:one of|\().*", re.DOTALL)
+# numbers of Python in the messages of a TypeError, such as `must be Tensor, not float`
+_PYTHON_NUMBER = re.compile(r"'float'|\b(?:not|found element of type|found type) float\b")
 # names of dtypes in messages such as `self (Float) and source (BFloat16)`
 _SCALAR_TYPES = {
     "Float": torch.float32,
@@ -242,7 +250,13 @@ def collect_evidence(error: BaseException) -> Evidence | None:
 
 
 def _mentions_dtype(error: BaseException) -> bool:
-    text = f"{type(error).__name__}: {error}"
+    text = _SIGNATURES.sub("", f"{type(error).__name__}: {error}")
+    if isinstance(error, TypeError):
+        text = _PYTHON_NUMBER.sub("", text)
+    types = {match["class"] or match["type"] for match in _TENSOR_TYPE.finditer(text)}
+    if len(types) > 1:
+        return _OTHER_SUBJECTS.search(text) is None
+    text = _TENSOR_TYPE.sub("", text)  # a single type only describes a tensor
     is_about_dtypes = MENTIONS_DTYPE.search(text) or _HIDES_DTYPE.search(text)
     return is_about_dtypes is not None and _OTHER_SUBJECTS.search(text) is None
 
