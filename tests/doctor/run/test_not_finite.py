@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -62,7 +63,7 @@ TRUTH = {
         "latents = encoder(torch.ones(3, 4, dtype=encoder[0].weight.dtype))",
         "addmm gives",
         "which fp16 cannot hold",
-        "bf16 has the range of fp32",
+        "encoder.to(torch.float32), and its inputs cast to torch.float32 too",
     ),
     "lost_eps": Truth(
         2,
@@ -70,7 +71,7 @@ TRUTH = {
         "return (rewards - rewards.mean()) / (rewards.std() + 1e-8)",
         "div gives NaN in fp16, and is finite in fp32",
         "where fp32 has up to 1e-08",
-        "in fp32, with .float() on its inputs",
+        "in fp32, with .float() on its inputs, and cast the result of the division back",
     ),
     "fixed_loss_scale": Truth(
         1,
@@ -341,6 +342,33 @@ def test_mask_of_infinities_is_no_fault():
     error = record(lambda: train(-1.0))
     assert error.finding.message.startswith("log gives NaN")
     assert "gets -1" in error.finding.cause
+
+
+def test_fix_casts_the_model_of_a_layer_and_keeps_large_values_in_fp32():
+    source = "def decode(pipe, latents):\n    return pipe.vae(latents).sum()\n"
+    library: dict = {}
+    exec(compile(source, "/lib/site-packages/library/pipe.py", "exec"), library)
+    pipeline = SimpleNamespace(vae=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half())
+    nn.init.constant_(pipeline.vae[0].bias, 100.0)
+    nn.init.constant_(pipeline.vae[1].weight, 6e4)
+    latents = torch.ones(1, 2).half()
+    error = record(lambda: library["decode"](pipeline, latents).backward())
+    assert "pipeline.vae.to(torch.float32), and its inputs" in error.finding.fix
+    weight = nn.Parameter(torch.full((2,), 300.0, dtype=torch.float16))
+    square = record(lambda: (weight * weight).log().sum().backward())
+    assert "keep its result in fp32" in square.finding.fix
+    assert "9e+04 does not fit in fp16" in square.finding.fix
+
+
+def test_fix_of_a_sum_with_the_lowest_value_leaves_room():
+    def train(lowest):
+        mask = torch.tensor([[lowest, lowest]], dtype=torch.float16)
+        positions = nn.Parameter(torch.full((1, 2), -500.0, dtype=torch.float16))
+        (positions + mask).softmax(-1).sum().backward()
+
+    error = record(lambda: train(torch.finfo(torch.float16).min))
+    assert "torch.finfo(torch.float16).min / 2" in error.finding.fix
+    assert record(lambda: train(torch.finfo(torch.float16).min / 2)) is None
 
 
 def test_initialisation_is_not_run_again():

@@ -8,6 +8,7 @@ backward, so that they do not keep autograd's graph alive.
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 import warnings
@@ -29,7 +30,14 @@ from torch.optim.optimizer import (
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ....finding import Finding
-from ....observe.origin import innermost_site
+from ....observe.origin import (
+    Site,
+    innermost_site,
+    is_library_file,
+    is_tool_file,
+    read_statement,
+    running_frames,
+)
 from .report import explain_gradients, explain_step, explain_update
 from .step import Entry, Step, all_finite, collect_tensors
 
@@ -72,6 +80,7 @@ class Recorder(TorchFunctionMode):
         self.thread = get_ident()
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_popped = False
+        self._owners: dict[tuple[int, Site | None], str] = {}
         self._restorers: list[Any] = []
 
     # start and stop
@@ -152,8 +161,16 @@ class Recorder(TorchFunctionMode):
         is_small = sum(tensor.numel() for tensor in outputs) <= limit
         if outputs and (takes_part or is_small):
             autocast = _autocast_dtypes()
-            entry = Entry(function, args, kwargs, outputs, autocast, innermost_site(), state)
+            site = innermost_site()
+            owner = self._find_owner(function, site) if isinstance(function, nn.Module) else ""
+            entry = Entry(function, args, kwargs, outputs, autocast, site, state, owner)
             self.entries.append(entry)
+
+    def _find_owner(self, module: nn.Module, site: Site | None) -> str:
+        key = (id(module), site)
+        if key not in self._owners:
+            self._owners[key] = _read_owner(module)
+        return self._owners[key]
 
     def _wrap_module_call(self, original: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -314,6 +331,47 @@ def _collect_gradients(entries: Sequence[Entry]) -> Iterator[Tensor]:
     for leaf in leaves.values():
         if leaf.grad is not None:
             yield leaf.grad
+
+
+def _read_owner(module: nn.Module) -> str:
+    """Returns the expression with which the program names the module, or the model or pipeline that
+    contains it, in the innermost line of the program's own code that does so. A user cannot change
+    the dtype of one layer inside a library's model, but the dtype of the model.
+    """
+    for frame in running_frames():
+        file = frame.f_code.co_filename
+        if is_tool_file(file) or is_library_file(file):
+            continue
+        try:
+            tree = ast.parse(read_statement(Site(frame.f_code, frame.f_lineno)).strip().rstrip(":"))
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            value = _read_attribute(node, frame)
+            if isinstance(value, nn.Module):
+                if any(inner is module for inner in value.modules()):
+                    return ast.unparse(node)
+                continue
+            for name, part in list(getattr(value, "__dict__", {}).items()):
+                if isinstance(part, nn.Module) and any(inner is module for inner in part.modules()):
+                    return f"{ast.unparse(node)}.{name}"
+    return ""
+
+
+def _read_attribute(node: ast.AST, frame: FrameType) -> Any:
+    """Returns the value of a name, or of an attribute that is stored in an object. No code of the
+    program runs.
+    """
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = _read_attribute(node.value, frame)
+    fields = getattr(owner, "__dict__", {})
+    modules = fields.get("_modules") if isinstance(owner, nn.Module) else None
+    if modules and node.attr in modules:
+        return modules[node.attr]
+    return fields.get(node.attr)
 
 
 def _autocast_dtypes() -> dict[str, torch.dtype]:

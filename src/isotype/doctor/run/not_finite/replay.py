@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....dtypes import format_dtype
 from ....observe.operators import Operator
-from ....observe.origin import Site, innermost_site, is_tool_file, running_frames
+from ....observe.origin import Site, innermost_site, is_library_file, is_tool_file, running_frames
 from ....observe.tape import make_tape
 from .shadows import Shadows
 from .step import Entry, Step, collect_tensors
@@ -114,6 +114,8 @@ class Event:
     parts      whether some values are finite in fp32 but not in the run
     makes_nan  whether the result contains NaN although no input does
     site       the line of the program; in backward it is the line of the forward operator
+    entry      the recorded call in which the operator runs; None in backward
+    in_layer   whether the operator runs inside a layer of PyTorch or of a library, such as Linear
     """
 
     op: Operator
@@ -127,6 +129,8 @@ class Event:
     site: Site | None
     module: str
     settings: dict[str, Any] = field(default_factory=dict)
+    entry: Entry | None = None
+    in_layer: bool = False
 
     @property
     def is_constant(self) -> bool:
@@ -164,12 +168,12 @@ class Watch:
     def __init__(self, names: dict[int, str]) -> None:
         self.shadows = Shadows()
         self.events: list[Event] = []
-        self.modules: list[str] = []
+        self.modules: list[tuple[str, nn.Module]] = []
         self._names = names
         self._origins = WeakTensorKeyDictionary()
         self._lost = WeakTensorKeyDictionary()
         self.in_backward = False
-        self.entry_site: Site | None = None
+        self.entry: Entry | None = None
         self.find_site: Callable[[], Site | None] = innermost_site
 
     def run(self, op: Operator, args: tuple, kwargs: dict) -> Any:
@@ -283,14 +287,21 @@ class Watch:
             result.has_nan and not has_nan_input,
             self.in_backward,
             self._site(),
-            self.modules[-1] if self.modules else "",
+            self.modules[-1][0] if self.modules else "",
             _read_settings(op, args),
+            None if self.in_backward else self.entry,
+            bool(self.modules) and _is_library_module(self.modules[-1][1]),
         )
 
     def _site(self) -> Site | None:
         if self.in_backward and not self.modules:
             return _forward_site()
-        return self.find_site() or self.entry_site
+        return self.find_site() or (self.entry.site if self.entry is not None else None)
+
+
+def _is_library_module(module: nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and is_library_file(code.co_filename)
 
 
 def _read_settings(op: Operator, args: tuple) -> dict[str, Any]:
@@ -398,7 +409,7 @@ class Replay:
     def _run_entry(self, entry: Entry) -> None:
         args = self._replace(entry.args)
         kwargs = self._replace(entry.kwargs)
-        self.watch.entry_site = entry.site
+        self.watch.entry = entry
         function = entry.function
         if type(function).__name__ == "DistributedDataParallel":
             function = function.module  # the other processes do not take part
@@ -434,7 +445,7 @@ class Replay:
         modules = self.watch.modules
 
         def enter(module: nn.Module, args: Any) -> None:
-            modules.append(self.paths.get(id(module), type(module).__name__))
+            modules.append((self.paths.get(id(module), type(module).__name__), module))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if modules:

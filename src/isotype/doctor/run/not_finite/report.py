@@ -241,13 +241,17 @@ def _explain_lost_constant(entry: Entry, total: Entry, constant: float) -> Findi
         product=False,
         cast=False,
         mask=False,
+        room=False,
+        fits=True,
+        layer="",
+        owner="",
         lost=True,
         lost_line="" if total.site is None else _statement(total.site),
         lost_at=_location(total.site),
         lost_value=f"{constant:g}",
         line="" if entry.site is None else _statement(entry.site),
-        library="",
         at=_location(entry.site),
+        dtype=str(result.dtype),
         device=result.device.type,
         scaler=False,
         autocast=bool(entry.autocast),
@@ -363,6 +367,8 @@ def _explain_overflow(event: Event, step: Step) -> Finding:
     line = _line(event)
     scale, scale_site = _find_loss_scale(step) if event.is_backward else (None, None)
     device = next((str(t.device.type) for t in step.losses), "cpu")
+    is_library_line = event.site is not None and is_library_file(event.site.file)
+    limit = float(torch.finfo(event.dtype).max)
     return _format_finding(
         "RN030",
         _place(event.site, event.module),
@@ -375,13 +381,17 @@ def _explain_overflow(event: Event, step: Step) -> Finding:
         product=event.op.base_name in _PRODUCTS_WITH_SCALE,
         cast=event.op.is_to_call,
         mask=event.exact.magnitude > 0.99 * torch.finfo(torch.float32).max,
+        room=_adds_to_lowest_value(event),
+        fits=event.is_backward or event.exact.magnitude <= limit,
+        layer=event.module if event.in_layer or is_library_line else "",
+        owner=_owner_text(event),
         lost=lost is not None,
         lost_line="" if lost is None else _line(lost),
         lost_at="" if lost is None else _location(lost.site),
         lost_value="" if lost is None else f"{lost.exact.magnitude:.3g}",
         line=line,
-        library=event.module if event.site and is_library_file(event.site.file) else "",
         at=_location(event.site),
+        dtype=str(event.dtype),
         device=device,
         scaler=event.site is not None and "grad_scaler" in event.site.file,
         autocast=any(entry.autocast for entry in step.entries),
@@ -389,6 +399,22 @@ def _explain_overflow(event: Event, step: Step) -> Finding:
         scale_line="" if scale_site is None else _statement(scale_site),
         scale_at=_location(scale_site),
     )
+
+
+def _owner_text(event: Event) -> str:
+    """Returns the program's expression for the model in which an operator runs, or its class."""
+    if event.entry is None or not event.entry.is_module:
+        return ""
+    return event.entry.owner or event.entry.name
+
+
+def _adds_to_lowest_value(event: Event) -> bool:
+    """True if an operator adds values to a mask that contains the lowest value of the dtype."""
+    if event.op.base_name not in ("add", "sub"):
+        return False
+    limit = float(torch.finfo(event.dtype).max)
+    magnitudes = sorted(item.run.magnitude for item in event.inputs)
+    return len(magnitudes) == 2 and magnitudes[0] < limit / 2 and magnitudes[1] == limit
 
 
 def _find_loss_scale(step: Step) -> tuple[float | None, Site | None]:

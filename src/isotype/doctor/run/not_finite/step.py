@@ -21,6 +21,7 @@ class Entry:
     outputs          the floating-point tensors in the result
     autocast         device -> dtype of autocast during the call
     random_state     the state of the generators before a module's call; None for a function
+    owner            the program's expression for the module, or for the model that contains it
     """
 
     function: Any
@@ -30,6 +31,7 @@ class Entry:
     autocast: dict[str, torch.dtype]
     site: Site | None
     random_state: dict[str, Tensor] | None = None
+    owner: str = ""
 
     @property
     def is_module(self) -> bool:
