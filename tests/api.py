@@ -62,6 +62,7 @@ INNER = {
     "isotype.doctor.run.compiled": "run_compiled=",
     "isotype.doctor.run.evidence": "run_evidence= collect_evidence",
     "isotype.doctor.run.hook": "run_hook=",
+    "isotype.doctor.run.model_casts": "find_unrestored_calls",
     "isotype.doctor.run.not_finite.recorder": "NotFiniteError Recorder",
     "isotype.doctor.run.rules": "decide_cause",
     "isotype.doctor.trace": "trace",

@@ -4,14 +4,16 @@ first; its repaired twin, to which the fix was applied, ends without an error.
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from isotype.finding import Finding
-from tests.api import collect_evidence, decide_cause, run_compiled
+from tests.api import collect_evidence, decide_cause, find_unrestored_calls, run_compiled
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -619,10 +621,25 @@ TRUTH = {
     ),
     "sampler_class": Truth(
         "RN001",
-        "velocity = model(latents)",
+        "velocity = self.model(latents)",
         "Linear",
         "`torch.linspace(1.0, 0.0, 3, dtype=torch.float32)` creates a tensor in fp32",
         "`latents.to(torch.bfloat16)`",
+    ),
+    "left_default": Truth(
+        "RN027",
+        "return self.inp(inputs)",
+        "inp",
+        "left_default.py:24) leaves the default dtype at bf16 after load",
+        "restore it before load returns",
+    ),
+    "restored_average": Truth(
+        "RN008",
+        "average.lerp_(current[name], 0.1)",
+        "update",
+        "because `average.load_state_dict(saved, assign=True)`"
+        " (tests/doctor/run/programs/restored_average.py:19) keeps the dtypes of the checkpoint",
+        "`current[name].to(average.dtype)`",
     ),
     "evaluation": Truth(
         "RN003",
@@ -646,12 +663,15 @@ def run_in_process(name: str, monkeypatch, *arguments: str) -> Finding | None:
     path = PROGRAMS / f"{name}.py"
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    default_dtype = torch.get_default_dtype()
     try:
         exec(code, {"__name__": "__main__"})
     except Exception as error:
         error.__traceback__ = error.__traceback__.tb_next
         evidence = collect_evidence(error)
         return None if evidence is None else decide_cause(evidence)
+    finally:
+        torch.set_default_dtype(default_dtype)
     return None
 
 
@@ -674,6 +694,28 @@ def test_compiled_code_of_several_processes_is_not_run_again(monkeypatch):
     assert finding.code == "RN021"
     assert "an operand of `return torch.matmul(probabilities, values)`" in finding.cause
     assert "cast the fp32 operand of this line to torch.bfloat16" in finding.fix
+
+
+def test_facts_name_the_default_dtype(monkeypatch):
+    details = dict(run_in_process("left_default", monkeypatch).details)
+    program = "tests/doctor/run/programs/left_default.py"
+    text = f"bf16, set by `torch.set_default_dtype(self.dtype)` at {program}:24"
+    assert details["default dtype"] == text
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ("old = get_default_dtype(); set_default_dtype(half)\n  return build()", 1),
+        ("set_default_dtype(half)\n  if fast: return\n  set_default_dtype(single)", 2),
+        ("set_default_dtype(half)", 0),
+        ("set_default_dtype(half)\n  try: build()\n  finally: set_default_dtype(single)", 0),
+        ("set_default_dtype(half)\n  yield\n  set_default_dtype(single)", 0),
+    ],
+)
+def test_only_functions_that_mean_to_restore_the_default_dtype_count(body, count):
+    function = ast.parse(f"def load():\n  {body}\n").body[0]
+    assert len(find_unrestored_calls(function)) == count
 
 
 def test_hook_that_was_running_is_named(monkeypatch):

@@ -32,6 +32,19 @@ def read_cast_dtype(call: ast.Call, frame: CallFrame) -> torch.dtype | None:
     return None
 
 
+def has_unread_dtype(call: ast.Call, frame: CallFrame) -> bool:
+    """True if an argument of `to` is a variable whose name contains `dtype`, and whose value cannot
+    be read.
+    """
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "to":
+        return False
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return any(
+        "dtype" in ast.unparse(argument) and read_value(argument, frame) is UNKNOWN
+        for argument in arguments
+    )
+
+
 def find_cast(scope: ast.AST | None, frame: CallFrame, dtype: torch.dtype) -> ast.Call | None:
     """Returns the last call in a piece of code that casts to `dtype`."""
     if scope is None:

@@ -167,11 +167,6 @@ class Evidence:
         ]
         return max(counts, key=lambda pair: pair[0])[1] if counts else None
 
-    def dtype_share(self, dtype: torch.dtype) -> float:
-        """Returns the share of the parameter elements that have the given dtype."""
-        counts = self.dtype_counts
-        return counts[dtype] / counts.total() if counts else 0.0
-
     def floating_share(self, dtype: torch.dtype) -> float:
         """Returns the share of the floating-point parameter elements that have the given dtype."""
         counts = {key: n for key, n in self.dtype_counts.items() if key.is_floating_point}

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ...observe.origin import short_path
-from .casts import read_cast_dtype
-from .expressions import UNKNOWN, read_value
+from .casts import has_unread_dtype, read_cast_dtype
+from .expressions import read_value
 from .frames import CallFrame, make_module_frame, make_returned_frame, parse_user_file
 from .hooks import find_callback_registration, is_callback
 
@@ -269,6 +269,54 @@ def find_default_dtype_creation(frames: Sequence[CallFrame], content: Any) -> Mo
     return None
 
 
+def find_default_dtype_setter(frames: Sequence[CallFrame]) -> ModelCast | None:
+    """Returns the first call in the user's files that sets the default dtype."""
+    return _find_first_node(frames, _sets_default_dtype)
+
+
+def find_unrestored_default_dtype(frames: Sequence[CallFrame]) -> ModelCast | None:
+    """Returns the call that sets the default dtype in a function that has returned, and that may
+    leave it so. Returns None if there is no such function, or if other code sets it too.
+    """
+    setters = []
+    count = len(list(_iterate_nodes(frames, _sets_default_dtype)))
+    for file, tree, _ in iterate_user_files(frames):
+        running = {frame.function for frame in frames if frame.file == file}
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef) or function.name in running:
+                continue
+            calls = find_unrestored_calls(function)
+            if calls and len(calls) == count:
+                first = min(calls, key=lambda call: call.lineno)
+                location = f"{short_path(file)}:{first.lineno}"
+                setters.append(ModelCast(ast.unparse(first), location, function.name))
+    return setters[0] if len(setters) == 1 else None
+
+
+def find_unrestored_calls(function: ast.FunctionDef) -> list[ast.Call]:
+    """Returns the calls of a function that set the default dtype, if the function is meant to
+    restore it, and may return before. A function is meant to restore it if it reads it, or sets it
+    twice. A `finally` block always restores it, and a context manager does so later.
+    """
+    nodes = list(ast.walk(function))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _sets_default_dtype(node)]
+    is_context = function.name == "__enter__" or any(isinstance(node, ast.Yield) for node in nodes)
+    final_nodes = [
+        part
+        for node in nodes
+        if isinstance(node, ast.Try)
+        for statement in node.finalbody
+        for part in ast.walk(statement)
+    ]
+    is_restored = any(_sets_default_dtype(node) for node in final_nodes)
+    is_meant = len(calls) > 1 or any(_reads_default_dtype(node) for node in nodes)
+    return calls if is_meant and not is_context and not is_restored else []
+
+
+def _reads_default_dtype(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("get_default_dtype")
+
+
 def _creates_in_default_dtype(call: ast.Call) -> bool:
     owner, _, name = ast.unparse(call.func).rpartition(".")
     is_creation = owner == "torch" and name in _CREATIONS_IN_DEFAULT_DTYPE
@@ -366,21 +414,8 @@ def _iterate_casts(
         name = receiver.attr if isinstance(receiver, ast.Attribute) else ast.unparse(receiver)
         if name not in names or read_cast_dtype(node, frame) != dtype:
             continue
-        if dtype is not None or _has_unread_dtype(node, frame):
+        if dtype is not None or has_unread_dtype(node, frame):
             yield node
-
-
-def _has_unread_dtype(call: ast.Call, frame: CallFrame) -> bool:
-    """True if an argument of `to` is a variable whose name contains `dtype`, and whose value cannot
-    be read.
-    """
-    if not isinstance(call.func, ast.Attribute) or call.func.attr != "to":
-        return False
-    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    return any(
-        "dtype" in ast.unparse(argument) and read_value(argument, frame) is UNKNOWN
-        for argument in arguments
-    )
 
 
 def _line_of_call(tree: ast.AST, name: str) -> int:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .batches import find_batch_item
-from .casts import find_cast, read_cast_dtype
+from .casts import find_cast, has_unread_dtype, read_cast_dtype
 from .expressions import (
     CREATION_FUNCTIONS,
     DTYPE_KEEPING_METHODS,
@@ -437,11 +437,11 @@ class _Search:
             return self.producer("cast", node, index, is_proven=result.dtype == self.dtype)
         if method.attr in ("float", "half", "bfloat16", "double", "to", "type"):
             dtype = read_cast_dtype(node, frame)
-            if dtype is None:  # a call that changes only the device
+            if dtype is None and not has_unread_dtype(node, frame):  # changes only the device
                 return self.follow(method.value, index, line)
             return self.producer("cast", node, index, is_proven=dtype == self.dtype)
-        is_in_item = index in self.item_frames
-        if owner is UNKNOWN and is_in_item and method.attr in DTYPE_KEEPING_METHODS:
+        has_returned = index in self.callers
+        if owner is UNKNOWN and has_returned and method.attr in DTYPE_KEEPING_METHODS:
             return self.follow(method.value, index, line)
         if owner is torch and method.attr in CREATION_FUNCTIONS:
             is_proven = is_tensor(result) and result.dtype == self.dtype

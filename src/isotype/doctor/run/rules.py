@@ -32,10 +32,12 @@ from .hooks import find_handler
 from .model_casts import (
     find_assigned_checkpoint,
     find_default_dtype_creation,
+    find_default_dtype_setter,
     find_model_cast,
     find_only_model_cast,
     find_state_load,
     find_state_write,
+    find_unrestored_default_dtype,
     find_unwrapping,
     find_weight_cast,
 )
@@ -201,6 +203,11 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
     details = []
     if frame.is_user_code:
         details.append(("line", frame.text[:200]))
+    default = torch.get_default_dtype()
+    if default != torch.float32 and default in evidence.floating_dtypes:
+        setter = find_default_dtype_setter(evidence.frames)
+        origin = "" if setter is None else f", set by `{setter.text}` at {setter.location}"
+        details.append(("default dtype", f"{format_dtype(default)}{origin}"))
     if frame is not evidence.user_frame:
         details.append(("raised at", evidence.user_frame.location))
     for operand in evidence.operands[:6]:
@@ -218,8 +225,11 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
     details.append(("autocast", phase + describe_autocast(evidence.autocast)))
     majority = evidence.majority_dtype
     if majority is not None:
-        share = _format_share(evidence.dtype_share(majority))
-        details.append(("model", f"{share} of the parameters are {format_dtype(majority)}"))
+        share = _format_share(evidence.floating_share(majority))
+        kind = "parameters"
+        if not all(dtype.is_floating_point for dtype in evidence.dtype_counts):
+            kind = "floating-point parameters"
+        details.append(("model", f"{share} of the {kind} are {format_dtype(majority)}"))
     if evidence.settings:
         settings = ", ".join(map(str, evidence.settings))
         details.append(("settings", settings))
@@ -1161,9 +1171,14 @@ def find_write(evidence: Evidence) -> Finding | None:
     is_autocast = is_autocast and not is_explicit
     labels = dict.fromkeys(_cast_text(operand, destination) for operand in values)
     creation = _find_odd_storage(evidence, destination, values[0].dtype)
+    loading = find_assigned_checkpoint(evidence.frames)
+    if loading is not None and not _holds_tensor(evidence, loading.text, destination.tensor):
+        loading = None
     return _make_finding(
         "RN008",
         evidence,
+        loading="" if loading is None else loading.text,
+        loading_at="" if loading is None else loading.location,
         creation="" if creation is None else creation.text,
         creation_at="" if creation is None else creation.location,
         is_code=creation is not None and creation.text.endswith(f"dtype={values[0].dtype})"),
@@ -1180,6 +1195,21 @@ def find_write(evidence: Evidence) -> Finding | None:
         at=evidence.failing_frame.location,
         out=has_out,
     )
+
+
+def _holds_tensor(evidence: Evidence, call: str, tensor: torch.Tensor | None) -> bool:
+    """True if the module on which `MODULE.load_state_dict(...)` is called owns a tensor. The
+    module is read from the variable or the attribute of the same name in a frame.
+    """
+    name = call.partition(".load_state_dict(")[0].rpartition(".")[2]
+    for frame in evidence.frames:
+        owner = frame.variables.get("self")
+        modules = owner._modules if isinstance(owner, nn.Module) else {}
+        for variables in (frame.variables, getattr(owner, "__dict__", {}), modules):
+            module = variables.get(name)
+            if isinstance(module, nn.Module) and any(p is tensor for p in module.parameters()):
+                return True
+    return False
 
 
 def _find_odd_storage(
@@ -1269,6 +1299,32 @@ def _outermost_call(evidence: Evidence) -> CallFrame:
         if frame.is_user_code:
             caller = frame
     return caller
+
+
+def find_left_default_dtype(evidence: Evidence) -> Finding | None:
+    """Finds weights in a default dtype that a function of the program set and did not restore."""
+    operands = _floating(evidence)
+    default = torch.get_default_dtype()
+    if default == torch.float32 or not _differ(operands):
+        return None
+    weights = [operand for operand in operands if operand.path and operand.dtype == default]
+    setter = find_unrestored_default_dtype(evidence.frames)
+    if not weights or setter is None:
+        return None
+    if find_only_model_cast(evidence.frames, default, evidence.module) is not None:
+        return None  # the program asks for this dtype
+    other = _first_of_other_dtype([weights[0], *operands])
+    evidence.producer_of(other)  # shown with the operands
+    return _make_finding(
+        "RN027",
+        evidence,
+        weight=weights[0].path,
+        has=weights[0].dtype_name,
+        other=_describe(other),
+        setter=setter.text,
+        setter_at=setter.location,
+        function=setter.function,
+    )
 
 
 def find_odd_weight(evidence: Evidence) -> Finding | None:
@@ -1504,6 +1560,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_write,
     find_custom_backward,
     find_call_outside_autocast,
+    find_left_default_dtype,
     find_odd_weight,
     find_layer_input,
     find_mixed_operands,

@@ -10,16 +10,32 @@ class Sampler:
     def __init__(self):
         self.levels = torch.linspace(1.0, 0.0, 3, dtype=torch.float32)
 
+    def level(self, index):
+        level = self.levels[index.clamp(min=0)]
+        return level.view(-1, 1)
+
     def step(self, velocity, index, latents):
-        level = self.levels[index].view(-1, 1)
-        return latents - level * velocity
+        return latents - self.level(index).sqrt() * velocity
 
 
-model = nn.Linear(4, 4).to(torch.bfloat16)
-sampler = Sampler()
-latents = torch.randn(2, 4, dtype=torch.bfloat16)
-for index in range(2):
-    if "repaired" in sys.argv:
-        latents = latents.to(torch.bfloat16)
-    velocity = model(latents)
-    latents = sampler.step(velocity, index, latents)
+class Generator:
+    def __init__(self, model, sampler):
+        self.model, self.sampler = model, sampler
+
+    @property
+    def dtype(self):
+        return self.model.weight.dtype
+
+    def initial(self):
+        return torch.randn(2, 4).to(self.dtype)
+
+    def generate(self):
+        latents = self.initial()
+        for index in torch.arange(2):
+            if "repaired" in sys.argv:
+                latents = latents.to(torch.bfloat16)
+            velocity = self.model(latents)
+            latents = self.sampler.step(velocity, index, latents)
+
+
+Generator(nn.Linear(4, 4).to(torch.bfloat16), Sampler()).generate()
