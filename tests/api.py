@@ -64,6 +64,7 @@ INNER = {
     "isotype.doctor.run.hook": "run_hook=",
     "isotype.doctor.run.model_casts": "find_unrestored_calls",
     "isotype.doctor.run.not_finite.recorder": "NotFiniteError Recorder",
+    "isotype.doctor.run.program": "report_end",
     "isotype.doctor.run.rules": "decide_cause",
     "isotype.doctor.trace": "trace",
     "isotype.doctor.trace.origin": "Origin",

@@ -4,6 +4,7 @@ each program was written down first; its repaired twin ends without an error.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from isotype.finding import Finding
-from tests.api import NotFiniteError, Recorder
+from tests.api import NotFiniteError, Recorder, report_end
 
 PROGRAMS = Path(__file__).parent / "not_finite"
 
@@ -369,6 +370,50 @@ def test_fix_of_a_sum_with_the_lowest_value_leaves_room():
     error = record(lambda: train(torch.finfo(torch.float16).min))
     assert "torch.finfo(torch.float16).min / 2" in error.finding.fix
     assert record(lambda: train(torch.finfo(torch.float16).min / 2)) is None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_result_of_a_program_without_steps_is_explained_at_its_end(mode, capsys, tmp_path):
+    recorder = Recorder()
+    recorder.install()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
+    nn.init.constant_(model[0].bias, 100.0)
+    nn.init.constant_(model[1].weight, 6e4)
+    with mode():
+        image = model(torch.ones(1, 2).half())
+    assert not image.isfinite().any()
+    report_end(recorder, str(tmp_path / "fault.json"))
+    finding = json.loads((tmp_path / "fault.json").read_text())["finding"]
+    assert finding["code"] == "RN030"
+    explanation = capsys.readouterr().err
+    assert "addmm gives inf in fp16" in explanation
+    assert "model.to(torch.float32)" in explanation
+    assert "at step" not in explanation
+
+
+def test_program_without_steps_and_with_finite_results_says_what_was_checked(capsys):
+    recorder = Recorder()
+    recorder.install()
+    nn.Linear(2, 2)(torch.ones(1, 2))
+    report_end(recorder, None)
+    assert "saw no backward and no optimizer step" in capsys.readouterr().err
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_results_before_a_step_are_no_fault(capsys):
+    model = nn.Linear(1, 1)
+
+    def train():
+        with torch.no_grad():
+            model(torch.tensor([[float("nan")]]))
+        model(torch.ones(1, 1)).sum().backward()
+
+    recorder = Recorder()
+    recorder.install()
+    train()
+    report_end(recorder, None)
+    assert capsys.readouterr().err == ""
+    assert recorder.finish() is None
 
 
 def test_initialisation_is_not_run_again():

@@ -20,6 +20,12 @@ from typing import Any
 
 USAGE = "isotype doctor run [--json FILE] [--forward-lines] [--nan] SCRIPT.py|-m MODULE [ARGS]"
 
+NO_STEP = (
+    "isotype doctor run: --nan saw no backward and no optimizer step in the main thread. It checked"
+    " only the results of modules, which contain no NaN and no +inf. To check another value, compute"
+    " it without torch.no_grad() and call .sum().backward() on it"
+)
+
 
 class ProgramError(Exception):
     """An error for a wrong command line, or for a program that does not exist."""
@@ -93,12 +99,12 @@ def main(words: Sequence[str]) -> int:
     sys.argv = [name or request.target, *request.arguments]
     if request.forward_lines:
         _record_forward_lines()
-    if request.checks_nan:
-        _check_every_step()
+    recorder = _check_every_step() if request.checks_nan else None
     install_thread_hook(request.json_file)
     try:
         exec(code, module.__dict__)
     except SystemExit:
+        report_end(recorder, request.json_file)
         raise
     except BaseException as error:
         traceback = _skip_outer_frames(error.__traceback__, code)
@@ -110,6 +116,7 @@ def main(words: Sequence[str]) -> int:
             return 130
         explain_to_stderr(error, json_file=request.json_file)
         return 1
+    report_end(recorder, request.json_file)
     return 0
 
 
@@ -202,14 +209,32 @@ def _skip_recorder_frames(traceback: TracebackType | None) -> None:
         link = link.tb_next
 
 
-def _check_every_step() -> None:
+def _check_every_step() -> Any:
     """Imports torch, and checks the loss, the gradients and the update of each step. Compiled
     regions run eagerly, because the operators inside compiled code cannot be observed.
     """
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     from .not_finite.recorder import Recorder
 
-    Recorder().install()
+    recorder = Recorder()
+    recorder.install()
+    return recorder
+
+
+def report_end(recorder: Any, json_file: str | None) -> None:
+    """Prints what `--nan` has seen in a program that ended without an error and without a step, such
+    as a program for inference. The exit status stays that of the program.
+    """
+    if recorder is None or recorder.has_step:
+        return
+    from .hook import explain_to_stderr
+    from .not_finite.recorder import NotFiniteError
+
+    finding = recorder.finish()
+    if finding is not None:
+        explain_to_stderr(NotFiniteError("a result is not finite", finding), json_file=json_file)
+        return
+    print(NO_STEP, file=sys.stderr, flush=True)
 
 
 def _record_forward_lines() -> None:

@@ -38,7 +38,7 @@ from ....observe.origin import (
     read_statement,
     running_frames,
 )
-from .report import explain_gradients, explain_step, explain_update
+from .report import explain_call, explain_gradients, explain_step, explain_update
 from .step import Entry, Step, all_finite, collect_tensors
 
 _MAX_ENTRIES = 512  # of one step; a program without backward must not collect entries
@@ -66,6 +66,9 @@ class Recorder(TorchFunctionMode):
 
     number     the number of the current step, which is the number of finished updates plus one
     suspect    the step of the last backward that produced gradients with NaN or inf
+    has_step   whether the program has called backward or updated weights
+    bad_call   the first call of a module whose result contains NaN or inf, in a program that has
+               called neither
     """
 
     def __init__(self) -> None:
@@ -73,6 +76,8 @@ class Recorder(TorchFunctionMode):
         self.entries: deque[Entry] = deque(maxlen=_MAX_ENTRIES)
         self.number = 1
         self.suspect: Step | None = None
+        self.has_step = False
+        self.bad_call: Entry | None = None
         self.scaler: torch.amp.GradScaler | None = None
         self.skipped_steps = 0
         self.updates = 0
@@ -166,6 +171,22 @@ class Recorder(TorchFunctionMode):
             entry = Entry(function, args, kwargs, outputs, autocast, site, state, owner)
             self.entries.append(entry)
 
+    def _check_call(
+        self, module: nn.Module, args: Any, kwargs: Any, result: Any, state: dict[str, Tensor]
+    ) -> None:
+        """Keeps the first call whose result contains NaN or inf: a program for inference has no
+        step. `-inf` is usual in the scores of tokens that are excluded.
+        """
+        outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
+        if all_finite(outputs):
+            return
+        if not any(bool((t.isnan() | (t == float("inf"))).any()) for t in outputs):
+            return
+        site = innermost_site()
+        owner = self._find_owner(module, site)
+        autocast = _autocast_dtypes()
+        self.bad_call = Entry(module, args, kwargs, outputs, autocast, site, state, owner)
+
     def _find_owner(self, module: nn.Module, site: Site | None) -> str:
         key = (id(module), site)
         if key not in self._owners:
@@ -179,6 +200,9 @@ class Recorder(TorchFunctionMode):
             state = _random_state()
             with self.pause():
                 result = original(module, *args, **kwargs)
+            if not self.has_step and self.bad_call is None:
+                with self.pause():
+                    self._check_call(module, args, kwargs, result, state)
             if torch.is_grad_enabled():
                 self.models.add(module)
             if torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
@@ -231,6 +255,7 @@ class Recorder(TorchFunctionMode):
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if self.is_paused:
                 return original(tensors, *args, **kwargs)
+            self._note_step()
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             step = self._make_step(losses, args[0] if args else kwargs.get("grad_tensors"))
             if not all_finite(losses):
@@ -244,6 +269,18 @@ class Recorder(TorchFunctionMode):
             return result
 
         return backward
+
+    def _note_step(self) -> None:
+        self.has_step = True
+        self.bad_call = None
+
+    def finish(self) -> Finding | None:
+        """Ends the recording of a program that ended without an error. Returns the finding about the
+        first call of a module whose result contains NaN or inf, if the program had no step.
+        """
+        call = self.bad_call
+        self.uninstall()
+        return None if call is None else explain_call(call)
 
     def _make_step(self, losses: list[Tensor], gradients: Any) -> Step:
         if gradients is None or isinstance(gradients, Tensor):
@@ -294,6 +331,7 @@ class Recorder(TorchFunctionMode):
         if self._is_popped:
             self._is_popped = False
             _push_mode(self)
+        self._note_step()
         self.updates += 1
         self.suspect = None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

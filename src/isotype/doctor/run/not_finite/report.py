@@ -64,6 +64,33 @@ def explain_step(step: Step) -> Finding:
     return _explain_event(event, step)
 
 
+def explain_call(entry: Entry) -> Finding:
+    """Returns the finding about a call of a module whose result contains NaN or inf, in a program
+    that has no step.
+    """
+    step = Step([entry], [], [], 1)
+    finding = _find_bad_weight(step)
+    if finding is not None:
+        return finding
+    bad = [(name, tensor) for name, tensor in _named_arguments(entry) if not _is_finite(tensor)]
+    bad = [(name, tensor) for name, tensor in bad if _is_bad_data(tensor.detach())]
+    if bad:
+        return _explain_data(entry, *bad[0])
+    reason = "the call was run again and was finite"
+    replay = Replay(step)
+    try:
+        replay.run_frozen_module(entry)
+        event = _culprit(replay.watch.events)
+    except Exception as error:
+        event = None
+        reason = f"running the call again raised {type(error).__name__}: {error}"
+    if event is not None:
+        return _explain_event(event, step)
+    what = f"the result of {entry.owner or entry.name}"
+    place = _place(entry.site, entry.name)
+    return _format_finding("RN036", place, (), what=what, name="", reason=reason, between=False)
+
+
 def explain_gradients(
     parameters: Sequence[Tensor],
     suspect: Step | None,
@@ -366,7 +393,8 @@ def _explain_overflow(event: Event, step: Step) -> Finding:
         lost = None
     line = _line(event)
     scale, scale_site = _find_loss_scale(step) if event.is_backward else (None, None)
-    device = next((str(t.device.type) for t in step.losses), "cpu")
+    outputs = [tensor for entry in step.entries for tensor in entry.outputs]
+    device = next((str(t.device.type) for t in [*step.losses, *outputs]), "cpu")
     is_library_line = event.site is not None and is_library_file(event.site.file)
     limit = float(torch.finfo(event.dtype).max)
     return _format_finding(
@@ -512,6 +540,8 @@ def _details(event: Event, step: Step) -> tuple[tuple[str, str], ...]:
     exact = "" if str(event.exact) == str(event.result) else f"; in fp32 {event.exact}"
     details.append(("result", f"{format_dtype(event.dtype)}  {event.result}{exact}"))
     details.append(("phase", "backward" if event.is_backward else "forward"))
+    if not step.losses:
+        return tuple(details)  # a program without steps
     losses = ", ".join(f"{float(loss.detach().float().sum()):.4g}" for loss in step.losses)
     details.append(("loss", f"{losses} at step {step.number}"))
     return tuple(details)
