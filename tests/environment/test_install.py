@@ -106,7 +106,7 @@ def test_a_command_whose_package_is_missing_names_the_line(tmp_path):
     code = (
         "import sys; sys.modules['PIL'] = None\n"
         "import isotype.cli.app as app\n"
-        "app.build_app = lambda: lambda: __import__('PIL')\n"
+        "app.build_app = lambda: lambda **_: __import__('PIL')\n"
         "app.main()"
     )
     done = subprocess.run(

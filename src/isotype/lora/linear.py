@@ -61,7 +61,12 @@ from .products import (
     scaled_product,
     should_save_uncast_adapters,
 )
-from .quantised import bias_gradient, dequantise_weight, packed_product
+from .quantised import (
+    bias_gradient,
+    dequantise_for_forward,
+    dequantise_weight,
+    packed_product,
+)
 
 LORA_LINEAR = OpContract(
     "x: X[*n k], weight: W[o k], a: A[r k], b: A[o r] -> X[*n o]",
@@ -258,10 +263,14 @@ def adapted_product(
         ) and can_run_few_rows(x_TK, weight, bias):
             y_TO = few_rows_product(x_TK, weight, bias, xa_TR, b_OR, scale)
             return y_TO if x.dim() == 2 else unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
-    if widens_products(x) and not adapter_first and quant_state is None:
+    if widens_products(x) and not adapter_first:
         # one sum in fp32, so that the output is rounded once
         x_TK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        y_TO = adapted_linear(x_TK, weight.to(dtype), bias, xa_TR, b_OR, scale)
+        if quant_state is None:
+            w_OK = weight.to(dtype)
+        else:
+            w_OK = dequantise_for_forward(weight, quant_state, dtype)
+        y_TO = adapted_linear(x_TK, w_OK, bias, xa_TR, b_OR, scale)
         return y_TO if x.dim() == 2 else unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
     if not adapter_first and quant_state is None and bias is None and weight.dtype == dtype:
         y: Tensor = F.linear(x, weight)

@@ -70,7 +70,7 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
     generated.
     """
     if is_recomputing() and not uses_fused_kernel("packed", packed):
-        return linear(x_TK, _use_shared_copy(packed, state, x_TK.dtype), bias)
+        return linear(x_TK, dequantise_for_forward(packed, state, x_TK.dtype), bias)
     is_gpu_batch = uses_fused_kernel("packed", packed) and x_TK.numel() > x_TK.shape[-1]
     # without bf16 instructions, bitsandbytes dequantises W and calls PyTorch's slow bf16 product
     if isinstance(state, PackedState) or is_gpu_batch or widens_products(x_TK):
@@ -83,6 +83,18 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
         x_TK, packed.view(1, -1), quant_state=state, bias=bias
     )
     return product
+
+
+def dequantise_for_forward(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    """Returns W in `dtype`. If a checkpointed layer is recomputed on a CPU, the dequantised copy is
+    kept for backward.
+
+    packed  uint8[...]
+    ->      dtype[O K]
+    """
+    if is_recomputing() and not uses_fused_kernel("packed", packed):
+        return _use_shared_copy(packed, state, dtype)
+    return dequantise_packed(packed, state, dtype)
 
 
 def dequantise_weight(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
