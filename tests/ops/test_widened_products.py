@@ -49,7 +49,7 @@ def test_products_are_summed_in_fp32_and_rounded_once(dtype):
             branch = extra.double() @ b.double().t()
             assert y.dtype == dtype
             assert_rounded_once(y, exact + bias.double(), inner)
-            adapted = products.adapted_linear(left, weight, bias, extra, b, 0.7)
+            adapted = products.matmul_with_branch(left, weight.t(), extra, b.t(), 0.7, bias)
             assert_rounded_once(adapted, exact + bias.double() + 0.7 * branch, inner)
             scaled = products.matmul(dy, weight, 0.3)
             assert_rounded_once(scaled, 0.3 * (dy.double() @ weight.double()), columns)

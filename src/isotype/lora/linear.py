@@ -38,7 +38,6 @@ from ..ops.contract import OpContract
 from ..ops.recomputable import recompute, saved_or_recomputed
 from ..ops.recomputed_layer import is_output_unused, placeholder_tensor, running_checkpointed_layers
 from ..ops.widened_products import (
-    adapted_linear,
     addmm_,
     linear,
     matmul,
@@ -270,7 +269,7 @@ def adapted_product(
             w_OK = weight.to(dtype)
         else:
             w_OK = dequantise_for_forward(weight, quant_state, dtype)
-        y_TO = adapted_linear(x_TK, w_OK, bias, xa_TR, b_OR, scale)
+        y_TO = matmul_with_branch(x_TK, w_OK.t(), xa_TR, b_OR.t(), scale, bias)
         return y_TO if x.dim() == 2 else unsafe_view(y_TO, (*x.shape[:-1], y_TO.shape[-1]))
     if not adapter_first and quant_state is None and bias is None and weight.dtype == dtype:
         y: Tensor = F.linear(x, weight)

@@ -69,12 +69,15 @@ def packed_product(x_TK: Tensor, packed: Tensor, state: Any, bias: Tensor | None
     on a CPU with bf16 instructions. On a GPU, they run if x is a single row, as when one token is
     generated.
     """
-    if is_recomputing() and not uses_fused_kernel("packed", packed):
-        return linear(x_TK, dequantise_for_forward(packed, state, x_TK.dtype), bias)
     is_gpu_batch = uses_fused_kernel("packed", packed) and x_TK.numel() > x_TK.shape[-1]
     # without bf16 instructions, bitsandbytes dequantises W and calls PyTorch's slow bf16 product
-    if isinstance(state, PackedState) or is_gpu_batch or widens_products(x_TK):
-        return linear(x_TK, dequantise_packed(packed, state, x_TK.dtype), bias)
+    if (
+        isinstance(state, PackedState)
+        or is_gpu_batch
+        or _keeps_copy(packed)
+        or widens_products(x_TK)
+    ):
+        return linear(x_TK, dequantise_for_forward(packed, state, x_TK.dtype), bias)
     import bitsandbytes
 
     # [1, bytes], as bitsandbytes' own layer passes it: before 0.50, bitsandbytes would take
@@ -92,9 +95,16 @@ def dequantise_for_forward(packed: Tensor, state: Any, dtype: torch.dtype) -> Te
     packed  uint8[...]
     ->      dtype[O K]
     """
-    if is_recomputing() and not uses_fused_kernel("packed", packed):
+    if _keeps_copy(packed):
         return _use_shared_copy(packed, state, dtype)
     return dequantise_packed(packed, state, dtype)
+
+
+def _keeps_copy(packed: Tensor) -> bool:
+    """Whether this forward recomputes a checkpointed layer on a CPU, so that backward needs the
+    same dequantised weight soon.
+    """
+    return is_recomputing() and not uses_fused_kernel("packed", packed)
 
 
 def dequantise_weight(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:

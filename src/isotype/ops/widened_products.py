@@ -237,25 +237,18 @@ def linear(x: Tensor, weight_JK: Tensor, bias_J: Tensor | None = None) -> Tensor
     return y_IJ if x.dim() == 2 else y_IJ.view(*x.shape[:-1], y_IJ.shape[-1])
 
 
-def adapted_linear(
-    x_IK: Tensor,
-    weight_JK: Tensor,
-    bias_J: Tensor | None,
-    xa_IR: Tensor,
-    b_JR: Tensor,
-    scale: float,
-) -> Tensor:
-    """Computes x Wᵀ + bias + scale xa Bᵀ. Only for operands with `widens_products`."""
-    return _widened_product(x_IK, weight_JK.t(), bias_J, xa_IR, b_JR.t(), 1.0, scale, False)
-
-
 def matmul_with_branch(
-    left_IK: Tensor, right_KJ: Tensor, branch_IR: Tensor, branch_RJ: Tensor, scale: float
+    left_IK: Tensor,
+    right_KJ: Tensor,
+    branch_IR: Tensor,
+    branch_RJ: Tensor,
+    scale: float,
+    bias_J: Tensor | None = None,
 ) -> Tensor:
-    """Computes left @ right + scale branch_left @ branch_right. Only for operands with
-    `widens_products`.
+    """Computes left @ right + bias + scale branch_left @ branch_right, such as the output of a layer
+    with an adapter. Only for operands with `widens_products`.
     """
-    return _widened_product(left_IK, right_KJ, None, branch_IR, branch_RJ, 1.0, scale, False)
+    return _widened_product(left_IK, right_KJ, bias_J, branch_IR, branch_RJ, 1.0, scale, False)
 
 
 # --- a linear layer that autograd records
