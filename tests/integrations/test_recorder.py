@@ -47,6 +47,7 @@ def run(trainer):
     with open(file) as stream:
         finding = json.load(stream)
     (note,) = caught.value.__notes__
+    assert caught.value.fix == finding["fix"]
     return finding, note
 
 
@@ -63,6 +64,23 @@ def test_the_operator_of_a_gradient_of_nan_is_named(models):
     trainer = spoil(plain(Setting(models, "full")), square_root_of_zero)
     finding, _ = run(trainer)
     assert "sqrt" in json.dumps(finding), finding
+
+
+def test_a_step_without_labels_is_named(models):
+    trainer = plain(Setting(models, "full"))
+    collate = trainer.data_collator
+    batches = []
+
+    def ignore_labels(rows):
+        batch = collate(rows)
+        batches.append(batch)
+        if len(batches) == BAD_STEP:
+            batch["labels"] = torch.full_like(batch["labels"], -100)
+        return batch
+
+    trainer.data_collator = ignore_labels
+    finding, _ = run(trainer)
+    assert "averages over no label: every label is -100" in finding["cause"], finding
 
 
 def test_an_update_of_nan_leaves_the_last_good_weights(models):

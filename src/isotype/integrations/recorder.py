@@ -124,11 +124,15 @@ class StepRecorder(TrainerCallback):
         raise error
 
     def explain(self, error: RunError) -> RunError:
-        """Runs the current step again, and adds the first operator at fault to the error NF001."""
+        """Runs the current step again, and adds the first operator at fault to the error NF001. The
+        error then has the fix for this operator.
+        """
         finding = self._find_operator()
-        if finding is not None:
-            self._publish(finding, error)
-        return error
+        if finding is None:
+            return error
+        explained = RunError(error.message, code=error.code, fix=finding.fix)
+        self._publish(finding, explained)
+        return explained
 
     def _find_operator(self) -> Finding | None:
         recorder = Recorder()

@@ -157,7 +157,7 @@ def non_finite_error(
     elif module:
         location = f"first in the output of {module}"
         if step:
-            fix = f"activations overflow: {smaller_updates}{wider_range}"
+            fix = f"if activations overflow there: {smaller_updates}{wider_range}"
         else:
             fix = f"look at that module with this base, without Isotype{wider_range}"
     elif bad_gradients:

@@ -128,6 +128,14 @@ TRUTH = {
         "every label is -100",
         "skip a batch without labels",
     ),
+    "label_sum": Truth(
+        2,
+        "RN033",
+        "loss = loss / count.float()",
+        "div gives NaN",
+        "every label is -100",
+        "skip a batch without labels",
+    ),
     "zero_eps": Truth(
         1,
         "RN034",

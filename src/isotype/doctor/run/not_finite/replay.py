@@ -93,7 +93,8 @@ class Range:
 @dataclass(frozen=True, slots=True)
 class Input:
     """Describes an input of an operator. It stores the name of the input in the operator's schema,
-    its values in this run, and the values that it would have in fp32 (its shadow).
+    its values in this run, and the values that it would have in fp32 (its shadow). If the input is a
+    loss whose labels are all ignored, `ignored_label` is the value of the labels.
     """
 
     label: str
@@ -104,6 +105,7 @@ class Input:
     path: str
     origin: Event | None = None
     lost: Event | None = None
+    ignored_label: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -172,6 +174,7 @@ class Watch:
         self._names = names
         self._origins = WeakTensorKeyDictionary()
         self._lost = WeakTensorKeyDictionary()
+        self._ignored_labels = WeakTensorKeyDictionary()
         self.in_backward = False
         self.entry: Entry | None = None
         self.find_site: Callable[[], Site | None] = innermost_site
@@ -188,6 +191,7 @@ class Watch:
         result = op.func(*args, **kwargs)
         if finish is not None:
             finish(result)
+        self._follow_ignored_labels(op, args, result)
         for tensor in collect_tensors(result):
             if tensor.is_floating_point() and tensor.numel():
                 self._check(op, tensor, operands, inputs, args, kwargs)
@@ -204,6 +208,7 @@ class Watch:
                 self._names.get(id(tensor), ""),
                 self._origins.get(tensor),
                 self._lost.get(tensor),
+                self._ignored_labels.get(tensor),
             )
             for label, tensor in operands
         ]
@@ -240,6 +245,15 @@ class Watch:
         bad = [item for item in inputs if item.origin is not None]
         worst = next((item for item in bad if item.run.has_nan), bad[0])
         self._origins[tensor] = worst.origin
+
+    def _follow_ignored_labels(self, op: Operator, args: tuple, result: Any) -> None:
+        """Marks the result of a cross-entropy whose labels are all ignored, and the sum of it."""
+        ignored_label = _find_ignored_label(op, args)
+        if op.base_name in ("sum", "view", "_to_copy"):
+            ignored_label = self._ignored_labels.get(args[0])
+        if ignored_label is not None:
+            for tensor in collect_tensors(result):
+                self._ignored_labels[tensor] = ignored_label
 
     def _follow_zeros(
         self,
@@ -319,6 +333,17 @@ def _read_settings(op: Operator, args: tuple) -> dict[str, Any]:
         elif isinstance(value, (bool, int, float)):
             settings[argument.name] = value
     return settings
+
+
+def _find_ignored_label(op: Operator, args: tuple) -> int | None:
+    """Returns the value of the labels of a cross-entropy if all of them are ignored."""
+    if "nll_loss" not in op.base_name and "cross_entropy" not in op.base_name:
+        return None
+    settings = _read_settings(op, args)
+    ignored_label = int(settings.get("ignore_index", -100))
+    labels = [value for value in settings.values() if isinstance(value, Tensor)]
+    is_ignored = [bool((tensor == ignored_label).all()) for tensor in labels if tensor.numel()]
+    return ignored_label if any(is_ignored) else None
 
 
 _TRACEBACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')

@@ -486,6 +486,9 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
     if name in _LOGARITHMS:
         return "log", {}
     if name in _DIVISIONS and _divides_by_zero(event):
+        ignored_label = event.inputs[0].ignored_label
+        if ignored_label is not None:
+            return "labels", {"value": str(ignored_label)}
         return _classify_division(event), {}
     if name in _EXPONENTIALS and event.inputs:
         return "exponential", {}
