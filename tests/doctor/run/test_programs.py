@@ -33,7 +33,9 @@ TRUTH = {
         "RN001",
         "return self.proj(hidden)",
         "blocks.0.proj",
-        "`self.norm(x.float())` returns fp32, because the weights of blocks.0.norm are fp32",
+        "`self.norm(x.float())` (tests/doctor/run/programs/norm_output.py:18) returns fp32, because"
+        " `block.norm.float()` (tests/doctor/run/programs/norm_output.py:39) made the weights of"
+        " blocks.0.norm fp32",
         "`hidden.to(torch.bfloat16)`",
     ),
     "library_norms": Truth(
@@ -386,7 +388,7 @@ TRUTH = {
         "RN001",
         "return self.language(inputs_embeds=hidden).logits",
         "language.model.layers.0.self_attn.q_proj",
-        "`self.projector(audio)` returns fp32, because the weights of projector are fp32",
+        "builds the weights of projector in fp32, the default dtype",
         "`hidden.to(torch.bfloat16)` at",
     ),
     "trainer_collator": Truth(
@@ -648,6 +650,36 @@ TRUTH = {
         "evaluation.py:24 opens autocast",
         'with torch.autocast("cpu", dtype=torch.bfloat16): return self.model(x)',
     ),
+    "imported_norm_cast": Truth(
+        "RN001",
+        "return x + self.proj(self.norm(x.to(self.norm.weight.dtype)))",
+        "0.proj",
+        "because `parameter.data = parameter.data.to(dtype)`"
+        " (tests/doctor/run/model_preparation.py:9) made the weights of 0.norm fp32",
+        "`self.norm(x.to(self.norm.weight.dtype)).to(torch.bfloat16)`",
+    ),
+    "prepared_head": Truth(
+        "RN002",
+        "return self.score(hidden)",
+        "score",
+        "`prepare_model_for_kbit_training(backbone, use_gradient_checkpointing=False)`"
+        " (tests/doctor/run/programs/prepared_head.py:15) made the others fp32",
+        "`nn.Linear(16, 1, dtype=torch.float32)` at tests/doctor/run/programs/prepared_head.py:22",
+    ),
+    "half_checkpoint": Truth(
+        "RN006",
+        "scaler.unscale_(optimizer)",
+        "<module>",
+        "half_checkpoint.py:22) keeps them in fp16, the dtype of the checkpoint",
+        "`AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)` at",
+    ),
+    "returned_targets": Truth(
+        "RN010",
+        "(policy_loss + value_loss).backward()",
+        "<module>",
+        "`returns` is fp64, from `torch.from_numpy(np.cumsum(rewards))`",
+        "`returns.to(torch.float32)` at tests/doctor/run/programs/returned_targets.py:23",
+    ),
     "trainer_norms": Truth(
         "RN001",
         "Trainer(model, settings, train_dataset=rows).train()",
@@ -701,6 +733,11 @@ def test_facts_name_the_default_dtype(monkeypatch):
     program = "tests/doctor/run/programs/left_default.py"
     text = f"bf16, set by `torch.set_default_dtype(self.dtype)` at {program}:24"
     assert details["default dtype"] == text
+
+
+def test_facts_count_the_weights_of_another_dtype(monkeypatch):
+    details = dict(run_in_process("imported_norm_cast", monkeypatch).details)
+    assert details["fp32 weights"] == "2 RMSNorm"
 
 
 @pytest.mark.parametrize(

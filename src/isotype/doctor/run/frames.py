@@ -181,12 +181,16 @@ def make_returned_frame(function: Any, variables: Mapping[str, Any]) -> CallFram
 
 def make_module_frame(frame: CallFrame) -> CallFrame | None:
     """Returns a frame for the module that contains the code of another frame."""
-    tree = _parse_file(frame.file)
-    if tree is None:
+    if _parse_file(frame.file) is None:
         return None
-    code = compile("", frame.file, "exec")
+    return make_file_frame(frame.file, frame.global_variables)
+
+
+def make_file_frame(file: str, global_variables: Mapping[str, Any]) -> CallFrame:
+    """Returns a frame for a module that has been imported, at the end of its file."""
+    code = compile("", file, "exec")
     position = (None, None, None, None)
-    return CallFrame(code, _END_OF_CODE, position, frame.global_variables, frame.global_variables)
+    return CallFrame(code, _END_OF_CODE, position, global_variables, global_variables)
 
 
 def iterate_causes(error: BaseException) -> Iterator[BaseException]:

@@ -1,9 +1,8 @@
-"""Finds the lines of the user's code that cast a whole model, or a group of its weights."""
+"""Finds the lines of the user's code that cast a whole model, or that set the default dtype."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -15,10 +14,9 @@ from torch import nn
 from ...observe.origin import short_path
 from .casts import has_unread_dtype, read_cast_dtype
 from .expressions import read_value
-from .frames import CallFrame, make_module_frame, make_returned_frame, parse_user_file
+from .frames import CallFrame, make_returned_frame
 from .hooks import find_callback_registration, is_callback
-
-_MODULE_LOOP = re.compile(r"\.(?:named_)?(?:modules|children)\(")
+from .user_files import iterate_user_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,85 +48,6 @@ def find_model_cast(
     if not casts:
         casts = list(_iterate_file_casts(frames, names, optimizer, None))
     return casts[0] if len(casts) == 1 else None
-
-
-def iterate_user_files(
-    frames: Sequence[CallFrame],
-) -> Iterator[tuple[str, ast.Module, CallFrame]]:
-    """Yields each file of the user that has a frame, its syntax tree, and a frame of its module."""
-    frames_by_file = {frame.file: frame for frame in frames if frame.is_user_code}
-    for file, frame in frames_by_file.items():
-        tree = parse_user_file(file)
-        module_frame = make_module_frame(frame)
-        if tree is not None and module_frame is not None:
-            yield file, tree, module_frame
-
-
-def find_weight_cast(
-    frames: Sequence[CallFrame], dtype: torch.dtype, module: nn.Module, path: str
-) -> ModelCast | None:
-    """Returns the expression with which the user's code cast the weights of a module to `dtype`:
-    `parameter.data = parameter.data.float()`, a cast of each module in a loop, or a call of PEFT's
-    `prepare_model_for_kbit_training`. Returns None if there is no such line, or more than one.
-    """
-    casts = []
-    for file, tree, module_frame in iterate_user_files(frames):
-        for node in _iterate_weight_casts(tree, module_frame, dtype):
-            if not _may_concern(tree, node, module, path):
-                continue
-            casts.append(ModelCast(ast.unparse(node), f"{short_path(file)}:{node.lineno}"))
-    return casts[0] if len(casts) == 1 else None
-
-
-def _iterate_weight_casts(
-    tree: ast.AST, frame: CallFrame, dtype: torch.dtype
-) -> Iterator[ast.Assign | ast.Call]:
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
-    in_loops = {
-        id(part): _loop_names(loop)
-        for loop in loops
-        if _MODULE_LOOP.search(ast.unparse(loop.iter))
-        for part in ast.walk(loop)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
-            is_data = node.targets[0].attr == "data" and isinstance(node.value, ast.Call)
-            if is_data and read_cast_dtype(node.value, frame) == dtype:  # type: ignore[arg-type]
-                yield node
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            receiver = ast.unparse(node.func.value)
-            is_loop_variable = receiver in in_loops.get(id(node), ())
-            if is_loop_variable and read_cast_dtype(node, frame) == dtype:
-                yield node
-        if isinstance(node, ast.Call) and dtype == torch.float32:
-            name = ast.unparse(node.func).rpartition(".")[2]
-            if name == "prepare_model_for_kbit_training":
-                yield node
-
-
-def _may_concern(tree: ast.AST, node: ast.AST, module: nn.Module, path: str) -> bool:
-    """False if the cast is inside an `if` that names other modules, or trained weights only."""
-    tests = [
-        branch.test
-        for branch in ast.walk(tree)
-        if isinstance(branch, ast.If) and any(part is node for part in ast.walk(branch))
-    ]
-    texts = [
-        part.value.lower()
-        for test in tests
-        for part in ast.walk(test)
-        if isinstance(part, ast.Constant) and isinstance(part.value, str)
-    ]
-    names = f"{path} {type(module).__name__}".lower()
-    if texts and not any(text in names for text in texts):
-        return False
-    is_for_trained = any("requires_grad" in ast.unparse(test) for test in tests)
-    is_trained = any(parameter.requires_grad for parameter in module.parameters())
-    return is_trained or not is_for_trained
-
-
-def _loop_names(loop: ast.For) -> set[str]:
-    return {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
 
 
 def _model_names(frames: Sequence[CallFrame]) -> set[str]:

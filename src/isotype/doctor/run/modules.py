@@ -73,6 +73,19 @@ class ModelNames:
                     return layers[positions[0] - 1]
         return None
 
+    def containing_modules(self, module: nn.Module) -> list[nn.Module]:
+        """Returns the modules of the model that contain a module, and the module itself."""
+        root = self._roots.get(id(module), module)
+        return [
+            parent for parent in root.modules() if any(part is module for part in parent.modules())
+        ]
+
+    def modules_of(self, module: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the modules of the model that contains a module, or of all models, with paths."""
+        root = self._roots.get(id(module))
+        for model in self.roots if root is None else (root,):
+            yield from model.named_modules()
+
     def tensor_path(self, tensor: Any) -> str | None:
         """Returns the path of a parameter or buffer. For a view, returns the path of the parameter
         or buffer to which the view belongs.

@@ -204,7 +204,11 @@ class _Search:
             case ast.Name(name):
                 return self.follow_name(node, name, index, line)
             case ast.Attribute(ast.Name("self"), name) if _may_hold_tensor(value):
-                return self.follow_attribute(node, name, index)
+                return self.follow_attribute(node, name, index, frame.variables.get("self"))
+            case ast.Attribute(owner, name) if is_tensor(value) and not is_tensor(
+                holder := read_value(owner, frame)
+            ):
+                return self.follow_attribute(node, name, index, holder)
             case ast.Attribute(ast.Call() | ast.Name() as owner, _) if value is UNKNOWN:
                 return self.follow(owner, index, line)  # an output of a model, such as `.logits`
             case ast.Subscript(container, key):
@@ -710,15 +714,20 @@ class _Search:
         self.frames.append(module_frame)
         return self.follow_name(node, name, index, module_frame.line)
 
-    def follow_attribute(self, node: ast.AST, name: str, index: int) -> Producer:
-        """Continues the search at the assignment of `self.NAME` in a method of the same class."""
+    def follow_attribute(self, node: ast.AST, name: str, index: int, owner: Any) -> Producer:
+        """Continues the search at the assignment of `self.NAME` in a method of the owner's class."""
         is_unpacked = isinstance(read_value(node, self.frames[index]), (tuple, list))
-        for binding, new_index in self.iterate_attribute_bindings(name, index):
+        creations = []
+        for binding, new_index in self.iterate_attribute_bindings(name, index, owner):
             self.element = self.key if is_unpacked and isinstance(self.key, int) else None
             result = self.follow(binding.value, new_index, binding.lineno)
             if result.is_proven:
                 return result
+            if result.kind == "creation" and result.text in _source(binding.value):
+                creations.append(result)
         is_stored = isinstance(read_value(node, self.frames[index]), torch.Tensor)
+        if is_stored and len(creations) == 1:
+            return replace(creations[0], is_proven=True)  # the only call that makes the tensor
         return self.producer("attribute", node, index, is_proven=is_stored)
 
     def is_skipped(self, binding: ast.AST, scope: ast.AST, index: int) -> bool:
@@ -736,11 +745,12 @@ class _Search:
                 return True
         return False
 
-    def iterate_attribute_bindings(self, name: str, index: int) -> Iterator[tuple[ast.Assign, int]]:
-        """Yields the assignments `self.NAME = ...` in the methods of the class of `self`, each with
+    def iterate_attribute_bindings(
+        self, name: str, index: int, owner: Any
+    ) -> Iterator[tuple[ast.Assign, int]]:
+        """Yields the assignments `self.NAME = ...` in the methods of the owner's class, each with
         the index of a frame for the method.
         """
-        owner = self.frames[index].variables.get("self")
         methods = [method for kind in type(owner).__mro__[:-1] for method in vars(kind).values()]
         for method in methods:
             frame = None
@@ -774,7 +784,7 @@ class _Search:
         stored = owner._modules if isinstance(owner, nn.Module) else {}
         stored = {**getattr(owner, "__dict__", {}), **stored}
         for name in [name for name, value in stored.items() if value is module]:
-            for binding, binding_index in self.iterate_attribute_bindings(name, index):
+            for binding, binding_index in self.iterate_attribute_bindings(name, index, owner):
                 if isinstance(binding.value, ast.Call):
                     yield binding.value, binding_index
 

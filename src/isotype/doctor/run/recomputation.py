@@ -17,9 +17,9 @@ from torch import nn
 
 from .expressions import UNKNOWN, node_keyword, read_value
 from .frames import CallFrame, make_returned_frame
-from .model_casts import iterate_user_files
 from .modules import ModelNames
 from .producers import find_assigned_call
+from .user_files import iterate_user_files
 
 _CHECKPOINT_FILE = "torch/utils/checkpoint.py"
 

@@ -11,7 +11,7 @@ import linecache
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from .batches import find_batch_item
 from .causes import SHEET
 from .evidence import Evidence, Operand, describe_autocast
 from .expressions import is_tensor, node_keyword, read_value
-from .frames import CallFrame, parse_user_file
+from .frames import CallFrame
 from .graph import find_widening_operation
 from .hooks import find_handler
+from .losses import find_loss_node, find_loss_target
 from .model_casts import (
     find_assigned_checkpoint,
     find_default_dtype_creation,
@@ -39,13 +40,11 @@ from .model_casts import (
     find_state_write,
     find_unrestored_default_dtype,
     find_unwrapping,
-    find_weight_cast,
 )
 from .modules import floating_weight_dtypes
 from .producers import (
     Producer,
     Promotion,
-    find_assigned_call,
     find_constructor_argument,
     find_producer,
 )
@@ -57,12 +56,14 @@ from .recomputation import (
 )
 from .settings import find_arguments_without_autocast, is_prepared_model
 from .storages import StorageCreation, find_storage_creation
+from .user_files import iterate_user_files
+from .weight_origins import WeightOrigin, find_model_origin, find_weight_origin
 
 _format_finding = load_finding_formatter(SHEET)
 _LABEL_WIDTH = 28
 # functions of torch whose variables say nothing about the cause
 _PLUMBING = ("_engine_run_backward", "_unscale_grads_")
-_MAX_GRAPH_NODES = 200  # nodes of an autograd graph that are searched for a loss
+_MAX_GROUPS = 4  # classes of modules that one row of the report counts
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _WRITING_OPERATIONS = frozenset(
     ("index_put", "index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
@@ -123,7 +124,12 @@ def _is_applicable(code: str, file: str, line: int, evidence: Evidence) -> bool:
     except SyntaxError:
         return False
     if not any(all(frame.has_variable(name) for name in names) for frame in frames):
-        return bool(frames) and names <= _names_in_line(frames[0].file, line)
+        trees = [
+            tree
+            for path, tree, _ in iterate_user_files(evidence.frames)
+            if short_path(path) == file
+        ]
+        return any(names <= _names_in_lines(tree, line) for tree in trees)
     running = [frame for frame in frames if frame.line == line]
     if any(_calls_in_place_function(frame, evidence) for frame in running):
         return False  # it would change a copy
@@ -150,13 +156,15 @@ def _names_in(code: str) -> set[str]:
     return names - bound - {"torch", "nn"}
 
 
-def _names_in_line(file: str, line: int) -> set[str]:
-    """Returns the names in the expressions of a file that begin on a line."""
-    tree = parse_user_file(file)
-    if tree is None:
-        return set()
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    return {node.id for node in nodes if node.lineno == line}
+def _names_in_lines(tree: ast.Module, line: int) -> set[str]:
+    """Returns the names in the expressions of a file that begin on a line. An expression may end on
+    a later line.
+    """
+    expressions = [
+        node for node in ast.walk(tree) if isinstance(node, ast.expr) and node.lineno == line
+    ]
+    nodes = [part for expression in expressions for part in ast.walk(expression)]
+    return {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
 def _names_in_statement(frame: CallFrame) -> set[str]:
@@ -230,10 +238,29 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
         if not all(dtype.is_floating_point for dtype in evidence.dtype_counts):
             kind = "floating-point parameters"
         details.append(("model", f"{share} of the {kind} are {format_dtype(majority)}"))
+        details.extend(_describe_odd_weights(evidence, majority))
     if evidence.settings:
         settings = ", ".join(map(str, evidence.settings))
         details.append(("settings", settings))
     return tuple(details)
+
+
+def _describe_odd_weights(evidence: Evidence, majority: torch.dtype) -> Iterator[tuple[str, str]]:
+    """Yields a row for each floating-point dtype of a few weights of the model: the number of its
+    modules by class.
+    """
+    groups: dict[torch.dtype, Counter[str]] = {}
+    for path, module in evidence.names.modules_of(evidence.model):
+        kind = type(module).__name__
+        if ".lora_" in path:
+            kind = f"LoRA {kind}"
+        for dtype in {parameter.dtype for parameter in module.parameters(recurse=False)}:
+            if dtype.is_floating_point and dtype != majority:
+                groups.setdefault(dtype, Counter())[kind] += 1
+    for dtype, counts in groups.items():
+        parts = [f"{count} {kind}" for kind, count in counts.most_common(_MAX_GROUPS)]
+        rest = " and others" if len(counts) > _MAX_GROUPS else ""
+        yield f"{format_dtype(dtype)} weights", f"{', '.join(parts)}{rest}"
 
 
 def _format_share(share: float) -> str:
@@ -468,9 +495,16 @@ def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
         for parameter in root.parameters()
     )
     cast = find_only_model_cast(evidence.frames, torch.float16)
+    origin = None
+    owner = evidence.names.tensor_owner(half_parameters[0]) if half_parameters else None
+    if cast is None and owner is not None:
+        origin = find_weight_origin(evidence.frames, evidence.names, owner, torch.float16)
     return _make_finding(
         "RN006",
         evidence,
+        origin="" if origin is None else origin.describe("them", "fp16"),
+        rebuilt="" if origin is None else origin.with_dtype(torch.float32),
+        origin_at="" if origin is None else origin.location,
         count=len(half_parameters),
         total=counts.total(),
         shown=path_list,
@@ -811,15 +845,18 @@ def find_wrong_target(evidence: Evidence) -> Finding | None:
         return None
     producer = evidence.producer_of(target)
     method = ".long()" if is_class_loss else f".to({needed_dtype})"
+    label = _passed(evidence, target, producer)
+    is_cast = producer.kind == "cast" and producer.is_proven
+    is_known = is_cast or (producer.is_proven and producer.text != label)
     item = find_batch_item(evidence.frames, target.tensor)
     batch = "" if item is None else item.key
     return _make_finding(
         "RN010",
         evidence,
         loss=operation.removesuffix("_nd").removesuffix("_loss") if is_class_loss else operation,
-        target=_passed(evidence, target, producer),
-        is_cast=producer.kind == "cast" and producer.is_proven,
-        source=producer.text,
+        target=label,
+        is_cast=is_cast,
+        source=producer.text if is_known else "",
         source_at=producer.location,
         has=target.dtype_name,
         needs=format_dtype(needed_dtype),
@@ -845,35 +882,45 @@ def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
     match = re.search(r"Found dtype (\w+) but expected (\w+)", evidence.message)
     if match is None or not evidence.in_backward:
         return None
-    dtype_name = format_dtype(match[1])
-    for output in evidence.operands:
-        node = None if output.tensor is None else output.tensor.grad_fn
-        loss = _find_loss_name(node)
-        if loss is None:
-            continue
-        target, location = _target_of_loss(evidence, dtype_name)
-        dtype = to_torch(format_dtype(match[2]))
-        batch, producer = _batch_target(evidence, to_torch(dtype_name))
-        if not location and batch:
-            target = batch
-        return _make_finding(
-            "RN010",
-            evidence,
-            loss=loss,
-            target=target,
-            is_cast=False,
-            source="",
-            source_at="",
-            has=dtype_name,
-            needs=format_dtype(match[2]),
-            method=f".to({dtype})",
-            at=location or f"the call of {loss}",
-            batch="" if location else batch,
-            trainer_at=_trainer_location(evidence),
-            creation=_creation_of(producer, str(dtype).removeprefix("torch.")) if producer else "",
-            creation_at=producer.location if producer else "",
+    target_dtype = to_torch(format_dtype(match[1]))
+    dtype = to_torch(format_dtype(match[2]))
+    nodes = [output.tensor.grad_fn for output in evidence.operands if output.tensor is not None]
+    losses = [find_loss_node(node, target_dtype) for node in nodes]
+    loss = next((loss for loss in losses if loss is not None), None)
+    if loss is None:
+        return None
+    target = find_loss_target(evidence.frames, loss)
+    batch, producer = _batch_target(evidence, target_dtype)
+    creation = ""
+    if producer is not None:
+        creation = _creation_of(producer, str(dtype).removeprefix("torch."))
+    if target is not None and target.variable is not None and producer is None:
+        producer = find_producer(
+            target.variable, evidence.frames, target.frame_index, target_dtype, evidence.names
         )
-    return None
+    label = "target"
+    if target is not None and target.text:
+        label, batch = _brackets(target.text), ""
+    source = ""
+    if producer is not None and producer.is_proven and producer.text != label:
+        source = producer.text
+    return _make_finding(
+        "RN010",
+        evidence,
+        loss=loss.name,
+        target=batch or label,
+        is_cast=False,
+        source=source,
+        source_at=producer.location if producer else "",
+        has=format_dtype(target_dtype),
+        needs=format_dtype(dtype),
+        method=f".to({dtype})",
+        at=f"the call of {loss.name}" if target is None else target.location,
+        batch=batch,
+        trainer_at=_trainer_location(evidence),
+        creation=creation,
+        creation_at=producer.location if producer else "",
+    )
 
 
 def _batch_target(evidence: Evidence, dtype: torch.dtype) -> tuple[str, Producer | None]:
@@ -886,41 +933,6 @@ def _batch_target(evidence: Evidence, dtype: torch.dtype) -> tuple[str, Producer
     node = ast.parse(f"{item.variable}[{item.key!r}]", mode="eval").body
     producer = find_producer(node, evidence.frames, item.frame_index, dtype, evidence.names)
     return item.key, producer
-
-
-def _target_of_loss(evidence: Evidence, dtype_name: str) -> tuple[str, str]:
-    """Returns the expression for the target of the loss, and its location. The target is an
-    argument of the call that computed the loss. The loss is the tensor on which the user called
-    backward.
-    """
-    frame = evidence.user_frame
-    call = frame.expression
-    loss_call = None
-    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-        loss_call = find_assigned_call(call.func.value, frame)
-    if loss_call is None:
-        return "target", ""
-    for argument in loss_call.args:
-        value = read_value(argument, frame)
-        if is_tensor(value) and format_dtype(value.dtype) == dtype_name:
-            return _brackets(ast.unparse(argument)), frame.location_of(argument)
-    return "target", ""
-
-
-def _find_loss_name(node: Any) -> str | None:
-    """Returns the name of the first loss in an autograd graph, such as `HuberLoss`."""
-    pending = [node]
-    visited: set[Any] = set()
-    while pending and len(visited) < _MAX_GRAPH_NODES:
-        node = pending.pop(0)
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        name = type(node).__name__
-        if "LossBackward" in name or "CrossEntropyBackward" in name:
-            return name.partition("Backward")[0]
-        pending.extend(parent for parent, _ in node.next_functions)
-    return None
 
 
 def find_failed_check(evidence: Evidence) -> Finding | None:
@@ -1338,9 +1350,22 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         return None
     weight = weights[0]
     is_trained = isinstance(weight.tensor, nn.Parameter) and weight.tensor.requires_grad
+    owner = evidence.names.tensor_owner(weight.tensor)
+    origin = None
+    if owner is not None:
+        origin = find_weight_origin(evidence.frames, evidence.names, owner, weight.dtype)
+    others_origin = None
+    if evidence.model is not None:
+        others_origin = find_model_origin(evidence.frames, evidence.model, majority)
     return _make_finding(
         "RN002",
         evidence,
+        origin="" if origin is None else origin.describe("it", weight.dtype_name),
+        origin_at="" if origin is None else origin.location,
+        rebuilt="" if origin is None else origin.with_dtype(majority),
+        others_origin=""
+        if others_origin is None
+        else others_origin.describe("the others", format_dtype(majority)),
         weight=weight.path,
         has=weight.dtype_name,
         share=_format_share(evidence.floating_share(majority)),
@@ -1426,24 +1451,56 @@ def _explain_weights(
 ) -> dict[str, Any]:
     """Returns why the weights of the layer, and of the module before it, have their dtypes."""
     producer_dtype = ""
-    cast = None
-    if producer.module is not None and floating_weight_dtypes(producer.module) == {operand.dtype}:
+    origin = None
+    module = producer.module
+    if module is not None and floating_weight_dtypes(module) == {operand.dtype}:
         producer_dtype = operand.dtype_name
-        if operand.dtype != evidence.majority_dtype:
-            cast = find_weight_cast(evidence.frames, operand.dtype, producer.module, producer.path)
+        if operand.dtype != evidence.majority_dtype and not producer.hook:
+            origin = find_weight_origin(evidence.frames, evidence.names, module, operand.dtype)
     loading = None
-    if weight.dtype == evidence.majority_dtype and producer.module is None:
+    model_origin = None
+    if weight.dtype == evidence.majority_dtype and module is None:
         loading = find_assigned_checkpoint(evidence.frames)
+        if loading is None and evidence.model is not None:
+            model_origin = find_model_origin(evidence.frames, evidence.model, weight.dtype)
     trainer, flag = _trainer_without_autocast(evidence, weight.dtype)
-    return {
+    facts: dict[str, Any] = {
         "producer_dtype": producer_dtype,
-        "cast": "" if cast is None else cast.text,
-        "cast_at": "" if cast is None else cast.location,
         "several": _count_modules_of_dtype(evidence, operand.dtype) > 1,
         "trainer": trainer,
         "flag": flag,
         "loading": "" if loading is None else loading.text,
         "loading_at": "" if loading is None else loading.location,
+    }
+    facts |= _describe_origin(
+        origin, f"the weights of {producer.path}", operand.dtype, weight.dtype
+    )
+    facts["model_origin"] = ""
+    facts["reloaded"] = facts["model_origin_at"] = ""
+    if model_origin is not None:
+        weights = "the weights of the model"
+        facts["model_origin"] = model_origin.describe(weights, weight.dtype_name)
+        facts["model_origin_at"] = model_origin.location
+        if model_origin.kind == "checkpoint":
+            facts["reloaded"] = model_origin.with_dtype(operand.dtype)
+    return facts
+
+
+def _describe_origin(
+    origin: WeightOrigin | None, weights: str, dtype: torch.dtype, wanted_dtype: torch.dtype
+) -> dict[str, Any]:
+    """Returns the facts about the expression that gave weights their dtype.
+
+    wanted_dtype  the dtype that the weights would need
+    """
+    if origin is None:
+        return dict.fromkeys(("origin", "origin_kind", "cast", "origin_at", "rebuilt"), "")
+    return {
+        "origin": origin.describe(weights, format_dtype(dtype)),
+        "origin_kind": origin.kind,
+        "cast": origin.text if origin.kind == "cast" else "",
+        "origin_at": origin.location,
+        "rebuilt": origin.with_dtype(wanted_dtype),
     }
 
 

@@ -12,7 +12,7 @@ import torch
 from ...observe.origin import short_path
 from .expressions import CREATION_FUNCTIONS, node_keyword
 from .frames import CallFrame, make_returned_frame
-from .model_casts import iterate_user_files
+from .user_files import iterate_user_files
 
 
 @dataclass(frozen=True, slots=True)

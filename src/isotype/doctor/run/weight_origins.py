@@ -1,0 +1,399 @@
+"""Finds the line of the user's code that gave the weights of a module their dtype. The line may be
+in a function that has returned: a cast of the norms in a helper, a call that loads a checkpoint, or
+the call that built the module.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...observe.origin import short_path
+from .casts import has_unread_dtype, read_cast_dtype
+from .expressions import UNKNOWN, node_keyword, read_value
+from .frames import CallFrame
+from .modules import ModelNames
+from .user_files import iterate_user_files
+
+_MODULE_LOOP = re.compile(r"\.(?:named_)?(?:modules|children)\(")
+# the function of PEFT that casts all weights to fp32 that are not quantised
+_PREPARATION = "prepare_model_for_kbit_training"
+# the names of the argument of `from_pretrained` that sets the dtype
+_DTYPE_KEYWORDS = ("dtype", "torch_dtype")
+_MAX_TEXT = 100  # characters of an expression that a sentence quotes
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class WeightOrigin:
+    """The expression that gave a group of weights their dtype.
+
+    kind      `cast`, `preparation` (by PEFT), `checkpoint` (its dtype is kept), `loading` (in a
+              dtype that the call gives), `construction`, or `default` (without a dtype)
+    text      the source code of the expression
+    location  the file and line of the expression
+    call      the call, for the last four kinds
+    """
+
+    kind: str
+    text: str
+    location: str
+    call: ast.Call | None = None
+
+    def describe(self, weights: str, dtype_name: str) -> str:
+        """Returns what the expression did to `weights`, as a part of a sentence."""
+        actions = {
+            "checkpoint": f"keeps {weights} in {dtype_name}, the dtype of the checkpoint",
+            "loading": f"loads {weights} in {dtype_name}",
+            "construction": f"builds {weights} in {dtype_name}",
+            "default": f"builds {weights} in {dtype_name}, the default dtype",
+        }
+        action = actions.get(self.kind, f"made {weights} {dtype_name}")
+        text = self.text
+        if len(text) > _MAX_TEXT:
+            text = f"{text[:_MAX_TEXT]}..."
+        return f"`{text}` ({self.location}) {action}"
+
+    def with_dtype(self, dtype: torch.dtype) -> str:
+        """Returns the source code of the call with another dtype, or "" if there is no call."""
+        if self.call is None:
+            return ""
+        if self.kind == "default":
+            return f"{self.text}.to({dtype})"
+        function = self.call.func
+        is_cast = self.kind == "construction" and node_keyword(self.call, "dtype") is None
+        if is_cast and isinstance(function, ast.Attribute):
+            return f"{ast.unparse(function.value)}.to({dtype})"
+        keywords = [key for key in self.call.keywords if key.arg not in _DTYPE_KEYWORDS]
+        keywords.append(ast.keyword("dtype", ast.parse(str(dtype), mode="eval").body))
+        call = ast.Call(function, self.call.args, keywords)
+        return " ".join(ast.unparse(call).split())
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A file of the user's code, the functions in it, and a frame of its module."""
+
+    file: str
+    tree: ast.Module
+    frame: CallFrame
+
+    def location_of(self, node: ast.AST) -> str:
+        return f"{short_path(self.file)}:{getattr(node, 'lineno', 0)}"
+
+    def enclosing_function(self, node: ast.AST) -> _Function | None:
+        """Returns the innermost function that contains a node."""
+        functions = [
+            function
+            for function in ast.walk(self.tree)
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+            and any(part is node for part in ast.walk(function))
+        ]
+        return max(functions, key=lambda function: function.lineno, default=None)
+
+
+def find_weight_origin(
+    frames: Sequence[CallFrame],
+    names: ModelNames,
+    module: nn.Module,
+    dtype: torch.dtype,
+) -> WeightOrigin | None:
+    """Returns the expression of the user's code that gave the weights of a module their dtype.
+    Returns None if the code shows no such expression, or more than one of a kind.
+    """
+    sources = [_Source(*item) for item in iterate_user_files(frames)]
+    path = names.module_path(module)
+    for is_read in (True, False):
+        casts = []
+        for source in sources:
+            for node in _iterate_weight_casts(source, sources, dtype, is_read):
+                if _may_concern(source, node, module, path):
+                    casts.append(_make_origin("cast", node, source))
+        if dtype == torch.float32 and is_read:
+            casts += list(_iterate_preparations(sources))
+        if casts:
+            return casts[0] if len(casts) == 1 else None
+    for is_default in (False, True):
+        if is_default and dtype != torch.get_default_dtype():
+            break
+        constructions = list(_iterate_constructions(sources, module, path, dtype, is_default))
+        if constructions:
+            return constructions[0] if len(constructions) == 1 else None
+    return _find_loading(sources, names.containing_modules(module), dtype)
+
+
+def find_model_origin(
+    frames: Sequence[CallFrame], model: nn.Module, dtype: torch.dtype
+) -> WeightOrigin | None:
+    """Returns the call of the user's code that gave most weights of a model their dtype: PEFT's
+    preparation, or the call that loaded the model. Returns None if the code shows no such call, or
+    more than one.
+    """
+    sources = [_Source(*item) for item in iterate_user_files(frames)]
+    preparations = list(_iterate_preparations(sources)) if dtype == torch.float32 else []
+    if preparations:
+        return preparations[0] if len(preparations) == 1 else None
+    return _find_loading(sources, list(model.modules()), dtype)
+
+
+def _make_origin(
+    kind: str, node: ast.AST, source: _Source, call: ast.Call | None = None
+) -> WeightOrigin:
+    return WeightOrigin(kind, " ".join(ast.unparse(node).split()), source.location_of(node), call)
+
+
+def _iterate_weight_casts(
+    source: _Source, sources: Sequence[_Source], dtype: torch.dtype, is_read: bool
+) -> Iterator[ast.AST]:
+    """Yields the statements that cast weights in place: `parameter.data = parameter.data.float()`,
+    and `module.float()` as a statement or for each module of a loop. A tensor is not cast by a
+    statement that does not use the result.
+
+    is_read  whether the dtype of the cast must be known. Otherwise yields the casts to a variable
+             that cannot be read, as in `model.to(self.dtype)`
+    """
+    loops = [node for node in ast.walk(source.tree) if isinstance(node, ast.For)]
+    loop_names = {
+        id(part): {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+        for loop in loops
+        if _MODULE_LOOP.search(ast.unparse(loop.iter))
+        for part in ast.walk(loop)
+    }
+    statements = {
+        id(node.value): node for node in ast.walk(source.tree) if isinstance(node, ast.Expr)
+    }
+    for node in ast.walk(source.tree):
+        call: ast.Call | None = None
+        match node:
+            case ast.Assign([ast.Attribute(_, "data")], ast.Call(ast.Attribute()) as value):
+                call = value
+            case ast.Call(ast.Attribute(receiver)):
+                is_of_loop = ast.unparse(receiver) in loop_names.get(id(node), ())
+                call = node if is_of_loop or id(node) in statements else None
+        if call is not None and _is_cast_to(call, source, sources, dtype, is_read):
+            yield node
+
+
+def _is_cast_to(
+    call: ast.Call, source: _Source, sources: Sequence[_Source], dtype: torch.dtype, is_read: bool
+) -> bool:
+    frame = source.frame
+    function = source.enclosing_function(call)
+    if function is not None:
+        variables = _read_parameters(function, sources)
+        frame = replace(frame, variables={**frame.variables, **variables})
+    cast_dtype = read_cast_dtype(call, frame)
+    if is_read or cast_dtype is not None:
+        return is_read and cast_dtype == dtype
+    return has_unread_dtype(call, frame)
+
+
+def _read_parameters(function: _Function, sources: Sequence[_Source]) -> dict[str, Any]:
+    """Returns the values of a function's parameters that its only call passes, or their defaults.
+    A value that cannot be read is UNKNOWN.
+    """
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    names = [argument.arg for argument in arguments]
+    values: dict[str, Any] = dict.fromkeys(names, UNKNOWN)
+    values |= {argument.arg: UNKNOWN for argument in function.args.kwonlyargs}
+    calls = [
+        (node, source)
+        for source in sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and _called_name(node) == function.name
+    ]
+    if len(calls) > 1:
+        return values
+    own_frames = [source.frame for source in sources if function in ast.walk(source.tree)]
+    for name, default in zip(reversed(names), reversed(function.args.defaults)):
+        values[name] = read_value(default, own_frames[0])
+    for argument, keyword_default in zip(function.args.kwonlyargs, function.args.kw_defaults):
+        if keyword_default is not None:
+            values[argument.arg] = read_value(keyword_default, own_frames[0])
+    if calls:
+        call, source = calls[0]
+        positional = names[1:] if names[:1] in (["self"], ["cls"]) else names
+        passed: dict[str, ast.expr] = dict(zip(positional, call.args))
+        passed |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        values |= {name: read_value(value, source.frame) for name, value in passed.items()}
+    return values
+
+
+def _called_name(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _iterate_preparations(sources: Sequence[_Source]) -> Iterator[WeightOrigin]:
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Call) and _called_name(node) == _PREPARATION:
+                yield _make_origin("preparation", node, source)
+
+
+def _may_concern(source: _Source, node: ast.AST, module: nn.Module, path: str) -> bool:
+    """False if the cast is one of another attribute or object, or inside an `if` that names other
+    modules, other shapes, or trained weights only.
+    """
+    call = node.value if isinstance(node, ast.Assign) else node
+    assert isinstance(call, ast.Call)
+    receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    if not isinstance(node, ast.Assign) and not _may_contain(source, receiver, module, path):
+        return False
+    tests = [
+        branch.test
+        for branch in ast.walk(source.tree)
+        if isinstance(branch, ast.If)
+        and any(part is node for statement in branch.body for part in ast.walk(statement))
+    ]
+    return all(_may_hold(test, module, path) for test in tests)
+
+
+def _may_contain(source: _Source, receiver: ast.AST, module: nn.Module, path: str) -> bool:
+    """False if the object on which a cast is called is another module or attribute."""
+    value = read_value(receiver, source.frame)
+    if isinstance(value, nn.Module) and not _is_of_loop(source, receiver):
+        return any(part is module for part in value.modules())
+    if isinstance(receiver, ast.Attribute):
+        return receiver.attr in (*path.split("."), "model", "module")
+    return True
+
+
+def _is_of_loop(source: _Source, receiver: ast.AST) -> bool:
+    """True if an expression reads the variable of a loop, which has the value of its last pass."""
+    targets = [node.target for node in ast.walk(source.tree) if isinstance(node, ast.For)]
+    names = {part.id for node in targets for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(receiver))
+
+
+def _may_hold(test: ast.expr, module: nn.Module, path: str) -> bool:
+    """False if a condition is about other modules, other shapes, or trained weights only."""
+    texts = [
+        part.value.lower()
+        for part in ast.walk(test)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
+    names = f"{path} {type(module).__name__}".lower()
+    if texts and not any(text in names for text in texts):
+        return False
+    for part in ast.walk(test):
+        match part:
+            case ast.Call(ast.Name("isinstance"), [_, classes]):
+                if not _names_class_of(classes, module):
+                    return False
+            case ast.Compare(left, [ast.Eq()], [ast.Constant(int() as count)]):
+                is_dimension = ast.unparse(left).rpartition(".")[2] in ("ndim", "dim()")
+                if is_dimension and all(p.ndim != count for p in module.parameters()):
+                    return False
+    is_trained = any(parameter.requires_grad for parameter in module.parameters())
+    match test:
+        case ast.UnaryOp(ast.Not(), ast.Attribute(_, "requires_grad")):
+            return not all(parameter.requires_grad for parameter in module.parameters())
+    return is_trained or "requires_grad" not in ast.unparse(test)
+
+
+def _names_class_of(classes: ast.AST, module: nn.Module) -> bool:
+    """True if one of the classes in an expression may be that of a module or of its parts."""
+    names = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}
+    expressions = classes.elts if isinstance(classes, ast.Tuple) else [classes]
+    parts = [ast.unparse(expression).rpartition(".")[2] for expression in expressions]
+    is_name_of_tuple = any(part.isupper() for part in parts)  # such as `NORM_LAYERS`
+    return is_name_of_tuple or not names.isdisjoint(parts)
+
+
+def _iterate_constructions(
+    sources: Sequence[_Source], module: nn.Module, path: str, dtype: torch.dtype, is_default: bool
+) -> Iterator[WeightOrigin]:
+    """Yields the calls whose result is assigned to an attribute with the name of the module, such
+    as `self.score = nn.Linear(size, 1, dtype=torch.bfloat16)`.
+
+    is_default  whether to yield calls of the module's class without a dtype. Otherwise yields calls
+                that give this dtype
+    """
+    name = next((part for part in reversed(path.split(".")) if not part.isdigit()), "")
+    for source in sources:
+        for node in ast.walk(source.tree):
+            match node:
+                case ast.Assign([ast.Attribute(_, attribute)], ast.Call() as call):
+                    if attribute != name:
+                        continue
+                    if is_default and _called_name(call) == type(module).__name__:
+                        yield _make_origin("default", call, source, call)
+                    elif not is_default and _gives_dtype(call, source, sources, dtype):
+                        yield _make_origin("construction", call, source, call)
+
+
+def _gives_dtype(
+    call: ast.Call, source: _Source, sources: Sequence[_Source], dtype: torch.dtype
+) -> bool:
+    frame = source.frame
+    function = source.enclosing_function(call)
+    if function is not None:
+        variables = _read_parameters(function, sources)
+        frame = replace(frame, variables={**frame.variables, **variables})
+    return dtype in (read_value(node_keyword(call, "dtype"), frame), read_cast_dtype(call, frame))
+
+
+def _find_loading(
+    sources: Sequence[_Source], modules: Sequence[nn.Module], dtype: torch.dtype
+) -> WeightOrigin | None:
+    """Returns the only call of `from_pretrained` that may have loaded one of the modules in this
+    dtype.
+    """
+    loaded = [module for module in modules if _read_checkpoint_name(module)]
+    origins = []
+    for source in sources:
+        for node in ast.walk(source.tree):
+            match node:
+                case ast.Call(ast.Attribute(owner, "from_pretrained")):
+                    kind = _kind_of_loading(node, source, loaded, dtype)
+                    if kind and _may_load(owner, loaded, source):
+                        origins.append(_make_origin(kind, node, source, node))
+    return origins[0] if len(origins) == 1 else None
+
+
+def _kind_of_loading(
+    call: ast.Call, source: _Source, loaded: Sequence[nn.Module], dtype: torch.dtype
+) -> str:
+    """Returns how a call of `from_pretrained` gives a dtype, or "" if it gives another one. Without
+    an argument for it, transformers keeps the dtype of the checkpoint.
+    """
+    keywords = [node_keyword(call, name) for name in _DTYPE_KEYWORDS]
+    keyword = next((keyword for keyword in keywords if keyword is not None), None)
+    asked = "auto" if keyword is None else read_value(keyword, source.frame)
+    if asked == "auto":
+        return "checkpoint" if any(_was_loaded_in(module, dtype) for module in loaded) else ""
+    is_equal = asked in (dtype, str(dtype).removeprefix("torch."))
+    return "loading" if asked is UNKNOWN or is_equal else ""
+
+
+def _read_checkpoint_name(module: nn.Module) -> str:
+    """Returns the name of the checkpoint from which a model of transformers or diffusers was
+    loaded, or "".
+    """
+    config = getattr(module, "__dict__", {}).get("config", getattr(type(module), "config", None))
+    name = getattr(config, "_name_or_path", "") or getattr(module, "name_or_path", "")
+    return name if isinstance(name, str) else ""
+
+
+def _may_load(owner: ast.expr, loaded: Sequence[nn.Module], source: _Source) -> bool:
+    """True if `OWNER.from_pretrained` may return one of these models."""
+    kind = read_value(owner, source.frame)
+    name = ast.unparse(owner).rpartition(".")[2]
+    if name.startswith("Auto") and "Model" in name:
+        return True
+    if isinstance(kind, type):
+        return any(isinstance(module, kind) for module in loaded)
+    return any(type(module).__name__ == name for module in loaded)
+
+
+def _was_loaded_in(module: nn.Module, dtype: torch.dtype) -> bool:
+    """True if a module is a model of transformers that was loaded in this dtype."""
+    classes = [kind.__name__ for kind in type(module).__mro__]
+    config = getattr(module, "__dict__", {}).get("config")
+    return "PreTrainedModel" in classes and getattr(config, "dtype", None) == dtype
