@@ -18,6 +18,7 @@ from torch import nn
 
 from isotype.finding import Finding
 from tests.api import NotFiniteError, Recorder, report_end
+from tests.warm import interpreter
 
 PROGRAMS = Path(__file__).parent / "not_finite"
 
@@ -282,7 +283,7 @@ def test_every_program_has_its_truth():
 def test_program_under_nan_ends_with_its_traceback_and_the_finding():
     words = ["-m", "isotype.doctor", "run", "--nan", str(PROGRAMS / "masked_row.py")]
     result = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=300, check=False
+        [interpreter(), *words], capture_output=True, text=True, timeout=300, check=False
     )
     assert result.returncode == 1
     traceback, _, explanation = result.stderr.partition("\nisotype doctor run\n")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.api import run_evidence, run_hook
+from tests.warm import interpreter
 
 PROGRAMS = Path(__file__).parent / "programs"
 WITHOUT_TORCH = """
@@ -27,10 +28,15 @@ if sys.argv[1] == "raise":
 """
 
 
-def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, cwd=cwd, timeout=300
-    )
+def run(
+    *words: str, cwd: Path | None = None, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([python, *words], capture_output=True, text=True, cwd=cwd, timeout=300)
+
+
+def run_with_torch(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs python in a process that has torch imported."""
+    return run(*words, python=interpreter())
 
 
 @pytest.fixture
@@ -85,7 +91,7 @@ def test_explanation_follows_the_traceback(tmp_path):
 def test_import_of_the_hook_explains(tmp_path):
     program = tmp_path / "hooked.py"
     program.write_text("import isotype.hook\n" + (PROGRAMS / "experts.py").read_text())
-    assert "error RN008 " in run(str(program)).stderr
+    assert "error RN008 " in run_with_torch(str(program)).stderr
 
 
 def test_unknown_program_and_option():
@@ -119,7 +125,7 @@ thread.join()
 def test_error_of_a_thread_is_explained(tmp_path):
     program = tmp_path / "threads.py"
     program.write_text(FAILING_THREAD)
-    result = run("-m", "isotype", "doctor", "run", str(program))
+    result = run_with_torch("-m", "isotype", "doctor", "run", str(program))
     assert result.returncode == 0
     assert "error RN017 " in result.stderr
 
@@ -127,8 +133,9 @@ def test_error_of_a_thread_is_explained(tmp_path):
 def test_forward_line_of_an_error_in_backward(tmp_path):
     program = str(PROGRAMS / "backward_targets.py")
     forward_line = "loss = F.huber_loss(model(x).squeeze(-1), ratings)"
-    assert forward_line not in run("-m", "isotype", "doctor", "run", program).stderr
-    result = run("-m", "isotype", "doctor", "run", "--forward-lines", program)
+    command = ["-m", "isotype", "doctor", "run"]
+    assert forward_line not in run_with_torch(*command, program).stderr
+    result = run_with_torch(*command, "--forward-lines", program)
     assert forward_line in result.stderr
 
 
@@ -165,9 +172,14 @@ def test_notebook_extension_shows_both(capsys):
 def test_other_errors_get_no_text(failure, tmp_path):
     program = tmp_path / "other.py"
     program.write_text(f"import torch\nfrom torch import nn\n{failure}\n")
-    plain = run(str(program))
-    explained = run("-m", "isotype", "doctor", "run", str(program))
-    assert explained.stderr == plain.stderr
+    plain = run_with_torch(str(program))
+    explained = run_with_torch("-m", "isotype", "doctor", "run", str(program))
+    assert explained.returncode == plain.returncode == 1
+    # the frames before the program's are those of the process with torch imported
+    first_frame = f'  File "{program}"'
+    assert (
+        explained.stderr.partition(first_frame)[2] == plain.stderr.partition(first_frame)[2] != ""
+    )
 
 
 IN_PLACE = "modified by an inplace operation: [CPUBFloat16Type [8, 32]] is at version 2"
