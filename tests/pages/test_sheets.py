@@ -185,5 +185,6 @@ def test_a_program_cannot_give_a_parameter_that_the_sheet_does_not_declare(tmp_p
     sheet.write_text("# TR099 A page\n=\nparameters: name\n- {name} is wrong\n  note\n")
     report = load_finding_formatter(sheet)
     assert report("TR099", Place(), name="x").message == "x is wrong"
+    assert report("TR099", Place()).message == " is wrong"  # a value that is left out is empty
     with pytest.raises(SheetError, match=r"findings\.txt, line 2: TR099 has no parameter 'nam'"):
         report("TR099", Place(), nam="x")

@@ -29,7 +29,8 @@ _FINDING_FIELDS = ("cause", "fix", "declared", "observed")
 def load_finding_formatter(path: Path) -> Callable[..., Finding]:
     """Reads a text file that has one section for each code, and returns a function that creates
     findings from these texts. This function, `format_finding(code, place, details, **variables)`,
-    uses the first entry of the code whose condition is true.
+    uses the first entry of the code whose condition is true. A parameter that a call leaves out
+    counts as empty.
 
     Raises  SheetError
     """
@@ -48,7 +49,7 @@ def load_finding_formatter(path: Path) -> Callable[..., Finding]:
             raise SheetError(
                 section.sheet, section.line, f"{code} has no parameter {min(unknown)!r}"
             )
-        facts = FindingFacts(values, location)
+        facts = FindingFacts({**dict.fromkeys(section.parameters, ""), **values}, location)
         severity, entry = next(section.matching_entries(facts))
         texts: dict[str, Any] = {name: entry.text(name, facts) or None for name in _FINDING_FIELDS}
         return Finding(

@@ -83,6 +83,14 @@ TRUTH = {
         "`(loss * scale).backward()`",
         "use a smaller loss scale than 65536",
     ),
+    "large_gradient": Truth(
+        1,
+        "RN030",
+        "return self.layer(x) * self.scale",
+        "mul gives inf in fp16",
+        "the backward of `return self.layer(x) * self.scale`",
+        'torch.amp.GradScaler("cpu", init_scale=1/32768)',
+    ),
     "last_batch": Truth(
         3,
         "RN033",

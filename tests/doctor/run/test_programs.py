@@ -583,8 +583,8 @@ TRUTH = {
         "RN001",
         "checkpoint_sequential(layers, 2, x, use_reentrant=False).sum().backward()",
         "1.0",
-        "the weights of 1.0 are bf16",
-        "in a module before 1.0",
+        "`0.1` returns fp32, because the weights of 0.1 are fp32",
+        "else normed).to(torch.bfloat16)` at tests/doctor/run/programs/checkpoint_segments.py:17",
     ),
     "kv_cache": Truth(
         "RN008",
@@ -609,10 +609,10 @@ TRUTH = {
     ),
     "computed_operand": Truth(
         "RN014",
-        "return torch.fft.rfft(self.inner(x), dim=1)",
+        "spectrum = torch.fft.rfft(self.inner(x), dim=1)",
         "Mixer",
         "`self.inner(x)` is bf16, and PyTorch implements rfft on cpu",
-        "`self.inner(x).float()`",
+        "computed_operand.py:21, and the same at line 22 for `torch.view_as_complex(self.kernel)`",
     ),
     "unpacked_tables": Truth(
         "RN011",
@@ -733,6 +733,11 @@ def test_facts_name_the_default_dtype(monkeypatch):
     program = "tests/doctor/run/programs/left_default.py"
     text = f"bf16, set by `torch.set_default_dtype(self.dtype)` at {program}:24"
     assert details["default dtype"] == text
+
+
+def test_facts_name_the_states_of_an_optimizer(monkeypatch):
+    details = dict(run_in_process("optimizer_states", monkeypatch).details)
+    assert details["exp_avg"] == "fp32[8 8]  state of weight"
 
 
 def test_facts_count_the_weights_of_another_dtype(monkeypatch):

@@ -65,6 +65,8 @@ def read_autocast_state(frames: Sequence[CallFrame], device: str = "") -> Autoca
             if inner is not None:
                 if inner.is_on and frame.function == "decorate_autocast" and caller:
                     inner = replace(inner, location=f"the decorated function called at {caller}")
+                elif inner.location and not frame.is_user_code and caller:
+                    inner = replace(inner, location=f"{inner.location}, called at {caller}")
                 state = _enter_region(state, inner, device)
     return state
 
@@ -252,14 +254,16 @@ def _read_constructor(node: ast.Call, function: type, frame: CallFrame) -> Autoc
     return AutocastState(is_on, dtype, device, frame.location_of(node))
 
 
-def _read_trainer_region(owner: Any, location: str) -> AutocastState:
+def _read_trainer_region(owner: Any, location: str) -> AutocastState | None:
     """Returns the autocast state that `accelerator.autocast()` or a context manager of a Trainer
-    sets.
+    sets. Without mixed precision they leave the state as it is, and the result is None.
     """
     accelerator = getattr(owner, "__dict__", {}).get("accelerator", owner)
     setting = read_mixed_precision(accelerator)
     if setting is None:
         return AutocastState(None, location=location)
+    if setting == "no":
+        return None
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setting)
     device = getattr(getattr(accelerator, "device", None), "type", "")
     return AutocastState(dtype is not None, dtype, device, location)

@@ -12,7 +12,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...observe.origin import is_library_file, short_path
 from .expressions import is_tensor, node_keyword, read_value
@@ -97,11 +96,9 @@ def find_loss_target(frames: Sequence[CallFrame], loss: LossNode) -> LossTarget 
     index, variable = _find_variable(frames, loss.target)
     calls = []
     for file, tree, module_frame in iterate_user_files(frames):
-        running = [frame for frame in frames if frame.file == file]
+        modules = _find_loss_modules(tree, loss)
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not _calls_loss(
-                node, [*running, module_frame], loss
-            ):
+            if not isinstance(node, ast.Call) or not _calls_loss(node, modules, loss):
                 continue
             if not _has_other_dtype(node, module_frame, loss):
                 calls.append((file, node))
@@ -136,16 +133,26 @@ def _is_at(call: tuple[str, ast.Call], file: str, line: int) -> bool:
     return call[0] == file and node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
-def _calls_loss(call: ast.Call, frames: Sequence[CallFrame], loss: LossNode) -> bool:
-    """True if a call is one of the loss: `F.huber_loss(...)`, or a module such as `nn.HuberLoss`."""
-    wanted = loss.name.lower()
+def _find_loss_modules(tree: ast.Module, loss: LossNode) -> set[str]:
+    """Returns the variables and attributes to which a file assigns a module of the loss, such as
+    `self.criterion` of `self.criterion = nn.HuberLoss()`.
+    """
+    return {
+        ast.unparse(node.targets[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and _normalise(node.value) == loss.name.lower()
+    }
+
+
+def _calls_loss(call: ast.Call, modules: set[str], loss: LossNode) -> bool:
+    """True if a call with a target is one of the loss, such as `F.huber_loss(...)`, or one of a
+    module of the loss.
+    """
     if _target_argument(call) is None:
         return False
-    if _normalise(ast.unparse(call.func).rpartition(".")[2]) == wanted:
-        return True
-    values = [read_value(call.func, frame) for frame in frames]
-    names = [type(value).__name__ for value in values if isinstance(value, nn.Module)]
-    return any(_normalise(name) == wanted for name in names)
+    return _normalise(call) == loss.name.lower() or ast.unparse(call.func) in modules
 
 
 def _has_other_dtype(call: ast.Call, frame: CallFrame, loss: LossNode) -> bool:
@@ -154,8 +161,9 @@ def _has_other_dtype(call: ast.Call, frame: CallFrame, loss: LossNode) -> bool:
     return loss.target is not None and is_tensor(value) and value.dtype != loss.target.dtype
 
 
-def _normalise(name: str) -> str:
-    return name.replace("_", "").lower()
+def _normalise(call: ast.Call) -> str:
+    """Returns the name of the called function, as `huberloss` for `F.huber_loss`."""
+    return ast.unparse(call.func).rpartition(".")[2].replace("_", "").lower()
 
 
 def _target_argument(call: ast.Call) -> ast.expr | None:

@@ -73,6 +73,28 @@ class ModelNames:
                     return layers[positions[0] - 1]
         return None
 
+    def previous_sequential_layer(self, module: nn.Module) -> nn.Module | None:
+        """Returns the layer whose result is the input of a module, if an `nn.Sequential` calls
+        both. The last layer of a nested `nn.Sequential` counts.
+        """
+        parents = {
+            id(child): parent
+            for root in self.roots
+            for parent in root.modules()
+            for child in parent.children()
+        }
+        parent = parents.get(id(module))
+        while isinstance(parent, nn.Sequential):
+            layers = list(parent)
+            position = next(i for i, layer in enumerate(layers) if layer is module)
+            if position > 0:
+                previous = layers[position - 1]
+                while isinstance(previous, nn.Sequential) and len(previous):
+                    previous = previous[-1]
+                return previous
+            module, parent = parent, parents.get(id(parent))
+        return None
+
     def containing_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns the modules of the model that contain a module, and the module itself."""
         root = self._roots.get(id(module), module)
@@ -80,11 +102,15 @@ class ModelNames:
             parent for parent in root.modules() if any(part is module for part in parent.modules())
         ]
 
-    def modules_of(self, module: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the modules of the model that contains a module, or of all models, with paths."""
+    def named_modules(self, module: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the modules of the model that contains a module, with their paths. Without a
+        module, the model must be the only one.
+        """
         root = self._roots.get(id(module))
-        for model in self.roots if root is None else (root,):
-            yield from model.named_modules()
+        if root is None and len(self.roots) == 1:
+            root = self.roots[0]
+        if root is not None:
+            yield from root.named_modules()
 
     def tensor_path(self, tensor: Any) -> str | None:
         """Returns the path of a parameter or buffer. For a view, returns the path of the parameter

@@ -97,6 +97,8 @@ def find_producer(
     """
     search = _Search(frames, dtype, names)
     result = search.follow(node, index)
+    if not result.is_proven:
+        result = search.follow_sequential_input(index) or result
     if result.is_proven:
         return result
     if dtype == torch.float64 and not names.has_weight_dtype(dtype):
@@ -218,8 +220,8 @@ class _Search:
                 return self.follow_widest([left, right], node, index, line)
             case ast.UnaryOp(_, operand):
                 return self.follow(operand, index, line)
-            case ast.IfExp(_, body, _):
-                return self.follow(body, index, line)
+            case ast.IfExp():
+                return self.follow_choice(node, index, line)
             case ast.Tuple(items) | ast.List(items) if self.key in range(len(items)):
                 return self.follow(items[self.key], index, line)
             case ast.DictComp() | ast.ListComp() | ast.GeneratorExp() | ast.Dict():
@@ -227,6 +229,17 @@ class _Search:
             case ast.Call():
                 return self.follow_call(node, index, line)
         return self.producer("unknown", node, index)
+
+    def follow_choice(self, node: ast.IfExp, index: int, line: int) -> Producer:
+        """Continues the search in the part of `X if CONDITION else Y` that was evaluated. If the
+        condition cannot be read, continues in both.
+        """
+        holds = read_condition(node.test, self.frame_at(index, line))
+        parts = [node.body, node.orelse]
+        if holds is not None:
+            parts = parts[:1] if holds else parts[1:]
+        results = [self.follow(part, index, line) for part in parts]
+        return next((result for result in results if result.is_proven), results[0])
 
     def frame_at(self, index: int, line: int) -> CallFrame:
         """Returns a frame whose variables do not contain values that were assigned after `line`.
@@ -850,6 +863,42 @@ class _Search:
             if result is not None:
                 return result
         return None
+
+    def follow_sequential_input(self, index: int) -> Producer | None:
+        """Continues the search in the layer before the running one, if an `nn.Sequential` calls
+        both. Functions such as `checkpoint_sequential` call the layers by an index, so that their
+        frames show only the running layer.
+        """
+        frame = self.frames[index]
+        layer = frame.variables.get("self")
+        if not isinstance(layer, nn.Module) or frame.scope is None:
+            return None
+        inputs: list[Any] = [
+            frame.variables.get(name) for name in _parameter_names(frame.scope)[1:2]
+        ]
+        if not any(is_tensor(value) and value.dtype == self.dtype for value in inputs):
+            return None  # the layer itself computed the value
+        previous = self.names.previous_sequential_layer(layer)
+        if previous is None:
+            return None
+        path = self.names.module_path(previous)
+        outer = next((i for i in range(index, -1, -1) if self.frames[i].is_user_code), index)
+        forward = MethodType(type(previous).forward, previous)
+        result = self.follow_hooks(previous, "forward hook", index)
+        if result is None and floating_weight_dtypes(previous) == {self.dtype}:
+            name = ast.Name(path, ast.Load())
+            result = self.producer("module", name, outer, path=path, module=previous)
+        result = result or self.follow_returned(forward, None, index)
+        if result is None:
+            return None
+        frame_of_forward = make_returned_frame(forward, {})
+        values = [] if frame_of_forward is None else list(_returned_values(frame_of_forward.scope))
+        if frame_of_forward is None or len(values) != 1 or result.hook:
+            return replace(result, passed="", passed_at="", is_proven=True)
+        location = frame_of_forward.location_of(values[0])
+        if result.kind == "module":
+            result = replace(result, location=location)
+        return replace(result, passed=_source(values[0]), passed_at=location, is_proven=True)
 
     def follow_loop(self, binding: Any, name: str, index: int) -> Producer:
         """Continues the search at the values over which a `for` loop iterates."""

@@ -63,6 +63,14 @@ _format_finding = load_finding_formatter(SHEET)
 _LABEL_WIDTH = 28
 # functions of torch whose variables say nothing about the cause
 _PLUMBING = ("_engine_run_backward", "_unscale_grads_")
+# functions of torch without kernels for bf16 and fp16 on a CPU
+_FLOAT_ONLY = (
+    "torch.fft.",
+    "torch.linalg.",
+    "torch.view_as_complex",
+    "torch.polar",
+    "torch.complex",
+)
 _MAX_GROUPS = 4  # classes of modules that one row of the report counts
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _WRITING_OPERATIONS = frozenset(
@@ -218,14 +226,19 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
         details.append(("default dtype", f"{format_dtype(default)}{origin}"))
     if frame is not evidence.user_frame:
         details.append(("raised at", evidence.user_frame.location))
+    lists: set[tuple[str, torch.dtype]] = set()
     for operand in evidence.operands[:6]:
         if evidence.frames[operand.frame_index].function in _PLUMBING:
             continue
-        text = operand.describe()
+        if operand.list_name and (operand.list_name, operand.dtype) in lists:
+            continue  # one item of a list stands for all of a dtype
+        lists.add((operand.list_name, operand.dtype))
+        label, state = _name_optimizer_tensor(evidence, operand)
+        text = operand.describe() + state
         producer = evidence.producers.get(id(operand))
         if producer is not None and not operand.path and producer.text != operand.label:
             text += f"  from {producer.text} at {producer.location}"
-        details.append((_shorten(operand.label), text))
+        details.append((_shorten(label), text))
     handler = find_handler(evidence.frames, evidence.names)
     if handler is not None:
         details.append((handler.kind, handler.text))
@@ -245,12 +258,30 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
     return tuple(details)
 
 
+def _name_optimizer_tensor(evidence: Evidence, operand: Operand) -> tuple[str, str]:
+    """Returns the name of an operand, and what it is if it belongs to an optimizer: a state or a
+    gradient of a parameter. The variables of the optimizer's own code have other names.
+    """
+    facts = evidence.optimizer
+    if facts is None or operand.tensor is None or operand.path:
+        return operand.label, ""
+    for parameter in [p for group in facts.optimizer.param_groups for p in group["params"]]:
+        path = evidence.names.tensor_path(parameter) or "a parameter"
+        if operand.tensor is parameter.grad:
+            return "grad", f"  gradient of {path}"
+        states = facts.optimizer.state.get(parameter, {})
+        for key, value in states.items():
+            if value is operand.tensor:
+                return str(key), f"  state of {path}"
+    return operand.label, ""
+
+
 def _describe_odd_weights(evidence: Evidence, majority: torch.dtype) -> Iterator[tuple[str, str]]:
     """Yields a row for each floating-point dtype of a few weights of the model: the number of its
     modules by class.
     """
     groups: dict[torch.dtype, Counter[str]] = {}
-    for path, module in evidence.names.modules_of(evidence.model):
+    for path, module in evidence.names.named_modules(evidence.model):
         kind = type(module).__name__
         if ".lora_" in path:
             kind = f"LoRA {kind}"
@@ -395,7 +426,6 @@ def find_changed_checkpoint(evidence: Evidence) -> Finding | None:
         evidence,
         saved=format_dtype(saved[1]),
         recomputed=format_dtype(recomputed[1]),
-        layer="",
         **_describe_changes(evidence, recomputation, to_torch(format_dtype(recomputed[1]))),
     )
 
@@ -558,11 +588,7 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
         callback="" if cast is None else cast.callback,
         write="" if write is None else write.text,
         write_at="" if write is None else write.location,
-        load="",
-        load_at="",
         holder=_name_of_optimizer(evidence, facts.optimizer),
-        saved="",
-        created="",
         device=_first_device(facts.optimizer),
         target=str(next(iter(parameters), "")),
         optimizer=facts.class_name,
@@ -593,12 +619,6 @@ def find_cast_of_loaded_states(evidence: Evidence) -> Finding | None:
     return _make_finding(
         "RN007",
         evidence,
-        cast="",
-        cast_at="",
-        function="",
-        callback="",
-        write="",
-        write_at="",
         device=_first_device(facts.optimizer),
         target=str(next(iter(facts.parameters), "")),
         optimizer=facts.class_name,
@@ -701,13 +721,13 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
     producer = evidence.producer_of(operand)
     passed = _passed(evidence, operand, producer)
     is_read_twice = passed.isidentifier() and len(_reads_of(passed, evidence.user_frame)) > 1
-    other_lines = _lines_of_same_call(evidence.failing_frame)
+    later_calls = _find_later_calls(evidence.failing_frame, operand.dtype)
     return _make_operand_finding(
         "RN014",
         evidence,
         operand,
         is_read_twice=is_read_twice,
-        other_lines=" and ".join(map(str, other_lines)),
+        later_calls=" and ".join(later_calls),
         creation="" if operand.dtype.is_floating_point else _creation_of(producer, "float32"),
         creation_at=producer.location,
         operation=evidence.operation,
@@ -726,18 +746,30 @@ def _reads_of(name: str, frame: CallFrame) -> list[ast.Name]:
     return [node for node in names if isinstance(node.ctx, ast.Load)]
 
 
-def _lines_of_same_call(frame: CallFrame) -> list[int]:
-    """Returns the later lines of the running function that call the same function of torch."""
-    call = frame.expression
+def _find_later_calls(frame: CallFrame, dtype: torch.dtype) -> list[str]:
+    """Returns the later lines of the running function that will fail in the same way: calls of the
+    same function of torch, and of other functions that have no kernels for bf16 or fp16, if their
+    first argument has the dtype.
+    """
+    running = frame.expression
     scope = frame.scope
-    if not isinstance(call, ast.Call) or scope is None or not frame.is_user_code:
+    if not isinstance(running, ast.Call) or scope is None or not frame.is_user_code:
         return []
-    function = ast.unparse(call.func)
+    function = ast.unparse(running.func)
     if not function.startswith("torch.") or isinstance(scope, ast.Module):
         return []
-    calls = [node for node in ast.walk(scope) if isinstance(node, ast.Call)]
-    lines = {node.lineno for node in calls if ast.unparse(node.func) == function}
-    return sorted(line for line in lines if line > frame.line)
+    lines: dict[int, str] = {}
+    for call in ast.walk(scope):
+        if not isinstance(call, ast.Call) or call.lineno <= frame.line:
+            continue
+        name = ast.unparse(call.func)
+        if name == function:
+            lines[call.lineno] = f"line {call.lineno}"
+        elif name.startswith(_FLOAT_ONLY) and call.args and dtype in _HALF_DTYPES:
+            value = read_value(call.args[0], frame)
+            if is_tensor(value) and value.dtype == dtype:
+                lines.setdefault(call.lineno, f"line {call.lineno} for `{ast.unparse(call)}`")
+    return [lines[line] for line in sorted(lines)]
 
 
 def _creation_of(producer: Producer, dtype: str) -> str:
@@ -864,8 +896,6 @@ def find_wrong_target(evidence: Evidence) -> Finding | None:
         at=_passed_at(evidence, producer),
         batch="" if _is_in_user_line(evidence, target, producer) else batch,
         trainer_at=_trainer_location(evidence),
-        creation="",
-        creation_at="",
     )
 
 
@@ -1361,6 +1391,7 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         "RN002",
         evidence,
         origin="" if origin is None else origin.describe("it", weight.dtype_name),
+        cast=origin.text if origin is not None and origin.kind == "cast" else "",
         origin_at="" if origin is None else origin.location,
         rebuilt="" if origin is None else origin.with_dtype(majority),
         others_origin=""
@@ -1475,8 +1506,6 @@ def _explain_weights(
     facts |= _describe_origin(
         origin, f"the weights of {producer.path}", operand.dtype, weight.dtype
     )
-    facts["model_origin"] = ""
-    facts["reloaded"] = facts["model_origin_at"] = ""
     if model_origin is not None:
         weights = "the weights of the model"
         facts["model_origin"] = model_origin.describe(weights, weight.dtype_name)
@@ -1494,7 +1523,7 @@ def _describe_origin(
     wanted_dtype  the dtype that the weights would need
     """
     if origin is None:
-        return dict.fromkeys(("origin", "origin_kind", "cast", "origin_at", "rebuilt"), "")
+        return {}
     return {
         "origin": origin.describe(weights, format_dtype(dtype)),
         "origin_kind": origin.kind,

@@ -306,7 +306,9 @@ class Recorder(TorchFunctionMode):
                 return result
             self.skipped_steps += 1
             suspect = self.suspect
-            is_stuck = scaler.get_scale() <= 1 or self.skipped_steps > _MAX_SKIPPED_STEPS
+            # a scaler that starts below 1 divides large gradients on purpose
+            has_fallen = scaler.get_scale() <= 1 < getattr(scaler, "_init_scale", 2.0)
+            is_stuck = has_fallen or self.skipped_steps > _MAX_SKIPPED_STEPS
             if suspect is not None and is_stuck:
                 self._stop(suspect, f"the loss scaler has skipped {self.skipped_steps} steps")
             self.suspect = None

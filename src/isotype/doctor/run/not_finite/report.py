@@ -61,7 +61,7 @@ def explain_step(step: Step) -> Finding:
         return _unknown(step, reason)
     if event is None:
         return _unknown(step, "the step was run again and was finite")
-    return _explain_event(event, step)
+    return _explain_event(event, step, replay.watch.events)
 
 
 def explain_call(entry: Entry) -> Finding:
@@ -226,12 +226,10 @@ def _explain_result(entry: Entry, step: Step) -> Finding | None:
         tuple(details),
         operator=entry.name.strip("_"),
         result=_result_text(Range.measure(entry.outputs[0])),
-        backward=False,
         line="" if entry.site is None else _statement(entry.site),
         at=_location(entry.site),
         kind=kind,
         value=value,
-        weight="",
         largest=f"{max(item.magnitude for item in ranges):.3g}",
     )
 
@@ -263,15 +261,7 @@ def _explain_lost_constant(entry: Entry, total: Entry, constant: float) -> Findi
         operator="div",
         has=format_dtype(result.dtype),
         result=_result_text(Range.measure(result)),
-        largest="",
-        backward=False,
-        product=False,
-        cast=False,
-        mask=False,
-        room=False,
         fits=True,
-        layer="",
-        owner="",
         lost=True,
         lost_line="" if total.site is None else _statement(total.site),
         lost_at=_location(total.site),
@@ -280,11 +270,7 @@ def _explain_lost_constant(entry: Entry, total: Entry, constant: float) -> Findi
         at=_location(entry.site),
         dtype=str(result.dtype),
         device=result.device.type,
-        scaler=False,
         autocast=bool(entry.autocast),
-        loss_scale="",
-        scale_line="",
-        scale_at="",
     )
 
 
@@ -366,9 +352,13 @@ def _culprit(events: Sequence[Event]) -> Event | None:
     return origins[0] if origins else None
 
 
-def _explain_event(event: Event, step: Step) -> Finding:
+def _explain_event(event: Event, step: Step, events: Sequence[Event] = ()) -> Finding:
+    """Returns the finding about an operator.
+
+    events  all operators whose results are not finite
+    """
     if event.parts:
-        return _explain_overflow(event, step)
+        return _explain_overflow(event, step, events)
     kind, facts = _classify(event, step)
     return _format_finding(
         "RN033",
@@ -386,7 +376,7 @@ def _explain_event(event: Event, step: Step) -> Finding:
     )
 
 
-def _explain_overflow(event: Event, step: Step) -> Finding:
+def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Finding:
     lost = next((item.lost for item in event.inputs if item.lost is not None), None)
     divides = event.op.base_name in _DIVISIONS or event.op.base_name in _LOGARITHMS
     if not divides:
@@ -426,7 +416,22 @@ def _explain_overflow(event: Event, step: Step) -> Finding:
         loss_scale="" if scale is None else f"{scale:g}",
         scale_line="" if scale_site is None else _statement(scale_site),
         scale_at=_location(scale_site),
+        divisor=_choose_divisor([event, *events]) if event.is_backward else "",
+        has_scaler=step.scale is not None,
     )
+
+
+def _choose_divisor(events: Sequence[Event]) -> int:
+    """Returns the power of two by which a loss is divided so that the gradients of a backward fit in
+    their dtypes, with room for a step whose gradients are four times as large.
+    """
+    ratios = [
+        event.exact.magnitude / float(torch.finfo(event.dtype).max)
+        for event in events
+        if event.is_backward and event.dtype.is_floating_point
+    ]
+    ratio = max((ratio for ratio in ratios if math.isfinite(ratio)), default=1.0)
+    return int(2 ** math.ceil(math.log2(max(4 * ratio, 2))))
 
 
 def _owner_text(event: Event) -> str:
