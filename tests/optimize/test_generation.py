@@ -1,5 +1,6 @@
 """`generate` of an optimised model: its products of few rows, its adapters, and prompts in a batch."""
 
+import ctypes
 from types import SimpleNamespace
 
 import peft
@@ -88,12 +89,42 @@ def test_layers_with_the_same_input_are_one_call_with_the_same_logits(targets, m
         output_logits=True,
         return_dict_in_generate=True,
     )
-    # two layers: q, k and v (or q, and v), the output, gate and up, and down. The prompt has too
-    # many rows
-    assert rows == [3] * (3 * 2 * 4)
+    # two layers: q, k and v (or each of them), the output, gate and up, and down; then the head. The
+    # prompt has 15 rows, of which the head computes the last one of each prompt
+    layer_calls = 4 if targets == "all-linear" else 6
+    assert rows.count(15) == 2 * layer_calls
+    assert rows.count(3) == 3 * 2 * layer_calls + 4
     with torch.no_grad():
         expected = model(answer.sequences[:, :-1]).logits[:, -4:]
     torch.testing.assert_close(torch.stack(answer.logits, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+@row_kernels
+def test_fp32_weights_with_bf16_values_are_read_in_bf16_with_the_same_logits(monkeypatch):
+    model = adapted_model("fp32")
+    exact = [name for name, _ in model.named_parameters() if "lora" not in name]
+    del exact[3]  # k_proj of the first layer
+    for name in exact:
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.bfloat16().float()
+    options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True}
+    kernel = LORA_KERNELS.calls["narrow_weight"]
+    copies = []
+
+    def counted(*arguments):
+        kernel(*arguments)
+        copies.append(ctypes.c_int64.from_address(arguments[3]).value)
+
+    monkeypatch.setitem(LORA_KERNELS.calls, "narrow_weight", counted)
+    logits = model.generate(PROMPT.repeat(3, 1), **options).logits
+    # seven weights in each of two layers, and the head
+    assert sorted(copies) == [0] + [1] * 14
+    copies.clear()
+    monkeypatch.setattr("isotype.lora.products.usable_memory", lambda: 0)
+    expected = model.generate(PROMPT.repeat(3, 1), **options).logits
+    assert copies == []
+    assert all(map(torch.equal, logits, expected))
 
 
 def replace_weight(attention):

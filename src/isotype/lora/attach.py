@@ -33,11 +33,19 @@ from ..errors import UsageError
 from ..instance_method import InstanceMethod, Placement
 from ..ops.backend import autocast_dtype, can_bypass_dispatcher
 from ..ops.recomputed_layer import mark_layer_hooked, running_checkpointed_layers
+from ..ops.widened_products import differentiable_linear
 from .dora import apply_dora
-from .few_rows import RowLayers, can_run_row_layers, max_few_rows
+from .few_rows import RowLayers, can_run_row_layers
 from .group import lora_group
 from .linear import LoraDtypes, Projection, apply_linear, resolve_dtypes
-from .products import kept_row_layers, linear_for_few_rows
+from .products import (
+    MAX_FEW_ROWS,
+    can_call_few_rows,
+    can_call_kernels_directly,
+    can_run_few_rows,
+    few_rows_product,
+    kept_row_layers,
+)
 from .quantised import (
     NotCopied,
     PackedLinear,
@@ -208,9 +216,6 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-EQUAL_FORWARDS = (forward_4bit, linear_for_few_rows)
-
-
 def has_replaced_forward(part: nn.Module) -> bool:
     """Whether the forward of the layer's class was replaced on this layer. The function returns
     False for `forward_4bit` and `linear_for_few_rows`, since these replacements compute the same
@@ -218,9 +223,9 @@ def has_replaced_forward(part: nn.Module) -> bool:
     """
     if type(part) is nn.Linear and nn.Linear.forward is not _NN_LINEAR_FORWARD:
         return True
-    return (
-        "forward" in vars(part)
-        and getattr(vars(part)["forward"], "__func__", None) not in EQUAL_FORWARDS
+    return "forward" in vars(part) and getattr(vars(part)["forward"], "__func__", None) not in (
+        forward_4bit,
+        linear_for_few_rows,
     )
 
 
@@ -714,7 +719,7 @@ def find_row_layers(
     if layers is None:
         return None
     if layers is _UNREAD:
-        if not can_bypass_dispatcher(x) or x.numel() > x.shape[-1] * max_few_rows(x.dtype):
+        if not can_bypass_dispatcher(x) or x.numel() > x.shape[-1] * MAX_FEW_ROWS:
             return None
     elif not layers.is_usable(x):
         return None
@@ -742,6 +747,34 @@ def _project_few_rows(layer: Any, x: Tensor) -> Tensor | None:
     if sibling_outputs:
         _store_sibling_outputs(layer.__dict__[_SIBLINGS], x, sibling_outputs)
     return y
+
+
+def linear_for_few_rows(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Computes the forward of a linear layer without an adapter. For a few rows in bf16 on a CPU,
+    it uses the C++ kernel, and also in fp32 within a call of `generate`. On a CPU without bf16
+    instructions, it uses `differentiable_linear`.
+    """
+    weight = layer.weight
+    kept = kept_row_layers()
+    if kept is not None and x.dtype is torch.float32:
+        row_layers: RowLayers | None = find_row_layers(kept, layer, x, _read_linear)
+        if row_layers is not None:
+            return row_layers.project(x)[0]
+    if x.numel() <= MAX_FEW_ROWS * x.shape[-1] and not torch.is_grad_enabled():
+        x_TK = x.reshape(-1, x.shape[-1])
+        if can_call_few_rows(
+            x_TK, calls_kernels_directly=can_call_kernels_directly(x.dtype, x)
+        ) and can_run_few_rows(x_TK, weight, layer.bias):
+            y_TN = few_rows_product(x_TK, weight, layer.bias)
+            return y_TN.view(*x.shape[:-1], weight.shape[0])
+    return differentiable_linear(x, weight, layer.bias)
+
+
+def _read_linear(layer: nn.Linear, x: Tensor) -> RowLayers | None:
+    projection = read_unadapted_projection(layer)
+    if not can_run_row_layers(x, [projection], shared_dtypes(x, [projection])):
+        return None
+    return RowLayers([ReadLayer(layer, projection)], [projection], x.dtype)
 
 
 def _read_with_siblings(layer: Any, x: Tensor) -> RowLayers | None:

@@ -6,6 +6,10 @@ kernel reads are therefore kept from one token to the next (`RowLayers`). Each c
 that PEFT's settings and the tensors are the same (`is_current`). There is no autograd function,
 since no gradient is needed. With 30 layers of 64 features, a token takes 0.6 times as long as with
 an autograd function and separate products for each layer.
+
+Reading the weights takes most of the time. If all values of an fp32 weight are bf16 numbers, as in a
+checkpoint in bf16, the kernel reads a copy in bf16 and computes in fp32. The results are the same,
+and one row of 576 by 1536 x 576 takes 0.19 instead of 0.27 ms.
 """
 
 from __future__ import annotations
@@ -19,12 +23,8 @@ from torch import Tensor
 
 from ..ops.backend import PLAIN_TENSOR_TYPES, can_bypass_dispatcher, forced_backend
 from .linear import LoraDtypes, Projection
-from .products import KERNELS, MAX_FEW_ROWS, cast_adapters
+from .products import KERNELS, MAX_FEW_ROWS, cast_adapters, kept_row_layers
 
-# Up to this number of rows the kernel is faster than PyTorch's products in fp32. With a weight of
-# 1024 x 3072 and rank 16 on AVX2, they take 1.2 and 2.4 ms for 4 rows, 2.1 and 3.2 ms for 8, and 4.1
-# and 4.0 ms for 16
-MAX_FEW_ROWS_FP32 = 12
 # the kernel takes the outputs of up to three layers, such as Q, K and V
 MAX_LAYERS = 3
 
@@ -70,7 +70,7 @@ class RowLayers:
         self.cast_dtype = _cpu_autocast_dtype()
         self.columns = [projection.weight.shape[0] for projection in projections]
         self.features = first.weight.shape[1]
-        self.max_elements = self.features * max_few_rows(dtype)
+        self.max_elements = self.features * MAX_FEW_ROWS
         joined_a, b_matrices = cast_adapters(
             [projection.a for projection in projections],
             [projection.b for projection in projections],
@@ -81,8 +81,13 @@ class RowLayers:
         fields: list[int] = []
         start = 0
         contiguous_b = []
+        weights = []
         for projection, b in zip(projections, b_matrices):
             weight = projection.weight
+            narrow_weight = narrow_exactly(weight) if dtype is torch.float32 else None
+            if narrow_weight is not None:
+                weight = narrow_weight
+            weights.append(weight)
             bias = projection.bias
             ranks = 0
             b_pointer = 0
@@ -101,12 +106,13 @@ class RowLayers:
                 b_pointer,
                 ranks,
                 ranks,
+                narrow_weight is not None,
             )
             start += ranks
         scales = [projection.scale for projection in projections]
         self.addresses = (ctypes.c_int64 * len(fields))(*fields)
         self.scales = (ctypes.c_float * len(scales))(*scales)
-        self.kept = joined_a, contiguous_b, projections
+        self.kept = joined_a, contiguous_b, weights, projections
 
     def is_usable(self, x: Tensor) -> bool:
         """Whether the kernel computes this call."""
@@ -156,9 +162,29 @@ class RowLayers:
         return outputs
 
 
-def max_few_rows(dtype: torch.dtype) -> int:
-    """Returns the largest number of rows for which the kernel is faster than PyTorch."""
-    return MAX_FEW_ROWS_FP32 if dtype is torch.float32 else MAX_FEW_ROWS
+def narrow_exactly(weight_OK: Tensor) -> Tensor | None:
+    """Returns a copy of an fp32 weight in bf16 if all values stay the same, as those of a checkpoint
+    in bf16 do. Returns None otherwise, and if the copy would take too much memory
+    (`KeptRowLayers.copy_bytes`).
+    """
+    kept = kept_row_layers()
+    size = 2 * weight_OK.numel()
+    if kept is None or size > kept.copy_bytes or not weight_OK.is_contiguous():
+        return None
+    narrow_OK = torch.empty_like(weight_OK, dtype=torch.bfloat16)
+    # not a tensor, since a tensor would have to be read through the dispatcher
+    is_exact = ctypes.c_int64()
+    KERNELS(
+        "narrow_weight",
+        weight_OK.detach(),
+        narrow_OK,
+        weight_OK.numel(),
+        ctypes.addressof(is_exact),
+    )
+    if not is_exact.value:
+        return None
+    kept.copy_bytes -= size
+    return narrow_OK
 
 
 def _cpu_autocast_dtype() -> torch.dtype | None:

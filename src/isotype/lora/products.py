@@ -19,15 +19,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..environment.memory_limits import status_bytes, usable_memory
 from ..environment.planned_device import target_device_type
 from ..ops.backend import PLAIN_TENSOR_TYPES, arithmetic_dtype, forced_backend, has_fp32_output
 from ..ops.cpp import CppKernels, fallback_reasons
 from ..ops.library import library_op
 from ..ops.widened_products import (
     addmm_,
-    differentiable_linear,
     matmul,
     matmul_fp32,
     widens_products,
@@ -47,8 +47,9 @@ SMALL_ELEMENTS = 2**16
 MAX_KERNEL_RANK = 64
 
 # Up to this number of rows the kernel for few rows is faster than PyTorch's product: with a weight
-# of 3072 x 1024 they take 0.52 and 0.87 ms for one row, 0.66 and 1.15 ms for 4, 1.8 and 2.1 ms for
-# 16, and 3.4 and 3.2 ms for 32
+# of 3072 x 1024 in bf16 they take 0.52 and 0.87 ms for one row, 0.66 and 1.15 ms for 4, 1.8 and 2.1
+# ms for 16, and 3.4 and 3.2 ms for 32. In fp32 on AVX2, with a weight of 1536 x 576, they take 0.47 and
+# 0.89 ms for 8 rows, 0.71 and 0.88 ms for 16, and 0.94 and 1.1 ms for 24
 MAX_FEW_ROWS = 16
 
 
@@ -64,6 +65,7 @@ KERNELS = CppKernels(
     gradient="pppiiiiiiif",
     few_rows="ppppppiiiiiiiiif",
     project_rows="ipaaipppii",
+    narrow_weight="ppia",
 )
 
 # the result of `kernels_available`, once it is known. A layer asks for it three times per step, and
@@ -453,21 +455,6 @@ def few_rows_product(
     return y_TN
 
 
-def linear_for_few_rows(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Computes the forward of a linear layer without an adapter. For a few rows in bf16 on a CPU,
-    it uses the C++ kernel. On a CPU without bf16 instructions, it uses `differentiable_linear`.
-    """
-    weight = layer.weight
-    if x.numel() <= MAX_FEW_ROWS * x.shape[-1] and not torch.is_grad_enabled():
-        x_TK = x.reshape(-1, x.shape[-1])
-        if can_call_few_rows(
-            x_TK, calls_kernels_directly=can_call_kernels_directly(x.dtype, x)
-        ) and can_run_few_rows(x_TK, weight, layer.bias):
-            y_TN = few_rows_product(x_TK, weight, layer.bias)
-            return y_TN.view(*x.shape[:-1], weight.shape[0])
-    return differentiable_linear(x, weight, layer.bias)
-
-
 # --- A and B in the dtype of the products. Autograd does not see the cast: the fused functions get
 # the original matrices and return gradients in their dtype
 
@@ -519,28 +506,40 @@ def cast_adapters(
     return joined_a, cast_b
 
 
+class KeptRowLayers(dict[Any, Any]):
+    """What `lora.few_rows` has read of the layers in a call of `generate`.
+
+    copy_bytes  how many bytes copies of weights in bf16 may still take. Together with the other
+                memory of the process, they take at most half of the usable memory
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copy_bytes = usable_memory() // 2 - status_bytes("VmRSS")
+
+
 _generation = threading.local()
 
 
 @contextmanager
 def keep_cast_adapters() -> Iterator[None]:
     """Within this block, A and B are cast only once, not in each call of a layer, and the kernel for
-    the few rows of a token is used (`lora.few_rows`). The values of adapters must not change within
-    the block. One example is a call of `generate`, which calls every layer once
-    for each new token.
+    the few rows of a token is used (`lora.few_rows`). The values of adapters and weights must not
+    change within the block. One example is a call of `generate`, which calls every layer once for
+    each new token.
     """
     previous = getattr(_generation, "cast_adapters", None), kept_row_layers()
     _generation.cast_adapters = {}
-    _generation.row_layers = {}
+    _generation.row_layers = KeptRowLayers()
     try:
         yield
     finally:
         _generation.cast_adapters, _generation.row_layers = previous
 
 
-def kept_row_layers() -> dict[Any, Any] | None:
+def kept_row_layers() -> KeptRowLayers | None:
     """Returns the dictionary in which `lora.few_rows` keeps the layers of a call of `generate`, or
     None outside such a call.
     """
-    layers: dict[Any, Any] | None = getattr(_generation, "row_layers", None)
+    layers: KeptRowLayers | None = getattr(_generation, "row_layers", None)
     return layers

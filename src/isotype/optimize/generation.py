@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from ..instance_method import InstanceMethod, Placement
-from ..lora.attach import has_replaced_forward, is_lora
-from ..lora.products import keep_cast_adapters, linear_for_few_rows
+from ..lora.attach import has_replaced_forward, is_lora, linear_for_few_rows
+from ..lora.products import keep_cast_adapters
 from ..precision.apply import inner_model
 from .forwards import TrainingStateHook
 from .instances import make_placement
@@ -176,7 +176,7 @@ def disable_checkpointing(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def use_fast_linears(model: nn.Module) -> Iterator[None]:
-    """Within this block, linear layers in bf16 on a CPU use the C++ kernel for a few rows. The
+    """Within this block, linear layers in bf16 or fp32 on a CPU use the C++ kernel for a few rows. The
     linear layers inside a LoRA layer are not changed, since the LoRA layer computes their matrix
     products.
     """
@@ -187,7 +187,7 @@ def use_fast_linears(model: nn.Module) -> Iterator[None]:
         InstanceMethod(linear_for_few_rows, layer)
         for layer in model.modules()
         if type(layer) is nn.Linear
-        and layer.weight.dtype is torch.bfloat16
+        and layer.weight.dtype in (torch.bfloat16, torch.float32)
         and layer.weight.is_cpu
         and not has_replaced_forward(layer)
         and id(layer) not in parts_of_adapters

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..dtypes import to_torch
 from ..instance_method import Placement, get_forward_settings, install_forward
 from ..lora import PackedLinear
-from ..lora.products import linear_for_few_rows
+from ..lora.attach import linear_for_few_rows
 from ..ops import linear_cross_entropy, linear_log_probs
 from ..ops.backend import product_dtype
 from ..ops.packed import dequantise_packed

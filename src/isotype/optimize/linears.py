@@ -12,8 +12,12 @@ import torch
 from torch import nn
 
 from ..instance_method import install_forward
-from ..lora.attach import has_replaced_forward, is_lora, weight_blocker
-from ..lora.products import linear_for_few_rows
+from ..lora.attach import (
+    has_replaced_forward,
+    is_lora,
+    linear_for_few_rows,
+    weight_blocker,
+)
 from ..ops.widened_products import emulated_dtypes
 
 

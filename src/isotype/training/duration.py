@@ -133,7 +133,7 @@ def measure_bytes_per_second(dtype: torch.dtype) -> float:
     """Measures how many bytes of a weight per second a matrix product with a single row reads. The
     weight has 64 MiB, so it does not fit into the caches of most processors.
     """
-    from ..lora.products import linear_for_few_rows
+    from ..lora.attach import linear_for_few_rows
 
     features = 4096
     columns = (64 << 20) // (features * dtype.itemsize)
