@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isotype.data.rows import SamplePrompt
-from isotype.optimize import optimize
+from isotype.optimize import forwards, optimize
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from tests.api import (
@@ -24,6 +24,7 @@ from tests.optimize.models import VOCABULARY, tiny
 kernels = pytest.mark.skipif(
     bool(kernels_unavailable_reason()), reason=kernels_unavailable_reason() or "-"
 )
+row_kernels = pytest.mark.skipif(not LORA_KERNELS.load(), reason="no C++ compiler")
 PROMPT = torch.tensor([[5, 9, 11, 3, 20]])
 
 
@@ -45,34 +46,40 @@ def logits(model):
         return model(PROMPT).logits[:, -1]
 
 
-@kernels
+@row_kernels
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "gate_proj"]])
 def test_the_products_of_a_token_run_in_the_kernel(targets, monkeypatch):
     model = adapted_model("bf16-lora", targets)
     forwards = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
     rows = []
-    for name, rows_position in (("few_rows", 6), ("project_rows", 8)):
-        count_rows(monkeypatch, name, rows_position, rows)
+    for name in ROWS_POSITION:
+        count_rows(monkeypatch, name, rows)
     model.generate(input_ids=PROMPT, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     # two layers and the head; the head computes the last row of the prompt too. In a layer, the
-    # products of q, k and v are one call if all have an adapter, and so are those of gate and up
-    calls = 4 if targets == "all-linear" else 6
+    # norm, q, k and v are one call if all have an adapter, and the MLP with its norm is another one
+    calls = 3 if targets == "all-linear" else 5
     assert rows.count(1) == 2 * (2 * calls + 1) + 1
     after = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
     assert after == forwards
 
 
-def count_rows(monkeypatch, name, rows_position, rows):
+# the position of the number of rows in the arguments of a kernel
+ROWS_POSITION = {
+    "few_rows": 6,
+    "project_rows": 8,
+    "project_normed_rows": 13,
+    "decode_mlp_half": 13,
+}
+
+
+def count_rows(monkeypatch, name, rows):
     kernel = LORA_KERNELS.calls[name]
 
     def counted(*arguments):
-        rows.append(arguments[rows_position])
+        rows.append(arguments[ROWS_POSITION[name]])
         return kernel(*arguments)
 
     monkeypatch.setitem(LORA_KERNELS.calls, name, counted)
-
-
-row_kernels = pytest.mark.skipif(not LORA_KERNELS.load(), reason="no C++ compiler")
 
 
 @row_kernels
@@ -80,7 +87,8 @@ row_kernels = pytest.mark.skipif(not LORA_KERNELS.load(), reason="no C++ compile
 def test_layers_with_the_same_input_are_one_call_with_the_same_logits(targets, monkeypatch):
     model = adapted_model("fp32", targets)
     rows = []
-    count_rows(monkeypatch, "project_rows", 8, rows)
+    for name in ROWS_POSITION:
+        count_rows(monkeypatch, name, rows)
     answer = model.generate(
         PROMPT.repeat(3, 1),
         max_new_tokens=4,
@@ -89,14 +97,76 @@ def test_layers_with_the_same_input_are_one_call_with_the_same_logits(targets, m
         output_logits=True,
         return_dict_in_generate=True,
     )
-    # two layers: q, k and v (or each of them), the output, gate and up, and down; then the head. The
-    # prompt has 15 rows, of which the head computes the last one of each prompt
-    layer_calls = 4 if targets == "all-linear" else 6
+    # two layers: the norm with q, k and v (or each of these), the output, and the MLP with its norm;
+    # then the head. The prompt has 15 rows, of which the head computes the last one of each prompt
+    layer_calls = 3 if targets == "all-linear" else 5
     assert rows.count(15) == 2 * layer_calls
     assert rows.count(3) == 3 * 2 * layer_calls + 4
     with torch.no_grad():
         expected = model(answer.sequences[:, :-1]).logits[:, -4:]
     torch.testing.assert_close(torch.stack(answer.logits, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+@row_kernels
+@pytest.mark.parametrize("preset", ["fp32", "bf16-lora"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+def test_one_call_for_several_ops_has_the_same_bits(family, preset, monkeypatch):
+    model = adapted_model(preset, family=family)
+    calls = []
+    for name in ("project_normed_rows", "decode_mlp_half"):
+        count_rows(monkeypatch, name, calls)
+    options = {"max_new_tokens": 3, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True}
+    logits = model.generate(PROMPT.repeat(3, 1), **options).logits
+    # Phi-3 has one layer for q, k and v, and Gemma's MLP has a norm after it
+    assert len(calls) == 3 * 2 * (2 if family == "llama" else 1)
+    calls.clear()
+    monkeypatch.setattr(forwards, "normed_input", lambda *_: None)
+    monkeypatch.setattr(forwards, "mlp_half", lambda *_: None)
+    expected = model.generate(PROMPT.repeat(3, 1), **options).logits
+    assert calls == []
+    assert all(map(torch.equal, logits, expected))
+
+
+LAYER_CHANGES = {
+    "another norm weight": lambda layer: setattr(
+        layer.post_attention_layernorm,
+        "weight",
+        torch.nn.Parameter(layer.post_attention_layernorm.weight * 2),
+    ),
+    "another epsilon": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.5),
+    "a hook on a norm": lambda layer: layer.input_layernorm.register_forward_hook(
+        lambda *call: call[2] * 2
+    ),
+    "a hook on an MLP": lambda layer: layer.mlp.register_forward_hook(lambda *call: call[2] * 2),
+    "another activation": lambda layer: setattr(layer.mlp, "act_fn", torch.nn.ReLU()),
+    "an adapter is disabled": lambda layer: layer.mlp.down_proj.enable_adapters(False),
+}
+
+
+@row_kernels
+@pytest.mark.parametrize("change", LAYER_CHANGES)
+def test_changes_of_a_layer_between_two_tokens_take_effect(change, monkeypatch):
+    model = adapted_model("fp32").base_model.model.model
+    layer = model.layers[0]
+    x = torch.randn(3, 1, layer.mlp.down_proj.out_features)
+    calls = []
+    for name in ("project_normed_rows", "decode_mlp_half"):
+        count_rows(monkeypatch, name, calls)
+    tables = model.rotary_emb(x, torch.zeros(1, 1, dtype=torch.long))
+
+    def output():
+        return layer(x, position_embeddings=tables)
+
+    with torch.no_grad():
+        with keep_cast_adapters():
+            before = output()
+            assert calls == [3, 3]
+            LAYER_CHANGES[change](layer)
+            after = output()
+        expected = output()
+    torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(before, after)
 
 
 @row_kernels
@@ -149,7 +219,7 @@ def test_changes_between_two_tokens_take_effect(change, monkeypatch):
     layer = adapted_model("fp32").base_model.model.model.layers[0]
     x = torch.randn(3, 1, layer.mlp.down_proj.out_features)
     rows = []
-    count_rows(monkeypatch, "project_rows", 8, rows)
+    count_rows(monkeypatch, "project_rows", rows)
 
     def outputs():
         attention = layer.self_attn

@@ -635,16 +635,28 @@ def _compute_with_siblings(
     if dtypes is None:
         return None
     y, *sibling_outputs = lora_group(x, projections, dtypes)
-    _store_sibling_outputs(siblings, x, sibling_outputs)
+    store_outputs(siblings, x, sibling_outputs)
     return y
 
 
-def _store_sibling_outputs(siblings: Sequence[Any], x: Tensor, outputs: Sequence[Tensor]) -> None:
+def store_outputs(layers: Sequence[Any], x: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Stores the outputs of layers for x, until each layer is called. A layer uses its output if it
+    is called with the same tensor.
+    """
     version = 0 if x.is_inference() else x._version
     grad_enabled = torch.is_grad_enabled()
-    for sibling, output in zip(siblings, outputs):
+    for layer, output in zip(layers, outputs):
         # through __dict__, since nn.Module's __setattr__ takes 2 us
-        sibling.__dict__[_SHARED_OUTPUT] = _SharedOutput((x, output, version, grad_enabled))
+        layer.__dict__[_SHARED_OUTPUT] = _SharedOutput((x, output, version, grad_enabled))
+
+
+def find_siblings(module: nn.Module) -> tuple[Any, ...] | None:
+    """Returns the first child of a module that has siblings, with the siblings, or None."""
+    for child in module.children():
+        siblings = child.__dict__.get(_SIBLINGS)
+        if siblings:
+            return child, *siblings
+    return None
 
 
 class _SharedOutput(NotCopied, tuple[Any, ...]):
@@ -745,7 +757,7 @@ def _project_few_rows(layer: Any, x: Tensor) -> Tensor | None:
         return None
     y, *sibling_outputs = row_layers.project(x)
     if sibling_outputs:
-        _store_sibling_outputs(layer.__dict__[_SIBLINGS], x, sibling_outputs)
+        store_outputs(layer.__dict__[_SIBLINGS], x, sibling_outputs)
     return y
 
 

@@ -133,6 +133,17 @@ class RowLayers:
                 return False
         return True
 
+    def allocate(self, x: Tensor) -> tuple[list[Tensor], list[int]]:
+        """Returns the outputs for x, still without values, and their addresses."""
+        leading = x.shape[:-1]
+        outputs = []
+        pointers = [0] * MAX_LAYERS
+        for i, columns in enumerate(self.columns):
+            y = x.new_empty((*leading, columns))
+            pointers[i] = y.data_ptr()
+            outputs.append(y)
+        return outputs, pointers
+
     def project(self, x: Tensor) -> list[Tensor]:
         """Computes x Wᵀ + bias + scale (x Aᵀ) Bᵀ of each layer.
 
@@ -141,13 +152,7 @@ class RowLayers:
         """
         if not x.is_contiguous():
             x = x.contiguous()
-        leading = x.shape[:-1]
-        outputs = []
-        pointers = [0] * MAX_LAYERS
-        for i, columns in enumerate(self.columns):
-            y = x.new_empty((*leading, columns))
-            pointers[i] = y.data_ptr()
-            outputs.append(y)
+        outputs, pointers = self.allocate(x)
         KERNELS.calls["project_rows"](
             self.dtype is torch.float32,
             x.data_ptr(),

@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include <atomic>
+#include <type_traits>
 
 extern "C" void shrink(const uint16_t* x, const uint16_t* a, uint16_t* out, int64_t tokens, int64_t n, int64_t ranks, int64_t x_step,
                        int64_t a_rank_step, int64_t a_step, int64_t out_step, float scale, int threads) {
@@ -344,6 +345,61 @@ extern "C" void project_rows(int64_t is_fp32, const void* x, const Layer* layers
       project<bf16>((const float*)x, layers[i], scales[i], (float*)outputs[i], tokens, features, threads);
     else
       project<float>((const float*)x, layers[i], scales[i], (float*)outputs[i], tokens, features, threads);
+}
+
+// --- a norm and the layers that read its output, and the second half of a decoder layer
+
+// `forward` of ops/rms_norm and ops/gated
+using NormForward = void (*)(int64_t x_dtype, int64_t y_dtype, const void* x, const void* residual, const float* weight, void* y, float* scale,
+                             void* total, int64_t rows, int64_t columns, int64_t x_stride, int64_t residual_stride, float eps, int threads);
+using GatedForward = void (*)(int64_t dtype, const void* x, const void* up, void* out, int64_t rows, int64_t columns, int64_t x_stride,
+                              int64_t up_stride, int64_t activation, int threads);
+
+// the numbers of the dtypes in cpp.py
+enum Dtype { FP32, BF16 };
+
+// The norm of x + residual, and the layers that read it. residual may be null, and the norm is then that of x; otherwise the sum is
+// written to total. Rows of all tensors have no gaps.
+extern "C" void project_normed_rows(int64_t is_fp32, NormForward norm, const float* norm_weight, const void* x, const void* residual,
+                                    void* total, void* normed, const Layer* layers, const float* scales, int64_t count, void* y0, void* y1,
+                                    void* y2, int64_t tokens, int64_t features, float eps, int threads) {
+  const Dtype dtype = is_fp32 ? FP32 : BF16;
+  norm(dtype, dtype, x, residual, norm_weight, normed, nullptr, total, tokens, features, features, features, eps, threads);
+  project_rows(is_fp32, normed, layers, scales, count, y0, y1, y2, tokens, features, threads);
+}
+
+template <class T>
+static void mlp_half(const T* x, const T* residual, T* y, NormForward norm, const float* norm_weight, GatedForward gated, int64_t activation,
+                     const Layer* inner, const float* inner_scales, int64_t inner_count, const Layer* down, const float* down_scale,
+                     int64_t tokens, float eps, int threads) {
+  constexpr bool IS_FP32 = std::is_same_v<T, float>;
+  const int64_t features = down->columns, elements = tokens * features;
+  // gate and up are two layers, or the halves of one
+  const int64_t width = inner_count == 2 ? inner[0].columns : inner[0].columns / 2, up_start = inner_count == 2 ? tokens * width : width;
+  static thread_local std::vector<T> memory;
+  memory.resize(2 * elements + 3 * tokens * width);
+  T *total = memory.data(), *normed = total + elements, *gate = normed + elements, *product = gate + 2 * tokens * width;
+  project_normed_rows(IS_FP32, norm, norm_weight, x, residual, total, normed, inner, inner_scales, inner_count, gate, gate + up_start, nullptr,
+                      tokens, features, eps, threads);
+  const int64_t step = inner[0].columns;
+  gated(IS_FP32 ? FP32 : BF16, gate, gate + up_start, product, tokens, width, step, step, activation, threads);
+  project_rows(IS_FP32, product, down, down_scale, 1, y, nullptr, nullptr, tokens, width, threads);
+  isotype::each_vector(elements, [=](int64_t i, auto count) {
+    isotype::store(y + i, isotype::load(total + i, count, 0.0f) + isotype::load(y + i, count, 0.0f), count);
+  });
+}
+
+// y = (x + residual) + down(activation(gate(n)) * up(n)) with n = norm(x + residual). The sum is rounded as each layer's output is.
+extern "C" void decode_mlp_half(int64_t is_fp32, const void* x, const void* residual, void* y, NormForward norm, const float* norm_weight,
+                                GatedForward gated, int64_t activation, const Layer* inner, const float* inner_scales, int64_t inner_count,
+                                const Layer* down, const float* down_scale, int64_t tokens, float eps, int threads) {
+  using isotype::bf16;
+  if (is_fp32)
+    mlp_half((const float*)x, (const float*)residual, (float*)y, norm, norm_weight, gated, activation, inner, inner_scales, inner_count, down,
+             down_scale, tokens, eps, threads);
+  else
+    mlp_half((const bf16*)x, (const bf16*)residual, (bf16*)y, norm, norm_weight, gated, activation, inner, inner_scales, inner_count, down,
+             down_scale, tokens, eps, threads);
 }
 
 // Writes the values of an fp32 weight in bf16, and whether each of them is a bf16 number. Stops at the first block with another one.

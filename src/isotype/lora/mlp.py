@@ -748,8 +748,8 @@ def run_gated_mlp(layers: Sequence[Any], x: Tensor, gated_op: Gated) -> Tensor |
         return None
     kept_layers = kept_row_layers()
     if kept_layers is not None and not in_graph:
-        row_layers: _MlpRowLayers | None = find_row_layers(
-            kept_layers, tuple(layers), x, _MlpRowLayers.read
+        row_layers: MlpRowLayers | None = find_row_layers(
+            kept_layers, tuple(layers), x, MlpRowLayers.read
         )
         if row_layers is not None:
             return row_layers.compute(x, gated_op)
@@ -790,7 +790,7 @@ def run_gated_mlp(layers: Sequence[Any], x: Tensor, gated_op: Gated) -> Tensor |
     return lora_mlp(x, inner, down, gated_op, dtypes, is_eager=not in_graph)
 
 
-class _MlpRowLayers:
+class MlpRowLayers:
     """The layers of a gated MLP, as the kernel for a few rows reads them."""
 
     __slots__ = ("down", "inner", "layers")
@@ -801,7 +801,7 @@ class _MlpRowLayers:
         self.down = down
 
     @staticmethod
-    def read(layers: Sequence[Any], x: Tensor) -> _MlpRowLayers | None:
+    def read(layers: Sequence[Any], x: Tensor) -> MlpRowLayers | None:
         inner = read_row_layers(layers[:-1], x, allow_unadapted=True)
         if inner is None:
             return None
@@ -811,7 +811,7 @@ class _MlpRowLayers:
         )
         if down is None:
             return None
-        return _MlpRowLayers(layers, inner, down)
+        return MlpRowLayers(layers, inner, down)
 
     def is_usable(self, x: Tensor) -> bool:
         """Whether the kernel computes this call. The hooks of a layer run only in its own call."""

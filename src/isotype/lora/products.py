@@ -66,6 +66,8 @@ KERNELS = CppKernels(
     few_rows="ppppppiiiiiiiiif",
     project_rows="ipaaipppii",
     narrow_weight="ppia",
+    project_normed_rows="iaaaaaaaaipppiif",
+    decode_mlp_half="iaaaaaaiaaiaaif",
 )
 
 # the result of `kernels_available`, once it is known. A layer asks for it three times per step, and

@@ -145,6 +145,12 @@ class CppKernels:
             function.restype = None
             self.calls[name] = function
 
+    def address(self, name: str) -> int:
+        """Returns the address of a function, for kernels of another op that call it."""
+        address = ctypes.cast(self.calls[name], ctypes.c_void_p).value
+        assert address is not None
+        return address
+
     def __call__(self, name: str, *arguments: Any) -> None:
         values = list(arguments)
         for i in self.pointers[name]:

@@ -23,15 +23,21 @@ from ..instance_method import INSTALLED_KEY, InstanceMethod, get_forward_setting
 from ..lora.attach import (
     GLOBAL_FORWARD_HOOKS,
     GLOBAL_FORWARD_PRE_HOOKS,
+    find_row_layers,
+    find_siblings,
     has_hooks,
     is_fused,
+    read_row_layers,
     refresh_plan,
 )
-from ..lora.mlp import run_gated_mlp
+from ..lora.mlp import MlpRowLayers, run_gated_mlp
+from ..lora.products import kept_row_layers
 from ..ops import add_rms_norm, gelu_mul, rms_norm, rope, silu_mul
 from ..ops.gated import Gated
+from ..ops.gated.op import KERNELS as GATED_KERNELS
 from ..ops.recomputable import mark_recomputable
 from ..ops.recomputed_layer import mark_layer_hooked, running_checkpointed_layers
+from .decode import MlpHalf, NormedRows, ReadNorm
 
 # key in a model's `__dict__` for the modules in which an op was installed
 PLACED_KEY = "_isotype_placed"
@@ -130,6 +136,20 @@ def norm_forward(
         rms_norm, eps=eps, unit_offset=settings.unit_offset, out_dtype=settings.out_dtype
     )
     return mark_recomputable(norm(hidden_states, weight), norm, hidden_states, weight)
+
+
+def read_norm_settings(norm: nn.Module) -> tuple[NormSettings, float] | None:
+    """Returns the settings of a norm and its epsilon. Returns None if its forward is not
+    `norm_forward`, or if a hook may change its input.
+    """
+    method = norm.__dict__.get("forward")
+    if type(method) is not InstanceMethod or method.function is not norm_forward:
+        return None
+    if norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+        return None
+    settings: NormSettings = get_forward_settings(norm)
+    eps = USUAL_EPSILON if settings.eps_attribute is None else norm.__dict__[settings.eps_attribute]
+    return settings, eps
 
 
 def norm_with_residual(
@@ -263,12 +283,21 @@ def run_layer(
         normed = x
         residual = x
     else:
-        normed, residual = norm_with_residual(children[half.norm_before], x, None)
+        norm = children[half.norm_before]
+        normed_or_none = normed_input(norm, attention, x)
+        if normed_or_none is None:
+            normed, residual = norm_with_residual(norm, x, None)
+        else:
+            normed = normed_or_none
+            residual = x
     if running_checkpointed_layers and has_hooks(attention):
         mark_layer_hooked()
     x = attention(hidden_states=normed, **arguments)[0]
     del normed
     x = x if half.norm_after is None else children[half.norm_after](x)
+    token_output = mlp_half(self, x, residual)
+    if token_output is not None:
+        return token_output
     half = settings.mlp
     if half.norm_before is None or settings.scale is not None:
         # no norm reads this sum, or a factor scales one of its terms
@@ -354,6 +383,15 @@ def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
     return fused_output
 
 
+def read_gated_settings(mlp: nn.Module) -> GatedSettings | None:
+    """Returns the settings of a gated MLP, or None if its forward is not `gated_forward`."""
+    method = mlp.__dict__.get("forward")
+    if type(method) is not InstanceMethod or method.function is not gated_forward:
+        return None
+    settings: GatedSettings = get_forward_settings(mlp)
+    return settings
+
+
 def compute_gated(module: nn.Module, x: Tensor, settings: GatedSettings) -> Tensor:
     if settings.up is None:
         gate, up = getattr(module, settings.gate)(x).chunk(2, dim=-1)
@@ -366,6 +404,80 @@ def compute_gated(module: nn.Module, x: Tensor, settings: GatedSettings) -> Tens
         # dtypes
         return down(getattr(module, settings.activation)(gate) * up)
     return down(ACTIVATIONS[settings.op][1](gate, up))
+
+
+# --- the few rows of a generated token
+
+
+def normed_input(norm: nn.Module, attention: nn.Module, x: Tensor) -> Tensor | None:
+    """Computes the norm before attention, together with the projections of attention. Returns None
+    if the norm has to be called.
+    """
+    kept = kept_row_layers()
+    if kept is None or torch.compiler.is_dynamo_compiling():
+        return None
+    rows: NormedRows | None = find_row_layers(kept, (norm, attention), x, _read_normed_rows)
+    if rows is None:
+        return None
+    return rows.compute(x)
+
+
+def _read_normed_rows(key: tuple[Any, Any], x: Tensor) -> NormedRows | None:
+    norm, attention = key
+    norm_settings = read_norm_settings(norm)
+    layers = find_siblings(attention)
+    if norm_settings is None or layers is None:
+        return None
+    read_norm = ReadNorm.read(norm, *norm_settings, x.dtype)
+    rows = read_row_layers(layers, x)
+    if read_norm is None or rows is None:
+        return None
+    return NormedRows(read_norm, layers, rows)
+
+
+def mlp_half(layer: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    """Computes t + mlp(norm(t)) with t = residual + x. Returns None if the modules have to be
+    called.
+
+    x  the output of attention
+    """
+    kept = kept_row_layers()
+    if kept is None or residual is None or torch.compiler.is_dynamo_compiling():
+        return None
+    if residual.dtype is not x.dtype or residual.shape != x.shape:
+        return None
+    half: MlpHalf | None = find_row_layers(kept, layer, x, _read_mlp_half)
+    if half is None:
+        return None
+    return half.compute(x, residual)
+
+
+def _read_mlp_half(layer: nn.Module, x: Tensor) -> MlpHalf | None:
+    settings: LayerSettings = get_forward_settings(layer)
+    children = cast(Any, layer._modules)
+    half = settings.mlp
+    if (
+        half.norm_before is None
+        or half.norm_after is not None
+        or settings.scale is not None
+        or settings.mlp_returns_tuple
+        or not GATED_KERNELS.load()
+    ):
+        return None
+    mlp = children[half.part]
+    norm_settings = read_norm_settings(children[half.norm_before])
+    gated_settings = read_gated_settings(mlp)
+    if norm_settings is None or gated_settings is None:
+        return None
+    names = (gated_settings.gate, gated_settings.up, gated_settings.down)
+    layers = [mlp._modules[name] for name in names if name is not None]
+    read_norm = ReadNorm.read(children[half.norm_before], *norm_settings, x.dtype)
+    read_layers = MlpRowLayers.read(layers, x)
+    if read_norm is None or read_layers is None:
+        return None
+    if read_layers.down.columns != [x.shape[-1]]:
+        return None
+    return MlpHalf(read_norm, mlp, gated_settings, read_layers)
 
 
 # --- rotary functions

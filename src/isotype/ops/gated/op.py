@@ -94,6 +94,11 @@ KERNELS = CppKernels(__file__, forward="dpppiiiii", backward="dppppppiiiiii")
 _ACTIVATION_NUMBERS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
+def activation_number(kind: Gated) -> int:
+    """Returns the number in cpu.cpp of the activation of an op."""
+    return _ACTIVATION_NUMBERS[_ACTIVATIONS[kind]]
+
+
 def _empty_like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 

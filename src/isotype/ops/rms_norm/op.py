@@ -110,6 +110,17 @@ def _norm_without_gradients(
     return y, total
 
 
+def kernel_weight(weight_H: Tensor, *, unit_offset: bool) -> Tensor:
+    """Returns the weight as the kernel reads it: in fp32, without gaps, and with Gemma's 1 added."""
+    if weight_H.dtype is not torch.float32:
+        weight_H = weight_H.to(torch.float32)
+    if weight_H.stride(0) != 1:
+        weight_H = weight_H.contiguous()
+    if unit_offset:
+        weight_H = weight_H + 1.0
+    return weight_H
+
+
 def _call_cpp_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -120,17 +131,11 @@ def _call_cpp_forward(
     scale: Tensor | None,
     total: Tensor | None,
 ) -> None:
-    # the kernel reads rows of adjacent values, and the weight in fp32
+    # the kernel reads rows of adjacent values
     x_TH = x.reshape(-1, x.shape[-1])
     if x_TH.stride(1) != 1:
         x_TH = x_TH.contiguous()
-    w_H = weight_H
-    if w_H.dtype is not torch.float32:
-        w_H = w_H.to(torch.float32)
-    if w_H.stride(0) != 1:
-        w_H = w_H.contiguous()
-    if unit_offset:
-        w_H = w_H + 1.0
+    w_H = kernel_weight(weight_H, unit_offset=unit_offset)
     residual_TH = None
     residual_stride = 0
     if residual is not None:
