@@ -176,6 +176,14 @@ def narrow_exactly(weight_OK: Tensor) -> Tensor | None:
     size = 2 * weight_OK.numel()
     if kept is None or size > kept.copy_bytes or not weight_OK.is_contiguous():
         return None
+    narrow_OK = copy_in_bf16(weight_OK)
+    if narrow_OK is not None:
+        kept.copy_bytes -= size
+    return narrow_OK
+
+
+def copy_in_bf16(weight_OK: Tensor) -> Tensor | None:
+    """Returns a copy of a contiguous fp32 weight in bf16, or None if a value would change."""
     narrow_OK = torch.empty_like(weight_OK, dtype=torch.bfloat16)
     # not a tensor, since a tensor would have to be read through the dispatcher
     is_exact = ctypes.c_int64()
@@ -186,10 +194,7 @@ def narrow_exactly(weight_OK: Tensor) -> Tensor | None:
         weight_OK.numel(),
         ctypes.addressof(is_exact),
     )
-    if not is_exact.value:
-        return None
-    kept.copy_bytes -= size
-    return narrow_OK
+    return narrow_OK if is_exact.value else None
 
 
 def _cpu_autocast_dtype() -> torch.dtype | None:

@@ -30,14 +30,14 @@ from ..lora.attach import (
     read_row_layers,
     refresh_plan,
 )
+from ..lora.decode import MlpHalf, NormedRows, ReadNorm, are_norm_kernels_usable
 from ..lora.mlp import MlpRowLayers, run_gated_mlp
 from ..lora.products import kept_row_layers
 from ..ops import add_rms_norm, gelu_mul, rms_norm, rope, silu_mul
 from ..ops.gated import Gated
-from ..ops.gated.op import KERNELS as GATED_KERNELS
 from ..ops.recomputable import mark_recomputable
 from ..ops.recomputed_layer import mark_layer_hooked, running_checkpointed_layers
-from .decode import MlpHalf, NormedRows, ReadNorm
+from ..precision.apply import is_cast_hook
 
 # key in a model's `__dict__` for the modules in which an op was installed
 PLACED_KEY = "_isotype_placed"
@@ -138,18 +138,32 @@ def norm_forward(
     return mark_recomputable(norm(hidden_states, weight), norm, hidden_states, weight)
 
 
-def read_norm_settings(norm: nn.Module) -> tuple[NormSettings, float] | None:
-    """Returns the settings of a norm and its epsilon. Returns None if its forward is not
-    `norm_forward`, or if a hook may change its input.
+def read_norm(norm: nn.Module, dtype: torch.dtype) -> ReadNorm | None:
+    """Reads a norm for `lora.decode`. Returns None if its forward is not `norm_forward`, or if a
+    hook may change its result for an input of this dtype.
     """
     method = norm.__dict__.get("forward")
     if type(method) is not InstanceMethod or method.function is not norm_forward:
         return None
-    if norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
-        return None
     settings: NormSettings = get_forward_settings(norm)
-    eps = USUAL_EPSILON if settings.eps_attribute is None else norm.__dict__[settings.eps_attribute]
-    return settings, eps
+    hooks: Any = norm._forward_hooks
+    may_change = bool(norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
+    for hook in hooks.values():
+        if not is_cast_hook(hook) or hook.cast_dtype is not dtype:
+            may_change = True
+    if (
+        may_change
+        or settings.out_dtype not in (None, dtype)
+        or not are_norm_kernels_usable(norm._parameters.get("weight"))
+    ):
+        return None
+    attribute = settings.eps_attribute
+    return ReadNorm(
+        norm,
+        eps=USUAL_EPSILON if attribute is None else norm.__dict__[attribute],
+        eps_attribute=attribute,
+        unit_offset=settings.unit_offset,
+    )
 
 
 def norm_with_residual(
@@ -383,15 +397,6 @@ def gated_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
     return fused_output
 
 
-def read_gated_settings(mlp: nn.Module) -> GatedSettings | None:
-    """Returns the settings of a gated MLP, or None if its forward is not `gated_forward`."""
-    method = mlp.__dict__.get("forward")
-    if type(method) is not InstanceMethod or method.function is not gated_forward:
-        return None
-    settings: GatedSettings = get_forward_settings(mlp)
-    return settings
-
-
 def compute_gated(module: nn.Module, x: Tensor, settings: GatedSettings) -> Tensor:
     if settings.up is None:
         gate, up = getattr(module, settings.gate)(x).chunk(2, dim=-1)
@@ -424,15 +429,14 @@ def normed_input(norm: nn.Module, attention: nn.Module, x: Tensor) -> Tensor | N
 
 def _read_normed_rows(key: tuple[Any, Any], x: Tensor) -> NormedRows | None:
     norm, attention = key
-    norm_settings = read_norm_settings(norm)
     layers = find_siblings(attention)
-    if norm_settings is None or layers is None:
+    norm_reading = read_norm(norm, x.dtype)
+    if norm_reading is None or layers is None:
         return None
-    read_norm = ReadNorm.read(norm, *norm_settings, x.dtype)
     rows = read_row_layers(layers, x)
-    if read_norm is None or rows is None:
+    if rows is None:
         return None
-    return NormedRows(read_norm, layers, rows)
+    return NormedRows(norm_reading, layers, rows)
 
 
 def mlp_half(layer: nn.Module, x: Tensor, residual: Tensor | None) -> Tensor | None:
@@ -456,28 +460,34 @@ def _read_mlp_half(layer: nn.Module, x: Tensor) -> MlpHalf | None:
     settings: LayerSettings = get_forward_settings(layer)
     children = cast(Any, layer._modules)
     half = settings.mlp
+    mlp = children[half.part]
+    method = mlp.__dict__.get("forward")
+    is_plain_half = (
+        half.norm_before is not None
+        and half.norm_after is None
+        and settings.scale is None
+        and not settings.mlp_returns_tuple
+    )
     if (
-        half.norm_before is None
-        or half.norm_after is not None
-        or settings.scale is not None
-        or settings.mlp_returns_tuple
-        or not GATED_KERNELS.load()
+        not is_plain_half
+        or type(method) is not InstanceMethod
+        or method.function is not gated_forward
     ):
         return None
-    mlp = children[half.part]
-    norm_settings = read_norm_settings(children[half.norm_before])
-    gated_settings = read_gated_settings(mlp)
-    if norm_settings is None or gated_settings is None:
+    gated: GatedSettings = get_forward_settings(mlp)
+    names = (gated.gate, gated.up, gated.down)
+    norm_reading = read_norm(children[half.norm_before], x.dtype)
+    layers = MlpRowLayers.read([mlp._modules[name] for name in names if name is not None], x)
+    if norm_reading is None or layers is None or layers.down.columns != [x.shape[-1]]:
         return None
-    names = (gated_settings.gate, gated_settings.up, gated_settings.down)
-    layers = [mlp._modules[name] for name in names if name is not None]
-    read_norm = ReadNorm.read(children[half.norm_before], *norm_settings, x.dtype)
-    read_layers = MlpRowLayers.read(layers, x)
-    if read_norm is None or read_layers is None:
-        return None
-    if read_layers.down.columns != [x.shape[-1]]:
-        return None
-    return MlpHalf(read_norm, mlp, gated_settings, read_layers)
+    return MlpHalf(
+        norm_reading,
+        mlp,
+        layers,
+        gated_op=gated.op,
+        activation_name=gated.activation,
+        activation=gated.function,
+    )
 
 
 # --- rotary functions
