@@ -191,6 +191,7 @@ INNER = {
     ),
     "isotype.optimize.deferred": "DeferredLogits defer",
     "isotype.optimize.denoiser": "denoiser=",
+    "isotype.optimize.forwards": "forwards=",
     "isotype.optimize.gated": "gated=",
     "isotype.optimize.head": "head= BYPASSED_NOTE Targets compute_loss takes_targets",
     "isotype.optimize.instances": "module_kind",

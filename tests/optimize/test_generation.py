@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from isotype.data.rows import SamplePrompt
-from isotype.optimize import forwards, optimize
+from isotype.optimize import optimize
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from tests.api import (
     LORA_KERNELS,
     batch_prompts,
     can_skip_padding,
+    forwards,
     generate_samples,
     keep_cast_adapters,
     kernels_unavailable_reason,
