@@ -4,11 +4,15 @@ beside TRL's SFTTrainer with PEFT on the same model, rows and settings.
     python -m benchmarks.whole_run                          # a Llama of 33M, 40 steps of 4 rows
     python -m benchmarks.whole_run --hidden 1536 --layers 20 --steps 2 --batch 2 --length 128
     python -m benchmarks.whole_run --only isotype --json out.json
+    python -m benchmarks.whole_run --precision fp32         # on a CPU without bf16 instructions
+    python -m benchmarks.whole_run --only isotype --build   # with an empty folder for compiled kernels
 
-Both train a LoRA adapter of all linear layers in bf16, evaluate the same held-out rows as often, and
-save. Isotype also checks the run before step 1, observes dtypes, saves checkpoints, and loads its
-adapter again. Each contender is one process with the same number of threads. CPU time is that of the
-process and of the processes it started.
+Both train a LoRA adapter of all linear layers (bf16 by default), evaluate the same held-out rows as
+often, and save. The imports of the libraries, which both need, and those of the program itself are
+separate parts. The part `data` is reading, rendering and tokenising all rows. Isotype also checks the
+run before step 1, observes dtypes, saves checkpoints, and loads its adapter again. Each contender is
+one process with the same number of threads. CPU time is that of the process and of the processes it
+started.
 """
 
 from __future__ import annotations
@@ -109,15 +113,27 @@ def write_inputs(
     (folder / "eval.jsonl").write_text("".join(lines[:eval_count]))
 
 
+def import_libraries() -> dict[str, float]:
+    """Imports PyTorch, the model's class and PEFT. Returns the CPU seconds since the start of the
+    process.
+    """
+    for name in ("torch", "transformers.models.llama.modeling_llama", "peft"):
+        import_module(name)
+    return {"imports of libraries": cpu_seconds()}
+
+
 def run_isotype(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Trains with `isotype.train` in this process."""
+    from isotype.environment.hub_kernels import disable_hub_kernels
+
+    disable_hub_kernels()  # imports bitsandbytes as a run does
+    seconds = import_libraries()
     import isotype
     from isotype.entry import train as entry
 
     import_module("isotype.tasks.choose")
     import_module("isotype.tasks.language.task")
-    import_module("peft")
-    seconds = {"imports": cpu_seconds()}
+    seconds["imports of Isotype"] = cpu_seconds() - seconds["imports of libraries"]
     for name, (module_name, attribute) in PARTS.items():
         measure_part(name, module_name, attribute, seconds)
     run = entry.train(
@@ -130,7 +146,7 @@ def run_isotype(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "loss_on": "all",
         },
         adapter={"kind": "lora", "r": 16},
-        precision="bf16-lora",
+        precision="fp32" if arguments.precision == "fp32" else "bf16-lora",
         train={
             "steps": arguments.steps,
             "batch_size": arguments.batch,
@@ -144,15 +160,21 @@ def run_isotype(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def run_trl(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Trains with TRL's SFTTrainer and PEFT."""
+    seconds = import_libraries()
     import torch
     from datasets import load_dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    seconds = {"imports": cpu_seconds()}
+    seconds["imports of TRL"] = cpu_seconds() - seconds["imports of libraries"]
+    is_bf16 = arguments.precision == "bf16"
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    start = cpu_seconds()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+    seconds["model"] = cpu_seconds() - start
+    start = cpu_seconds()
     files = {name: str(folder / f"{name}.jsonl") for name in ("train", "eval")}
     rows = load_dataset("json", data_files=files, cache_dir=str(folder / "cache"))
     settings = SFTConfig(
@@ -163,7 +185,7 @@ def run_trl(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         max_length=arguments.length,
         learning_rate=2e-4,
         lr_scheduler_type="cosine",
-        bf16=True,
+        bf16=is_bf16,
         use_cpu=True,
         eval_strategy="steps",
         eval_steps=arguments.steps,
@@ -182,7 +204,7 @@ def run_trl(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         processing_class=tokenizer,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
     )
-    seconds["data and model"] = cpu_seconds() - seconds["imports"]
+    seconds["data, adapter and trainer"] = cpu_seconds() - start
     start = cpu_seconds()
     trainer.train()
     seconds["steps and evaluation"] = cpu_seconds() - start
@@ -196,8 +218,11 @@ def run_trl(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def measure(contender: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Runs a contender in a process of its own."""
     options = [f"--{name}={value}" for name, value in vars(arguments).items() if name in SIZES]
+    options.append(f"--precision={arguments.precision}")
     command = [sys.executable, "-m", "benchmarks.whole_run", "--worker", contender, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    if arguments.build:
+        environment["ISOTYPE_CACHE"] = str(folder / "kernels")
     process = subprocess.run(
         [*command, "--folder", str(folder)],
         env=environment,
@@ -233,6 +258,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--build", action="store_true", help="compile the kernels in the run")
     parser.add_argument("--only", choices=CONTENDERS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
@@ -254,12 +281,15 @@ def main() -> None:
                 f" {result['loss']:.4f}; {arguments.threads} thread(s), load {load:.1f}"
             )
             for part, seconds in result["parts"].items():
-                print(f"  {part:<36}{seconds:7.1f}  {seconds / total:6.1%}", flush=True)
+                rows_text = ""
+                if part.startswith("data"):
+                    rows_text = f"  {arguments.rows / seconds:,.0f} rows per CPU second"
+                print(f"  {part:<36}{seconds:7.1f}  {seconds / total:6.1%}{rows_text}", flush=True)
     if len(results) == len(CONTENDERS):
         ratio = results["trl"]["cpu_seconds"] / results["isotype"]["cpu_seconds"]
         print(f"isotype takes 1/{ratio:.2f} of TRL's CPU time")
     if arguments.json:
-        sizes = {name: getattr(arguments, name) for name in SIZES}
+        sizes = {name: getattr(arguments, name) for name in (*SIZES, "precision")}
         text = json.dumps({"sizes": sizes, "results": results}, indent=1)
         arguments.json.write_text(text + "\n")
 

@@ -23,6 +23,7 @@ from isotype.config.load import load
 from isotype.config.schema import RunConfig
 from isotype.tasks.choose import train
 from isotype.tasks.language.task import LanguageTask
+from isotype.training.task import MeanSizes
 
 
 def schedule(*, steps: int, eval_rows: int, **sections) -> RunSchedule:
@@ -181,7 +182,8 @@ def test_the_header_names_the_time_of_steps_evaluations_samples_and_the_check(
 
 def test_the_time_of_a_run_is_the_sum_of_its_parts():
     plan = schedule(steps=200, eval_rows=500, run={"sample_every": 100})
-    task = SimpleNamespace(config=RunConfig(train={"batch_size": 4}), samples=4)
+    config = RunConfig(train={"batch_size": 4})
+    task = SimpleNamespace(config=config, samples=4, mean_sizes=MeanSizes())
     text = describe_time(task, plan, Trial(batch_seconds=2.0, sample_seconds=10.0))
     assert text == (
         "about 9:51: steps 6:40, evaluation 2:39, samples 0:30, check at the end 0:02;"
@@ -189,3 +191,7 @@ def test_the_time_of_a_run_is_the_sum_of_its_parts():
     )
     unknown = describe_time(task, plan, Trial(batch_seconds=2.0))
     assert unknown.startswith("about 9:21 without samples: steps 6:40, evaluation 2:39, check")
+    task.mean_sizes = MeanSizes(training=0.5, evaluation=0.25)
+    text = describe_time(task, plan, Trial(batch_seconds=2.0, sample_seconds=10.0))
+    assert text.startswith("about 4:32: steps 3:20, evaluation 0:40, samples 0:30,")
+    assert text.endswith("a batch of the longest rows takes 2 s, an average batch 50% of that")

@@ -3,7 +3,8 @@ result.
 
 The header of a run uses the measured time of a trial step. `isotype plan` runs no model. On a CPU,
 it measures for about 0.2 s how fast this machine multiplies matrices and reads weights, and
-computes the times from the FLOPs of the longest rows and from the bytes of the weights. There is no
+computes the times from the FLOPs of the longest rows, the lengths of all rows, and the bytes of the
+weights. There is no
 such estimate for a GPU. On a GPU, launching the kernels takes most of the time of a small step or
 of one generated token, and this time cannot be computed from FLOPs and bytes.
 """
@@ -35,20 +36,24 @@ MEASURED_SECONDS = 0.1  # duration of one measurement
 def part_seconds(
     task: Task, schedule: RunSchedule, batch_seconds: float, sample_seconds: float
 ) -> dict[str, float]:
-    """Returns the seconds of each part of a run, as if all rows were as long as the longest row.
+    """Returns the seconds of each part of a run. The time of a batch is assumed to be proportional
+    to its size.
 
-    batch_seconds   the time of a forward and a backward of a micro-batch
+    batch_seconds   the time of a forward and a backward of the largest micro-batch
     sample_seconds  the time of one round of samples
     """
     train = task.config.train
+    sizes = task.mean_sizes
     # a forward takes at most half of the time of forward and backward
     forward_seconds = batch_seconds / 2
     evaluated_rows = schedule.evaluations * schedule.evaluated_rows
     if schedule.eval_stride > 1:
         evaluated_rows += schedule.eval_rows
     return {
-        "steps": schedule.total * train.accumulate * batch_seconds,
-        "evaluation": evaluated_rows / evaluation_batch_size(train) * forward_seconds,
+        "steps": schedule.total * train.accumulate * batch_seconds * sizes.training,
+        "evaluation": (
+            evaluated_rows / evaluation_batch_size(train) * forward_seconds * sizes.evaluation
+        ),
         "samples": schedule.sample_rounds * sample_seconds,
         # one row before the result is loaded again, and one after that
         "check at the end": 2 * forward_seconds,
@@ -83,7 +88,7 @@ class TimeEstimate:
         without = "" if self.has_samples else " without samples"
         return (
             f"about {format_duration(sum(self.parts.values()))}{without}, estimated:"
-            f" {format_parts(self.parts)}; from the FLOPs of the longest rows and"
+            f" {format_parts(self.parts)}; from the FLOPs of the rows and"
             f" {self.flops_per_second / 1e9:.0f} GFLOP/s, measured on this machine now"
         )
 

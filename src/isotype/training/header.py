@@ -158,18 +158,19 @@ def _describe_memory(prepared: Prepared, trial: Trial) -> str:
 
 
 def _describe_time(task: Task, schedule: RunSchedule, trial: Trial) -> str:
-    """Returns a text with an upper estimate of the run's time, or "" if no batch was timed. The
-    estimate is a sum of the times for the steps, the evaluations, the samples and the check of the
-    result. It assumes that every row is as long as the longest row.
+    """Returns a text with an estimate of the run's time, or "" if no batch was timed. The estimate
+    is a sum of the times for the steps, the evaluations, the samples and the check of the result.
     """
     if trial.batch_seconds is None:
         return ""
     parts = part_seconds(task, schedule, trial.batch_seconds, trial.sample_seconds or 0.0)
     is_complete = trial.sample_seconds is not None or not task.samples or not schedule.sample_every
     omission_text = "" if is_complete else " without samples"
+    mean_size = task.mean_sizes.training
+    mean_text = f", an average batch {mean_size:.0%} of that" if mean_size < 1 else ""
     return (
         f"about {format_duration(sum(parts.values()))}{omission_text}: {format_parts(parts)};"
-        f" a batch of the longest rows takes {trial.batch_seconds:.2g} s"
+        f" a batch of the longest rows takes {trial.batch_seconds:.2g} s{mean_text}"
     )
 
 

@@ -217,6 +217,16 @@ class Check:
 
 
 @dataclass(frozen=True)
+class MeanSizes:
+    """The mean size of a training batch and of an evaluation batch, both divided by the size of the
+    largest training batch. 1.0 if all batches are as large as this one, or if the sizes are unknown.
+    """
+
+    training: float = 1.0
+    evaluation: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelOutline:
     """A run's model on the meta device. Its tensors have shapes and dtypes, but no data.
 
@@ -342,6 +352,10 @@ class Task(Protocol):
 
     def largest_rows(self, count: int) -> Sequence[Any]:
         """Returns the rows of the largest batch that can occur in training."""
+
+    @property
+    def mean_sizes(self) -> MeanSizes:
+        """The mean sizes of the run's batches, from which the time of the run is estimated."""
 
     def outline_model(self, precision: Precision, *, device_type: str) -> ModelOutline:
         """Returns the model that `build_model` would return, but without its weights. Raises

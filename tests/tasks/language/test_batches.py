@@ -1,5 +1,6 @@
 """Rows of an epoch, their padding, FLOPs, and samples that leave no trace."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from isotype.tasks.choose import train
 from isotype.tasks.language.batches import (
     Batch,
     collate,
+    mean_longest,
     model_inputs,
     needs_single_packed_row,
     next_tokens,
@@ -24,6 +26,14 @@ from isotype.tasks.language.task import flops_per_token
 from tests.api import MIN_QUERIES, DocumentMask, join_rows, padding_mask_reason
 from tests.models import FAMILIES, lora, rows, tiny
 from tests.results import same_tensors
+
+
+def test_mean_longest_is_the_mean_over_all_choices_of_rows():
+    lengths = [7, 3, 3, 10]
+    longest = [max(pair) for pair in itertools.product(lengths, repeat=2)]
+    assert mean_longest(lengths, 2) == pytest.approx(sum(longest) / len(longest))
+    assert mean_longest(lengths, 1) == pytest.approx(23 / 4)
+    assert mean_longest([], 2) == 0
 
 
 def test_a_weighted_source_goes_on_where_the_last_epoch_left_it():

@@ -25,6 +25,7 @@ from ...training.task import (
     Check,
     Evaluation,
     HeaderRows,
+    MeanSizes,
     MetricNames,
     ModelOutline,
     StepOutline,
@@ -131,6 +132,10 @@ class DiffusionTask:
 
     def largest_rows(self, count: int) -> list[PlacedRow]:
         return self.data.largest_rows(count)
+
+    @property
+    def mean_sizes(self) -> MeanSizes:
+        return MeanSizes()  # buckets have about the same number of pixels
 
     def outline_model(self, precision: Precision, *, device_type: str) -> ModelOutline:
         return outline_model(self.run, precision, device_type=device_type)

@@ -289,6 +289,19 @@ def longest_rows(rows: Sequence[Any], count: int) -> list[Any]:
     return [rows[i] for i in sorted(range(len(rows)), key=lambda i: -lengths[i])[:count]]
 
 
+def mean_longest(lengths: Sequence[int], count: int) -> float:
+    """Returns the mean length of the longest row of `count` rows that are chosen at random. Returns
+    0 if there are no rows.
+    """
+    if not len(lengths):
+        return 0.0
+    lengths_N = torch.as_tensor(lengths, dtype=torch.float64).sort().values
+    # the probability that none of the chosen rows is longer than the n-th shortest row
+    shares_N = torch.arange(1, len(lengths_N) + 1, dtype=torch.float64) / len(lengths_N)
+    no_longer_N = shares_N**count
+    return float((lengths_N * no_longer_N.diff(prepend=no_longer_N.new_zeros(1))).sum())
+
+
 def shortest_rows(rows: Sequence[Any], count: int) -> list[Any]:
     """Returns the `count` shortest rows, beginning with the shortest. Rows with pictures come
     before rows without pictures, because rows with pictures also run the vision tower.

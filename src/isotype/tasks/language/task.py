@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,13 +44,14 @@ from ...training.task import (
     Batch,
     Evaluation,
     HeaderRows,
+    MeanSizes,
     MetricNames,
     ModelOutline,
     StepOutline,
     evaluation_batch_size,
 )
 from ...wording import pluralise
-from .batches import longest_rows, padded_length, shortest_rows, split_by_pictures
+from .batches import longest_rows, mean_longest, padded_length, shortest_rows, split_by_pictures
 from .distil import Distil
 from .kto import Kto
 from .objective import NextToken, Objective
@@ -337,6 +339,18 @@ class LanguageTask:
             world=world,
             objective=self.objective,
         )
+
+    @property
+    def mean_sizes(self) -> MeanSizes:
+        batch_rows = self.config.train.batch_size * self.objective.answers_per_row
+        train_length = mean_longest(row_lengths(self.data.train), batch_rows)
+        # evaluation rows are sorted by length, so their batches have almost no padding
+        eval_length = mean_longest(row_lengths(self.data.eval), 1)
+        largest, train_padded, eval_padded = (
+            padded_length(math.ceil(length), self.device_type)
+            for length in (len(self.data.longest(1)[0].input_ids), train_length, eval_length)
+        )
+        return MeanSizes(min(1.0, train_padded / largest), eval_padded / largest)
 
     @property
     def samples(self) -> int:
