@@ -588,11 +588,13 @@ def conform(
         "skipped": list(report.skipped),
     }
     subject = f"{target} ({report.tried} runs)"
-    raise typer.Exit(
-        print_findings(
-            report.findings, subject=subject, json_output=json_output, fail_on=threshold, **facts
-        )
+    status = print_findings(
+        report.findings, subject=subject, json_output=json_output, fail_on=threshold, **facts
     )
+    if not json_output:
+        for line in report.skipped_lines():
+            print(line)
+    raise typer.Exit(status)
 
 
 Largest = Annotated[

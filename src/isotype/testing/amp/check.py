@@ -96,7 +96,11 @@ class Report:
         counts = f"{self.tried} combinations run"
         if self.refused:
             counts += f", {len(self.refused)} refused"
-        return f"{text} ({counts})"
+        return "\n".join([f"{text} ({counts})", *self.skipped_lines()])
+
+    def skipped_lines(self) -> list[str]:
+        """Returns a line of text for each check that was not possible."""
+        return [f"  not checked  {reason}" for reason in self.skipped]
 
 
 class Occurrence(NamedTuple):

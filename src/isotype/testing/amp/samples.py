@@ -229,6 +229,8 @@ def _read_sample(
 
 # names of the factors of an adapter: lora_A, lora_down, w1_a, hada_w2_b
 _FACTOR_NAME = re.compile(r"(?i)^(?:.*[_.])?(?:w\d+_?[ab]|lora_?(?:[ab]|down|up))$")
+# names of what else an adapter with such factors has: a whole matrix w1, or a Tucker core t2
+_ADAPTER_NAME = re.compile(r"(?i)^(?:.*[_.])?[wt]\d+$")
 
 
 def _tie_factors(slots: list[Slot]) -> list[Slot]:
@@ -238,6 +240,7 @@ def _tie_factors(slots: list[Slot]) -> list[Slot]:
     factors = [slot for slot in slots if _FACTOR_NAME.match(slot.name)]
     if len(factors) < 2:
         return slots
+    factors += [slot for slot in slots if _ADAPTER_NAME.match(slot.name)]
     group = INPUT if len(factors) == len(slots) else PARAM
     return [replace(slot, group=group) if slot in factors else slot for slot in slots]
 
@@ -667,17 +670,23 @@ class Subject:
     def captured_dtypes(self) -> set[torch.dtype]:
         """Returns the dtypes of the floating-point tensors to which a plain callable refers. The
         callable may refer to such tensors in its closure, its default arguments, the arguments of a
-        partial function, or its globals.
+        partial function, or its globals. For an autograd Function the result is empty.
         """
+        if self.function_class is not None:
+            return set()
         return {t.dtype for t in self.captured_tensors() if t.is_floating_point()}
 
     def captured_tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors to which a plain callable refers. For a module or an autograd
-        Function, nothing is yielded.
+        """Yields the tensors to which a plain callable or the methods of an autograd Function refer.
+        For a module, nothing is yielded.
         """
-        if self.function_class is not None or self.module is not None:
+        if self.module is not None:
             return iter(())
-        return _find_captured_tensors(self.target, depth=3)
+        targets = [self.target]
+        if self.function_class is not None:
+            methods = ("forward", "setup_context", "backward")
+            targets += [getattr(self.function_class, method) for method in methods]
+        return _find_captured_tensors(targets, depth=3)
 
 
 def _find_captured_tensors(target: Any, depth: int) -> Iterator[Tensor]:
