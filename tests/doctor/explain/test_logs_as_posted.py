@@ -132,6 +132,13 @@ FAULTS = [
     ),
     ("tensorflow", "EX034", 44, "arguments of two dtypes", "tf.cast"),
     ("jax", "EX034", 71, "arguments of two dtypes", "b.astype(a.dtype)"),
+    (
+        "attention_in_compiled_code",
+        "EX005",
+        5,
+        "KV cache in another dtype",
+        "key and value are fp32 and the query bf16",
+    ),
     ("rich_on_windows", "EX003", 501, "VAE or image encoder in another dtype", "vae"),
 ]
 

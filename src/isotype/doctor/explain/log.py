@@ -208,6 +208,8 @@ _EXCEPTION = re.compile(
     r"?(?P<text>.*))?$"
 )
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
+# the compiler prints the frames of the code that it compiled under its own message
+_COMPILED_CODE = re.compile(r"^(?:from user code|Original traceback|Found from) ?:\s*$")
 _CHAINED_EXCEPTION = re.compile(
     r"^(?:The above exception was the direct cause|During handling of the above exception)"
 )
@@ -232,6 +234,7 @@ class Incident:
     frames   the frames of the traceback, outermost first
     is_chained  whether the previous exception is its cause or context
     frame_indent  the number of blanks before a frame, if the whole traceback is indented
+    is_compiled_code  whether the message has come to the frames of the compiled code
     """
 
     line: int
@@ -240,6 +243,7 @@ class Incident:
     exception: str | None = None
     is_chained: bool = False
     frame_indent: int = 0
+    is_compiled_code: bool = False
 
     @property
     def text(self) -> str:
@@ -394,6 +398,12 @@ def _extend_traceback(current: Incident, line: str) -> bool:
         return False
     if len(current.message) >= MAX_MESSAGE_LINES:
         return True
+    if _COMPILED_CODE.match(line):
+        current.is_compiled_code = True
+        return False
+    if current.is_compiled_code and line.startswith((" ", "\t")):
+        _add_compiled_code(current, line)
+        return False
     if not line.strip():  # a message may contain one blank line, but not two in a row
         if current.message[-1] == "":
             return True
@@ -408,3 +418,12 @@ def _extend_traceback(current: Incident, line: str) -> bool:
         return True
     current.message.append(line)
     return False
+
+
+def _add_compiled_code(current: Incident, line: str) -> None:
+    """Adds a frame of the code that was being compiled, or the code of its line."""
+    if frame := _FRAME.match(line):
+        current.add_frame(frame, frame["line"])
+    elif current.frames and not current.frames[-1].code:
+        last = current.frames[-1]
+        current.frames[-1] = Frame(last.file, last.line, last.function, line.strip())

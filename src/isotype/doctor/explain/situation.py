@@ -210,7 +210,7 @@ _LOG_PATTERNS = {
         r" (?:free )?(?:Colab )?(?:T4|V100|P100)\b|\bKaggle[^\n]{0,20} (?:T4|P100)\b"
         r"|\bsm_?[67]\d\b|\bcompute capability:? (?:of )?[67]\.\d\b"
     ),
-    "zero quantized weights": r"zero_quantized_(?:nontrainable_)?weights['\"]?\s*[:=]\s*['\"]?true",
+    "zero quantized weights": r"zero_quantized_(?:nontrainable_)?weights['\"]?\s*(?:[:=]|\.{3,})\s*['\"]?true",
     "resumed": r"\bresum(?:ing|ed) (?:training )?from\b|resume_from_checkpoint['\"]?\s*[:=]\s*['\"/\w]",
     "fell back to fp16": (
         r"\b(?:bf16|bfloat16)\b[^\n]{0,60}\bfall(?:s|ing)? ?back to (?:torch\.)?(?:float16|fp16)\b"
