@@ -3,8 +3,8 @@
 
 The pages are copied as they lie in the repository (docs, benchmarks and the files beside
 README.md), so that links between them stay valid. Two things are done to the copy: links to files
-that are no pages become the file's path as text, and each family of the doctor's codes gets a page,
-with the text that `isotype doctor explain CODE` prints.
+that are no pages become the file's path as text, and the doctor's codes get pages with the text that
+`isotype doctor explain CODE` prints.
 """
 
 from __future__ import annotations
@@ -94,23 +94,36 @@ def list_siblings(index: Path) -> None:
         )
 
 
+# the codes whose pages contain error messages, which people search for
+MESSAGE_FAMILY = "EX"
+
+
 def write_codes(folder: Path) -> None:
-    """A page for each family of codes (two letters), with a section for each code. One page a code
-    makes a build three times as long.
+    """A page for each code of `explain`, which contains the forms of its error messages, and a page
+    for each other family of codes (two letters), with a section for each code. One page for every
+    code makes a build three times as long.
     """
     from isotype.pages import codes, page
 
     folder.mkdir(parents=True)
     families: dict[str, list[str]] = {}
+    names: list[str] = []
     for code in codes():
         text = page(code)
         assert text, code
-        families.setdefault(code[:2], []).append(one_level_down(text.strip()))
+        if code.startswith(MESSAGE_FAMILY):
+            title, _, rest = text.strip().partition("\n")
+            (folder / f"{code}.md").write_text(
+                f"{title}\n{one_level_down(rest)}\n", encoding="utf-8"
+            )
+            names.append(code)
+        else:
+            families.setdefault(code[:2], []).append(one_level_down(text.strip()))
     for family, sections in families.items():
         (folder / f"{family}.md").write_text(
             f"# {family}\n\n" + "\n\n".join(sections) + "\n", encoding="utf-8"
         )
-    listed = "\n".join(families)
+    listed = "\n".join(sorted([*names, *families]))
     (folder / "index.md").write_text(
         f"# Codes\n\nWhat `isotype doctor explain CODE` prints.\n\n```{{toctree}}\n:maxdepth: 2\n\n{listed}\n```\n",
         encoding="utf-8",

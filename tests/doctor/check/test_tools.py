@@ -48,6 +48,18 @@ per_device_train_batch_size: 1
 learning_rate: 1e-4
 output_dir: output
 """
+# the arguments that ms-swift writes beside a checkpoint
+SWIFT_ARGUMENTS = {
+    "model": "Qwen/Qwen2.5-7B-Instruct",
+    "tuner_type": "lora",
+    "template": "qwen2_5",
+    "torch_dtype": "bfloat16",
+    "lora_rank": 8,
+    "bf16": True,
+    "fp16": False,
+    "dataset": ["a/b"],
+    "per_device_train_batch_size": 1,
+}
 TORCHTITAN = """
 [job]
 dump_folder = "./outputs"
@@ -74,6 +86,12 @@ mixed_precision_reduce = "float32"
             {"parameters": "fp16", "trained": "fp32", "compute": "bf16"},
         ),
         ("sft.yaml", SWIFT, "ms-swift", {"parameters": "bf16"}),
+        (
+            "args.json",
+            json.dumps(SWIFT_ARGUMENTS),
+            "ms-swift",
+            {"parameters": "bf16", "compute": "bf16"},
+        ),
         ("llama.toml", TORCHTITAN, "torchtitan", {"reduction": "fp32"}),
     ],
 )

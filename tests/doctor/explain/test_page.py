@@ -30,6 +30,7 @@ def test_every_page_names_the_command_that_decides():
         commands = {"isotype doctor run SCRIPT.py", "isotype doctor kernels FILE.py"}
         text = page(code)
         assert sum(f"`{command}` decides" in text for command in commands) == 1
+        assert {"Half", "float16"} <= set(text.split())
         assert "{" not in text.partition("## How to decide")[2].replace("got {…}", "")
 
 

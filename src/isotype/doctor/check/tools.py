@@ -165,6 +165,10 @@ def _score_tools(data: dict[str, Any], keys: set[str], file_name: str) -> dict[s
         scores["llamafactory"] = 0
     if keys & {"finetuning_type", "pure_bf16"}:
         scores["llamafactory"] += 10
+    elif keys & {"train_type", "tuner_type"}:
+        # ms-swift has a `template` and a `lora_rank` too; its arguments are those of the Trainer
+        scores["llamafactory"] = 0
+        scores["hf"] += 3
     return scores
 
 

@@ -30,6 +30,10 @@ and the settings.
 each combination of dtypes, without a GPU, and reports the line of each fault.
 """,
 }
+# People search for the words of an error, and the examples below contain only some dtypes.
+_DTYPE_NAMES = """The messages below name two dtypes as an example; the causes are the same for others:
+Float or float32 (fp32), Half or float16 (fp16), BFloat16 or bfloat16 (bf16), Double or float64
+(fp64)."""
 # If an operator is inferred from the traceback, its messages are listed for the usual operator.
 _USUAL_OPERATORS = {"two dtypes": "matrix product", "old type check": "convolution"}
 _PLACEHOLDER = re.compile(r"(?<!\{)\{([^{}]+)\}(?!\})")
@@ -48,6 +52,7 @@ def page(code: str) -> str | None:
     error = RecognisedError(text="", operator=_list_operators(first)[0])
     command = find_deciding_command(error, code)
     parts = [first.to_page().strip(), _HOW_TO_DECIDE, _DECIDING_COMMANDS[command].strip()]
+    parts.append(_DTYPE_NAMES)
     parts += [_describe_section(section) for section in sections.values()]
     return "\n\n".join(parts) + "\n"
 
