@@ -396,6 +396,11 @@ def _extend_traceback(current: Incident, line: str) -> bool:
             current.exception = line.partition(":")[0]
             current.message.append(line)
         return False
+    return _extend_message(current, line)
+
+
+def _extend_message(current: Incident, line: str) -> bool:
+    """Adds a line to the text of an exception. Returns True if the line does not belong to it."""
     if len(current.message) >= MAX_MESSAGE_LINES:
         return True
     if _COMPILED_CODE.match(line):
