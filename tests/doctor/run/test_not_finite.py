@@ -417,6 +417,23 @@ def test_program_without_steps_and_with_finite_results_says_what_was_checked(cap
     assert torch._C._len_torch_function_stack() == 0
 
 
+@pytest.mark.parametrize("read", [lambda t: t.item(), lambda t: f"{t}", lambda t: t.tolist()])
+def test_program_without_steps_names_the_function_whose_result_it_reads(capsys, read):
+    recorder = Recorder()
+    recorder.install()
+    with torch.no_grad():
+        rewards = torch.ones(4).half()
+        masked = torch.where(rewards > 1, rewards / (rewards - rewards), rewards)
+        read(masked.sum())  # the quotient is not used
+        scores = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
+        assert recorder.bad_call is None
+        read(scores.sum())
+    report_end(recorder, None)
+    explanation = capsys.readouterr().err
+    assert "error RN030 div gives NaN in fp16" in explanation
+    assert "where fp32 has up to 1e-08" in explanation
+
+
 def test_results_before_a_step_are_no_fault(capsys):
     model = nn.Linear(1, 1)
 

@@ -658,6 +658,21 @@ TRUTH = {
         " (tests/doctor/run/model_preparation.py:9) made the weights of 0.norm fp32",
         "`self.norm(x.to(self.norm.weight.dtype)).to(torch.bfloat16)`",
     ),
+    "library_attribute": Truth(
+        "RN001",
+        "model(noisy).sum().backward()",
+        "Linear",
+        "`get_sigmas(torch.tensor([0, 2]))` is fp32"
+        " (tests/doctor/run/programs/library_attribute.py:19)",
+        "`noisy.to(torch.bfloat16)`",
+    ),
+    "narrow_adapters": Truth(
+        "RN006",
+        "scaler.step(optimizer)",
+        "<module>",
+        "narrow_adapters.py:13) builds them in fp16, the dtype of the base",
+        "`get_peft_model(base, config)` at tests/doctor/run/programs/narrow_adapters.py:13",
+    ),
     "prepared_head": Truth(
         "RN002",
         "return self.score(hidden)",

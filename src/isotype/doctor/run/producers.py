@@ -207,10 +207,11 @@ class _Search:
                 return self.follow_name(node, name, index, line)
             case ast.Attribute(ast.Name("self"), name) if _may_hold_tensor(value):
                 return self.follow_attribute(node, name, index, frame.variables.get("self"))
-            case ast.Attribute(owner, name) if is_tensor(value) and not is_tensor(
-                holder := read_value(owner, frame)
-            ):
-                return self.follow_attribute(node, name, index, holder)
+            case ast.Attribute(owner, name) if is_tensor(value):
+                result = self.follow_attribute(node, name, index, read_value(owner, frame))
+                # an attribute of a library's object says nothing about the origin of its value
+                is_known = result.is_proven and result.kind != "attribute"
+                return result if is_known else self.producer("unknown", node, index)
             case ast.Attribute(ast.Call() | ast.Name() as owner, _) if value is UNKNOWN:
                 return self.follow(owner, index, line)  # an output of a model, such as `.logits`
             case ast.Subscript(container, key):

@@ -22,8 +22,8 @@ USAGE = "isotype doctor run [--json FILE] [--forward-lines] [--nan] SCRIPT.py|-m
 
 NO_STEP = (
     "isotype doctor run: --nan saw no backward and no optimizer step in the main thread. It checked"
-    " only the results of modules, which contain no NaN and no +inf. To check another value, compute"
-    " it without torch.no_grad() and call .sum().backward() on it"
+    " the results of modules, and the values that the program printed or converted. They contain no"
+    " NaN and no +inf"
 )
 
 

@@ -533,6 +533,7 @@ def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
         "RN006",
         evidence,
         origin="" if origin is None else origin.describe("them", "fp16"),
+        is_adapter=origin is not None and origin.kind == "adapters",
         rebuilt="" if origin is None else origin.with_dtype(torch.float32),
         origin_at="" if origin is None else origin.location,
         count=len(half_parameters),
@@ -1208,6 +1209,7 @@ def find_write(evidence: Evidence) -> Finding | None:
         return None
     maker = evidence.producer_of(values[0])
     source = evidence.producer_of(destination)
+    origin = _find_module_origin(evidence, maker, values[0].dtype)
     is_explicit = maker.is_proven and maker.kind in ("cast", "creation", "parameter")
     is_autocast = evidence.autocast.is_on and values[0].dtype == evidence.autocast.dtype
     is_autocast = is_autocast and not is_explicit
@@ -1234,6 +1236,10 @@ def find_write(evidence: Evidence) -> Finding | None:
         value=_brackets(values[0].label),
         value_dtype=values[0].dtype_name,
         casts=" and ".join(labels),
+        origin=""
+        if origin is None
+        else origin.describe(f"the weights of {maker.path}", values[0].dtype_name),
+        maker=maker.text,
         at=evidence.failing_frame.location,
         out=has_out,
     )
@@ -1482,12 +1488,10 @@ def _explain_weights(
 ) -> dict[str, Any]:
     """Returns why the weights of the layer, and of the module before it, have their dtypes."""
     producer_dtype = ""
-    origin = None
+    origin = _find_module_origin(evidence, producer, operand.dtype)
     module = producer.module
     if module is not None and floating_weight_dtypes(module) == {operand.dtype}:
         producer_dtype = operand.dtype_name
-        if operand.dtype != evidence.majority_dtype and not producer.hook:
-            origin = find_weight_origin(evidence.frames, evidence.names, module, operand.dtype)
     loading = None
     model_origin = None
     if weight.dtype == evidence.majority_dtype and module is None:
@@ -1513,6 +1517,20 @@ def _explain_weights(
         if model_origin.kind == "checkpoint":
             facts["reloaded"] = model_origin.with_dtype(operand.dtype)
     return facts
+
+
+def _find_module_origin(
+    evidence: Evidence, producer: Producer, dtype: torch.dtype
+) -> WeightOrigin | None:
+    """Returns the code that gave the weights of the module that computed a value their dtype, if
+    this is the dtype of the value, and not that of the model.
+    """
+    module = producer.module
+    if module is None or producer.hook or dtype == evidence.majority_dtype:
+        return None
+    if floating_weight_dtypes(module) != {dtype}:
+        return None
+    return find_weight_origin(evidence.frames, evidence.names, module, dtype)
 
 
 def _describe_origin(

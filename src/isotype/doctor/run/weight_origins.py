@@ -24,6 +24,7 @@ from .user_files import iterate_user_files
 _MODULE_LOOP = re.compile(r"\.(?:named_)?(?:modules|children)\(")
 # the function of PEFT that casts all weights to fp32 that are not quantised
 _PREPARATION = "prepare_model_for_kbit_training"
+_ADAPTER_KEYWORD = "autocast_adapter_dtype"  # of PEFT's functions; False keeps the base's dtype
 # the names of the argument of `from_pretrained` that sets the dtype
 _DTYPE_KEYWORDS = ("dtype", "torch_dtype")
 _MAX_TEXT = 100  # characters of an expression that a sentence quotes
@@ -35,10 +36,11 @@ class WeightOrigin:
     """The expression that gave a group of weights their dtype.
 
     kind      `cast`, `preparation` (by PEFT), `checkpoint` (its dtype is kept), `loading` (in a
-              dtype that the call gives), `construction`, or `default` (without a dtype)
+              dtype that the call gives), `construction`, `default` (without a dtype), or `adapters`
+              (PEFT keeps adapters in the dtype of their base)
     text      the source code of the expression
     location  the file and line of the expression
-    call      the call, for the last four kinds
+    call      the call, for the last five kinds
     """
 
     kind: str
@@ -52,6 +54,7 @@ class WeightOrigin:
             "checkpoint": f"keeps {weights} in {dtype_name}, the dtype of the checkpoint",
             "loading": f"loads {weights} in {dtype_name}",
             "construction": f"builds {weights} in {dtype_name}",
+            "adapters": f"builds {weights} in {dtype_name}, the dtype of the base",
             "default": f"builds {weights} in {dtype_name}, the default dtype",
         }
         action = actions.get(self.kind, f"made {weights} {dtype_name}")
@@ -67,6 +70,10 @@ class WeightOrigin:
         if self.kind == "default":
             return f"{self.text}.to({dtype})"
         function = self.call.func
+        if self.kind == "adapters":
+            keywords = [key for key in self.call.keywords if key.arg != _ADAPTER_KEYWORD]
+            call = ast.Call(function, self.call.args, keywords)  # the default is fp32
+            return " ".join(ast.unparse(call).split())
         is_cast = self.kind == "construction" and node_keyword(self.call, "dtype") is None
         if is_cast and isinstance(function, ast.Attribute):
             return f"{ast.unparse(function.value)}.to({dtype})"
@@ -119,10 +126,14 @@ def find_weight_origin(
             casts += list(_iterate_preparations(sources))
         if casts:
             return casts[0] if len(casts) == 1 else None
+    adapters = list(_iterate_narrow_adapters(sources)) if ".lora_" in path else []
+    if adapters:
+        return adapters[0] if len(adapters) == 1 else None
     for is_default in (False, True):
         if is_default and dtype != torch.get_default_dtype():
             break
-        constructions = list(_iterate_constructions(sources, module, path, dtype, is_default))
+        owners = {type(owner).__name__ for owner in names.containing_modules(module)}
+        constructions = list(_iterate_constructions(sources, owners, path, dtype, is_default))
         if constructions:
             return constructions[0] if len(constructions) == 1 else None
     return _find_loading(sources, names.containing_modules(module), dtype)
@@ -236,6 +247,16 @@ def _iterate_preparations(sources: Sequence[_Source]) -> Iterator[WeightOrigin]:
                 yield _make_origin("preparation", node, source)
 
 
+def _iterate_narrow_adapters(sources: Sequence[_Source]) -> Iterator[WeightOrigin]:
+    """Yields the calls of PEFT that keep adapters in the dtype of their base."""
+    for source in sources:
+        calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+        for call in calls:
+            value = node_keyword(call, _ADAPTER_KEYWORD)
+            if value is not None and read_value(value, source.frame) is not True:
+                yield _make_origin("adapters", call, source, call)
+
+
 def _may_concern(source: _Source, node: ast.AST, module: nn.Module, path: str) -> bool:
     """False if the cast is one of another attribute or object, or inside an `if` that names other
     modules, other shapes, or trained weights only.
@@ -307,13 +328,14 @@ def _names_class_of(classes: ast.AST, module: nn.Module) -> bool:
 
 
 def _iterate_constructions(
-    sources: Sequence[_Source], module: nn.Module, path: str, dtype: torch.dtype, is_default: bool
+    sources: Sequence[_Source], owners: set[str], path: str, dtype: torch.dtype, is_default: bool
 ) -> Iterator[WeightOrigin]:
     """Yields the calls whose result is assigned to an attribute with the name of the module, such
     as `self.score = nn.Linear(size, 1, dtype=torch.bfloat16)`.
 
-    is_default  whether to yield calls of the module's class without a dtype. Otherwise yields calls
-                that give this dtype
+    owners      the classes of the module and of those that contain it
+    is_default  whether to yield calls of these classes without a dtype. Otherwise yields calls that
+                give this dtype
     """
     name = next((part for part in reversed(path.split(".")) if not part.isdigit()), "")
     for source in sources:
@@ -322,7 +344,7 @@ def _iterate_constructions(
                 case ast.Assign([ast.Attribute(_, attribute)], ast.Call() as call):
                     if attribute != name:
                         continue
-                    if is_default and _called_name(call) == type(module).__name__:
+                    if is_default and _called_name(call) in owners:
                         yield _make_origin("default", call, source, call)
                     elif not is_default and _gives_dtype(call, source, sources, dtype):
                         yield _make_origin("construction", call, source, call)

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....finding import Finding
 from ....observe.origin import (
@@ -38,12 +39,24 @@ from ....observe.origin import (
     read_statement,
     running_frames,
 )
-from .report import explain_call, explain_gradients, explain_step, explain_update
+from .replay import CONSTANT_WRITERS
+from .report import (
+    explain_call,
+    explain_function,
+    explain_gradients,
+    explain_step,
+    explain_update,
+)
 from .step import Entry, Step, all_finite, collect_tensors
 
 _MAX_ENTRIES = 512  # of one step; a program without backward must not collect entries
 _MAX_VALUES = 65536  # of a result that takes no part in autograd; it is kept until backward
 _MAX_FROZEN_VALUES = 2**22  # of a result of a frozen module, such as the latents of a VAE
+_MAX_RECENT = 16  # calls of functions that are kept in a program without steps
+# methods with which a program reads the values of a tensor, for example to print them
+_READING_METHODS = frozenset(
+    ("item", "tolist", "numpy", "__float__", "__format__", "__repr__", "__array__")
+)
 _MAX_SKIPPED_STEPS = 25  # a loss scaler halves its scale of 65536 to 1 in 16 steps
 
 
@@ -67,8 +80,10 @@ class Recorder(TorchFunctionMode):
     number     the number of the current step, which is the number of finished updates plus one
     suspect    the step of the last backward that produced gradients with NaN or inf
     has_step   whether the program has called backward or updated weights
-    bad_call   the first call of a module whose result contains NaN or inf, in a program that has
-               called neither
+    bad_call   the first call of a module whose result contains NaN or inf, or of a function whose
+               NaN or inf the program has read, in a program that has called neither
+    recent     the last calls of functions outside of modules, in such a program
+    sources    tensor with NaN or inf -> the call of a function that made the first of them
     """
 
     def __init__(self) -> None:
@@ -78,6 +93,8 @@ class Recorder(TorchFunctionMode):
         self.suspect: Step | None = None
         self.has_step = False
         self.bad_call: Entry | None = None
+        self.recent: deque[Entry] = deque(maxlen=_MAX_RECENT)
+        self.sources = WeakTensorKeyDictionary()
         self.scaler: torch.amp.GradScaler | None = None
         self.skipped_steps = 0
         self.updates = 0
@@ -113,6 +130,8 @@ class Recorder(TorchFunctionMode):
             restore()
         self._restorers.clear()
         self.entries.clear()
+        self.recent.clear()
+        self.sources.clear()
         self.suspect = None
         self._pop()
 
@@ -151,11 +170,38 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused or not torch.is_grad_enabled() or func.__name__ == "__get__":
+        if self.is_paused or func.__name__ == "__get__":
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self._record(func, args, kwargs, result)
+        if not self.has_step and self.bad_call is None:
+            with self.pause():
+                self._follow_values(func, args, kwargs, result)
+        if torch.is_grad_enabled():
+            self._record(func, args, kwargs, result)
         return result
+
+    def _follow_values(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Follows NaN and inf from the function that makes them to the line that reads them. An
+        intermediate result, such as a quotient that `torch.where` replaces, is no fault.
+        """
+        inputs = [t for t in collect_tensors((args, kwargs)) if t.is_floating_point()]
+        sources = [self.sources[tensor] for tensor in inputs if tensor in self.sources]
+        if function.__name__ in _READING_METHODS:
+            if sources and any(_has_bad_values(tensor) for tensor in inputs):
+                self.bad_call = sources[0]
+            return
+        outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
+        if not outputs or sum(tensor.numel() for tensor in [*inputs, *outputs]) > _MAX_VALUES:
+            return
+        entry = Entry(function, args, kwargs, outputs, _autocast_dtypes(), innermost_site())
+        self.recent.append(entry)
+        if all_finite(outputs):
+            return
+        is_constant = entry.name.rstrip("_") in CONSTANT_WRITERS or not inputs
+        if not sources and not is_constant and not any(map(_has_bad_values, inputs)):
+            sources = [entry]
+        for tensor in outputs if sources else ():
+            self.sources[tensor] = sources[0]
 
     def _record(
         self, function: Any, args: Any, kwargs: Any, result: Any, state: Any = None
@@ -180,7 +226,12 @@ class Recorder(TorchFunctionMode):
         outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
         if all_finite(outputs):
             return
-        if not any(bool((t.isnan() | (t == float("inf"))).any()) for t in outputs):
+        if not any(_has_bad_values(tensor) for tensor in outputs):
+            return
+        inputs = collect_tensors((args, kwargs))
+        sources = [self.sources[tensor] for tensor in inputs if tensor in self.sources]
+        if sources:
+            self.bad_call = sources[0]
             return
         site = innermost_site()
         owner = self._find_owner(module, site)
@@ -273,14 +324,19 @@ class Recorder(TorchFunctionMode):
     def _note_step(self) -> None:
         self.has_step = True
         self.bad_call = None
+        self.recent.clear()
+        self.sources.clear()
 
     def finish(self) -> Finding | None:
         """Ends the recording of a program that ended without an error. Returns the finding about the
-        first call of a module whose result contains NaN or inf, if the program had no step.
+        first call whose result contains NaN or inf, if the program had no step.
         """
         call = self.bad_call
+        earlier = list(self.recent)
         self.uninstall()
-        return None if call is None else explain_call(call)
+        if call is None:
+            return None
+        return explain_call(call) if call.is_module else explain_function(call, earlier)
 
     def _make_step(self, losses: list[Tensor], gradients: Any) -> Step:
         if gradients is None or isinstance(gradients, Tensor):
@@ -355,6 +411,11 @@ class Recorder(TorchFunctionMode):
         self.uninstall()
         self.suspect = suspect
         yield
+
+
+def _has_bad_values(tensor: Tensor) -> bool:
+    """True if a tensor contains NaN or inf. `-inf` is usual in masks and in scores."""
+    return bool((tensor.isnan() | (tensor == float("inf"))).any())
 
 
 def _collect_gradients(entries: Sequence[Entry]) -> Iterator[Tensor]:

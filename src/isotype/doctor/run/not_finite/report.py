@@ -91,6 +91,40 @@ def explain_call(entry: Entry) -> Finding:
     return _format_finding("RN036", place, (), what=what, name="", reason=reason, between=False)
 
 
+def explain_function(entry: Entry, earlier: Sequence[Entry]) -> Finding:
+    """Returns the finding about a call of a function outside of modules, in a program that has no
+    step. The call makes NaN or inf from finite values.
+
+    earlier  the calls before it
+    """
+    step = Step([*earlier, entry], [], [], 1)
+    name = _operation_name(entry)
+    lost = _find_lost_constant(entry, step) if name in _DIVISIONS_OF_TENSORS else None
+    if lost is not None:
+        return _explain_lost_constant(entry, *lost)
+    event = None
+    reason = "the call was run again and was finite"
+    is_in_place = entry.name.endswith("_") and not entry.name.endswith("__")
+    if not is_in_place:
+        replay = Replay(step)
+        try:
+            replay.run_frozen_module(entry)
+            event = _culprit(replay.watch.events)
+        except Exception as error:
+            reason = f"running the call again raised {type(error).__name__}: {error}"
+    finding = _explain_result(entry, step) if event is None else _explain_event(event, step)
+    if finding is not None:
+        return finding
+    what = f"the result of {entry.name}"
+    place = _place(entry.site, entry.name)
+    return _format_finding("RN036", place, (), what=what, name="", reason=reason, between=False)
+
+
+def _operation_name(entry: Entry) -> str:
+    """Returns the name of a recorded operator, as `div` for `__rtruediv__` and `div_`."""
+    return entry.name.strip("_").removeprefix("true").removeprefix("r")
+
+
 def explain_gradients(
     parameters: Sequence[Tensor],
     suspect: Step | None,
@@ -204,7 +238,7 @@ def _explain_result(entry: Entry, step: Step) -> Finding | None:
     if not inputs or not all(_is_finite(tensor) for tensor in inputs):
         return None
     ranges = [Range.measure(tensor) for tensor in inputs]
-    name = entry.name.strip("_").removeprefix("true").removeprefix("r")
+    name = _operation_name(entry)
     lost = _find_lost_constant(entry, step) if name in _DIVISIONS_OF_TENSORS else None
     if lost is not None:
         return _explain_lost_constant(entry, *lost)
