@@ -184,6 +184,7 @@ INNER = {
     "isotype.ops.rms_norm.triton": "rms_norm_triton=",
     "isotype.ops.rope.op": "rope_op= ROPE rope_reference",
     "isotype.ops.token_log_probs": "LINEAR_LOG_PROBS OUTPUTS linear_log_probs_reference",
+    "isotype.ops.widened_calls": "WidenedCalls",
     "isotype.ops.widened_products": "widened_products=",
     "isotype.ops.trust": "trust=",
     "isotype.optimize.attention": (
@@ -199,6 +200,7 @@ INNER = {
     "isotype.optimize.layers": "layers=",
     "isotype.optimize.fp32_layers": "find_layers find_overflowing_layers use_fp32_layers",
     "isotype.optimize.place": "note_wrong_kernels",
+    "isotype.optimize.widened": "place_widened",
     "isotype.optimize.trl_head": "find_fused_head",
     "isotype.pages.finding_sheet": "load_finding_formatter",
     "isotype.pages.sheets": "SheetError",
@@ -270,7 +272,7 @@ INNER = {
     "isotype.training.base": "fingerprint_of_base setting_lines",
     "isotype.training.callbacks": "Callback Moment",
     "isotype.training.console": "Interrupt RunConsole fit_progress format_progress quiet_libraries wrap_header",
-    "isotype.training.device_setup": "device_setup= prepare_data",
+    "isotype.training.device_setup": "device_setup= check_run prepare_data",
     "isotype.training.finish": "finish=",
     "isotype.training.loop": "loop= Loop",
     "isotype.training.memory.blocks": (

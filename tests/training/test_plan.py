@@ -3,11 +3,11 @@
 import json
 from dataclasses import replace
 
-from tests.api import duration
+from tests.api import check_run, duration
 from tests.api import plan as module
 
-from isotype.environment.hardware import detect
-from isotype.tasks.choose import plan_run
+from isotype.environment.hardware import detect, lookup_hardware
+from isotype.tasks.choose import choose_task, plan_run
 
 
 def test_a_plan_shows_what_a_run_would_do_and_leaves_nothing_behind(
@@ -79,3 +79,19 @@ def test_the_time_of_another_device_is_not_estimated(configured):
     made = plan_run(configured(), device="h100")
     assert made.time is None
     assert "time        " not in made.to_text()
+
+
+def test_auto_takes_bf16_on_an_old_cpu_where_only_bf16_fits(configured, monkeypatch):
+    precision = {"preset": "auto"}
+    loaded = configured(train={"steps": 2}, precision=precision, adapter={"kind": "lora"})
+    task = choose_task(loaded.config)
+    weights = task.count_base_weights()
+    for bytes_per_weight, preset in ((5, "fp32"), (3, "bf16-lora"), (1, "fp32")):
+        hardware = replace(lookup_hardware("cpu"), memory=int(bytes_per_weight * weights / 0.85))
+        resolved = check_run(choose_task(loaded.config), loaded.sources, hardware).resolved
+        assert resolved.preset == preset
+        assert ("in fp32 the base takes" in resolved.preset_reason) == (preset == "bf16-lora")
+    # a machine with bf16 instructions takes bf16 anyway, and a full fine-tuning keeps fp32
+    loaded = configured(train={"steps": 2}, precision=precision, adapter={"kind": "none"})
+    hardware = replace(hardware, memory=3 * weights)
+    assert check_run(choose_task(loaded.config), loaded.sources, hardware).resolved.preset == "fp32"

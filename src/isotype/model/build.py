@@ -169,12 +169,15 @@ def resolve_precision(
     sources: Mapping[str, str],
     hardware: Hardware,
     task_roles: Mapping[str, str] | None = None,
+    *,
+    needs_bf16: str = "",
 ) -> Resolved:
     """Determines every dtype of a run from its configuration and the hardware. Raises UsageError,
     which lists every contradiction.
 
     task_roles  the roles (purposes of tensors) that only this kind of run has. Each is mapped to
                 its default dtype, or to another role that has the same dtype
+    needs_bf16  as in `resolve`
     """
     is_diffusion = detect_run_kind(config) == DIFFUSION
     parts = ("transformer", "unet") if is_diffusion else ("",)
@@ -190,6 +193,7 @@ def resolve_precision(
         family=str(settings.get("model_type") or ""),
         served=config.adapter.serve_as or "",
         micro_batches=config.train.accumulate,
+        needs_bf16=needs_bf16,
     )
 
 

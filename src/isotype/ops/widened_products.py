@@ -86,8 +86,8 @@ def widens_products(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 # --- the blocks
 
 
-def _blocks(count: int, width: int, minimum: int) -> list[slice]:
-    """Divides `count` rows (or columns) of `width` elements into equal blocks."""
+def product_blocks(count: int, width: int, minimum: int) -> list[slice]:
+    """Divides `count` rows (or columns, or samples) of `width` elements into equal blocks."""
     largest = max(BLOCK_ELEMENTS // max(width, 1), minimum)
     parts = max(1, -(-count // largest))
     size = max(1, -(-count // parts))
@@ -109,8 +109,8 @@ def _write_product(
     All sums are fp32, and each element is rounded once.
     """
     inner = left_IK.shape[1]
-    row_blocks = _blocks(out_IJ.shape[0], inner, MIN_ROWS)
-    column_blocks = _blocks(out_IJ.shape[1], inner, MIN_COLUMNS)
+    row_blocks = product_blocks(out_IJ.shape[0], inner, MIN_ROWS)
+    column_blocks = product_blocks(out_IJ.shape[1], inner, MIN_COLUMNS)
     is_one_block = len(row_blocks) == len(column_blocks) == 1
     if is_one_block and bias_J is None and extra_left_IR is None and alpha == 1.0 and not beta:
         # most products of a small model, which the slices below would slow down
@@ -254,6 +254,22 @@ def matmul_with_branch(
 # --- a linear layer that autograd records
 
 
+def widened_call_dtype(x: Tensor, *tensors: Tensor) -> torch.dtype | None:
+    """Returns the dtype, by autocast's rules, of a product of these tensors, if it is computed in
+    fp32 and rounded to this dtype. Returns None if PyTorch computes the product in this dtype.
+    """
+    dtype = product_dtype(x, *tensors)
+    has_one_dtype = torch.is_autocast_enabled("cpu") or all(t.dtype == x.dtype for t in tensors)
+    if (
+        not has_one_dtype
+        or not all(type(t) in PLAIN_TENSOR_TYPES for t in (x, *tensors))
+        or not widens_products(x, dtype)
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return None
+    return dtype
+
+
 class WidenedLinear(Function):
     """Computes x Wᵀ + bias and its gradients in `dtype`, like `nn.Linear`. The sums of the weight's
     gradient are rounded to the dtype of the weight only.
@@ -308,15 +324,8 @@ def differentiable_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None)
     blocks where the CPU has no instructions for their dtype.
     """
     tensors: Sequence[Tensor] = (weight,) if bias is None else (weight, bias)
-    dtype = product_dtype(x, *tensors)
-    has_one_dtype = torch.is_autocast_enabled("cpu") or all(t.dtype == x.dtype for t in tensors)
-    if (
-        not has_one_dtype
-        or not all(type(t) in PLAIN_TENSOR_TYPES for t in (x, *tensors))
-        or not widens_products(x, dtype)
-        or x.shape[-1] != weight.shape[-1]
-        or torch._C._are_functorch_transforms_active()
-    ):
+    dtype = widened_call_dtype(x, *tensors)
+    if dtype is None or x.shape[-1] != weight.shape[-1]:
         return F.linear(x, weight, bias)
     if torch.compiler.is_dynamo_compiling():
         y: Tensor = WidenedLinear.apply(x, weight, bias, dtype)

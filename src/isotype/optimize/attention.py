@@ -28,6 +28,8 @@ from ..ops import attention
 from ..ops.attention import Documents
 from ..ops.attention.gpu import choose_gpu_backend, disable_cudnn_with_mask
 from ..ops.attention.op import kernel_attention, mask_outside_window, reads_documents
+from ..ops.widened_calls import WidenedCalls
+from ..ops.widened_products import emulated_dtypes
 from ..precision.apply import inner_model
 from ..precision.vision import get_language_part
 from .instances import Replacement, make_placement, rebuild_blocker, replacement_blocker
@@ -162,8 +164,13 @@ def _run_original(
     arguments: tuple[nn.Module, Tensor, Tensor, Tensor, Tensor | None],
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Runs transformers' function. On a GPU, it disables cuDNN's attention if there is a mask."""
+    """Runs transformers' function. On a GPU, it disables cuDNN's attention if there is a mask. On a
+    CPU without bf16 instructions, products of bf16 are computed in fp32.
+    """
     mask = arguments[-1]
+    if emulated_dtypes() and arguments[1].is_cpu and not torch.compiler.is_compiling():
+        with WidenedCalls():
+            return original(*arguments, **options)
     if mask is None or mask.is_cpu or torch.compiler.is_compiling():
         return original(*arguments, **options)
     with disable_cudnn_with_mask(mask):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..instance_method import INSTALLED_KEY, InstanceMethod, Placement, install_forward
+from ..ops.widened_calls import run_with_widened_calls
 
 T = TypeVar("T")
 # import names of libraries whose kernels a model may already run
@@ -309,14 +310,24 @@ def rebuild_blocker(forward: Any) -> str | None:
     return "its forward is decorated: rebuilt over other globals it would lose the decorator"
 
 
-def install_rebuilt_forward(module: nn.Module, replacements: list[Replacement]) -> None:
-    """Installs a copy of the instance's forward that uses these replacements of global variables."""
+def install_rebuilt_forward(
+    module: nn.Module, replacements: list[Replacement], *, widens_calls: bool = False
+) -> None:
+    """Installs a copy of the instance's forward that uses these replacements of global variables.
+
+    widens_calls  whether the copy runs within `WidenedCalls`
+    """
+    factory = rebuild_widened_forward if widens_calls else rebuild_forward
     install_forward(
         module,
-        InstanceMethod(rebuild_forward, module, arguments=(replacements,)),
+        InstanceMethod(factory, module, arguments=(replacements,)),
         None,
         len(replacements),
     )
+
+
+def rebuild_widened_forward(forward: Any, replacements: list[Replacement]) -> Any:
+    return run_with_widened_calls(rebuild_forward(forward, replacements))
 
 
 def rebuild_forward(forward: Any, replacements: list[Replacement]) -> Any:

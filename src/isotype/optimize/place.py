@@ -23,7 +23,7 @@ from ..ops.builds import COMMON_OPS
 from ..ops.cpp import missing_kernels_reason, wrong_kernels
 from ..ops.widened_products import emulated_dtypes
 from ..precision import Precision
-from . import attention, denoiser, experts, gated, generation, head, layers, linears, norms, rotary
+from . import attention, denoiser, experts, gated, generation, head, layers, norms, rotary
 from .forwards import PLACED_KEY
 from .instances import (
     KERNEL_LIBRARIES,
@@ -36,6 +36,7 @@ from .instances import (
     replacement_blocker,
 )
 from .manifest import Manifest, base_notes
+from .widened import place_widened
 
 # the op of a manifest entry -> the folder of its Triton kernels
 _TRITON_KERNELS = {
@@ -182,7 +183,7 @@ def _place_ops(
         manifest.entries.append(generation.place_generate(path, lm))
     manifest.entries += adapters
     if on_cpu:
-        manifest.notes += linears.place_linears(model, norm_output_dtype)
+        manifest.notes += place_widened(model, norm_output_dtype)
     # past nn.Module's own __setattr__
     vars(model)[PLACED_KEY] = [
         m for m in model.modules() if get_method(m) is not None or is_fused(m)
@@ -330,7 +331,13 @@ def _place_attention(
     if attention.is_candidate(module, device_type):
         placements.append(attention.place_attention(path, module, device_type, replacements))
     if replacements:
-        install_rebuilt_forward(module, replacements)
+        # eager attention, whose rotary function alone was replaced
+        widens_calls = (
+            on_cpu
+            and bool(emulated_dtypes())
+            and all(replacement.name != attention.FUNCTION_TABLE for replacement in replacements)
+        )
+        install_rebuilt_forward(module, replacements, widens_calls=widens_calls)
     return placements
 
 

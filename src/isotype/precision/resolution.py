@@ -112,15 +112,21 @@ OVERFLOWS_IN_FP16 = (
 )
 
 
-def choose_preset(device: Hardware, *, adapter: str, family: str = "") -> tuple[str, str]:
+def choose_preset(
+    device: Hardware, *, adapter: str, family: str = "", needs_bf16: str = ""
+) -> tuple[str, str]:
     """Chooses the preset for `auto` on a device. Returns (preset, reason).
 
-    family  the model's `model_type`, where it is known
+    family      the model's `model_type`, where it is known
+    needs_bf16  the reason why a run with an adapter fits into the memory in bf16 only; "" if there
+                is none
     """
     if device.bf16 == "native":
         name = "bf16-mixed" if adapter == "none" else "bf16-lora"
         return name, f"auto: {device.name} has native bf16"
     bf16_support = "no bf16" if device.bf16 == "none" else "only emulated bf16"
+    if needs_bf16:
+        return "bf16-lora", f"auto: {device.name} has {bf16_support}, but {needs_bf16}"
     if family in OVERFLOWS_IN_FP16:
         return "fp32", f"auto: {device.name} has {bf16_support}, and {family} overflows in fp16"
     if device.kind == "cpu":
@@ -144,6 +150,7 @@ def resolve(
     family: str = "",
     served: str = "",
     micro_batches: int = 1,
+    needs_bf16: str = "",
 ) -> Resolved:
     """Determines the precision of a run from `settings`, which may have a preset and values of
     roles.
@@ -161,6 +168,7 @@ def resolve(
     served      the value of `adapter.serve_as`; "" without it
     micro_batches
                 the number of micro-batches whose gradients are summed for one update
+    needs_bf16  as in `choose_preset`
     Raises      UsageError that lists every contradiction, the most severe first
     """
     written = {
@@ -187,6 +195,7 @@ def resolve(
             checkpoint=checkpoint if preset == "auto" and "base" not in roles else None,
             family=family,
             micro_batches=micro_batches,
+            needs_bf16=needs_bf16,
         )
         return _resolve_run(run)
 
@@ -216,6 +225,7 @@ class _RunSettings:
     checkpoint          (dtype, description) of the base whose dtype `auto` keeps
     family              the model's `model_type`
     micro_batches       number of micro-batches per update
+    needs_bf16          as in `choose_preset`
     """
 
     preset: str
@@ -229,6 +239,7 @@ class _RunSettings:
     checkpoint: tuple[str, str] | None
     family: str
     micro_batches: int
+    needs_bf16: str
 
     @property
     def generate_follows_compute(self) -> bool:
@@ -260,7 +271,9 @@ def _resolve_run(run: _RunSettings) -> tuple[Resolved, list[Finding]]:
 def _resolve_preset(run: _RunSettings) -> tuple[str, str]:
     """Returns the preset and the reason for it."""
     if run.preset == "auto":
-        return choose_preset(run.device, adapter=run.adapter, family=run.family)
+        return choose_preset(
+            run.device, adapter=run.adapter, family=run.family, needs_bf16=run.needs_bf16
+        )
     if run.preset in PRESETS:
         return run.preset, f"preset {run.preset}"
     source = run.sources.get("precision.preset", "default")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -18,10 +19,14 @@ from ..errors import raise_first_refusal
 from ..model.build import resolve_precision
 from ..precision.resolution import Resolved
 from ..runs.checkpoint.snapshot import seed_generators
+from ..wording import format_binary_bytes
 from .memory.blocks import check_offload
+from .memory.device import memory_limit
 from .memory.recomputation import check_settings
 from .optimizer import check_optimizer
 from .task import Task
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
 @dataclass
@@ -70,17 +75,69 @@ def check_run(
 ) -> DeviceSetup:
     """Checks the settings of a run, and prepares the device and the precision. Raises UsageError."""
     config = task.config
-    hardware = hardware or detect(config.model.device)
-    if hardware.kind == "cpu":  # the processes of a machine share its memory
-        hardware = replace(hardware, memory=hardware.memory // world.local_size)
+    hardware = _share_memory(hardware or detect(config.model.device), world)
     device = torch.device("cuda" if hardware.kind in ("cuda", "rocm") else "cpu")
     check_settings(config.train, device_type=device.type)
     check_offload(config, device_type=device.type)
     check_adapters(config)
     check_optimizer(config, sources, device_type=device.type)
-    resolved = resolve_precision(config, sources, hardware, task.roles)
+    resolved = _resolve_for_memory(task, sources, hardware)
     task.check(resolved.precision)
     return DeviceSetup(hardware, device, resolved, process_bytes=0)
+
+
+def resolve_run_precision(
+    task: Task, sources: Mapping[str, str], *, world: World = ALONE
+) -> Resolved:
+    """Determines every dtype of a run on this machine. Raises UsageError, which lists every
+    contradiction.
+    """
+    hardware = _share_memory(detect(task.config.model.device), world)
+    return _resolve_for_memory(task, sources, hardware)
+
+
+def _share_memory(hardware: Hardware, world: World) -> Hardware:
+    """The processes of a machine share the memory of its CPU."""
+    if hardware.kind != "cpu":
+        return hardware
+    return replace(hardware, memory=hardware.memory // world.local_size)
+
+
+def _resolve_for_memory(task: Task, sources: Mapping[str, str], hardware: Hardware) -> Resolved:
+    """On a CPU without bf16 instructions `auto` chooses fp32, and bf16-lora if the frozen weights
+    fit into the memory in bf16 only. The size of the memory decides, and not what is free at the
+    moment, so that a resumed run makes the same choice.
+    """
+    resolved = resolve_precision(task.config, sources, hardware, task.roles)
+    is_chosen = task.config.precision.preset in (None, "auto")
+    if not is_chosen or task.config.adapter.kind == "none" or hardware.kind != "cpu":
+        return resolved
+    if resolved.preset != "fp32" or resolved.precision.base != "fp32" or not hardware.memory:
+        return resolved
+    limit = memory_limit(hardware.memory)
+    if _fits_in_fp32(task.config, limit):
+        return resolved
+    weights = task.count_base_weights()
+    fp32_bytes = 4 * (weights or 0)
+    if fp32_bytes <= limit or fp32_bytes // 2 > limit:
+        return resolved
+    reason = (
+        f"in fp32 the base takes {format_binary_bytes(fp32_bytes)}, and a run can use"
+        f" {format_binary_bytes(limit)} of this machine's memory"
+    )
+    return resolve_precision(task.config, sources, hardware, task.roles, needs_bf16=reason)
+
+
+def _fits_in_fp32(config: RunConfig, limit: int) -> bool:
+    """Whether the files of a local base are so small that its weights fit into `limit` bytes in
+    fp32. Each weight takes at least one byte in its file.
+    """
+    if config.model.name is None:
+        return True
+    path = Path(config.model.name).expanduser()
+    files = [path] if path.is_file() else [*path.rglob("*")] if path.is_dir() else []
+    size = sum(file.stat().st_size for file in files if file.suffix in WEIGHT_SUFFIXES)
+    return 0 < 4 * size <= limit
 
 
 def check_adapters(config: RunConfig) -> None:

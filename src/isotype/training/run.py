@@ -143,7 +143,7 @@ class _TrainingRun:
             if self.is_resuming:
                 if world.is_first:
                     report_truncated_files(folder, console)
-                changes += compare_settings(self.loaded, self.task, folder, console)
+                changes += compare_settings(self.loaded, self.task, folder, console, world)
                 changes += compare_objectives(
                     self.loaded, objective_name(self.objective), folder, console
                 )

@@ -20,19 +20,18 @@ from ..config.load import LoadedConfig, load, parse_config
 from ..config.schema import RunConfig
 from ..config.write import resolved_yaml
 from ..distributed.world import World
-from ..environment.hardware import detect
 from ..environment.versions import environment
 from ..errors import UsageError
 from ..model.adapter import trainable_share
 from ..model.architecture import AUTO, attention_setting, has_attention
 from ..model.architecture import describe_attention as attention_of_transformers
-from ..model.build import resolve_precision
 from ..runs.checkpoint.snapshot import local_row_selector
 from ..runs.folder import RESOLVED, RunFolder
 from ..runs.mapped_files import MAPPED_RECORD, find_truncated_files
 from ..wording import pluralise
 from .base import BASE, compare_bases, describe_base
 from .console import RunConsole
+from .device_setup import resolve_run_precision
 from .loop import Loop
 from .schedule import RunSchedule
 from .setup import Prepared
@@ -82,14 +81,12 @@ class RunChange:
 
 
 def compare_settings(
-    loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole
+    loaded: LoadedConfig, task: Task, folder: RunFolder, console: RunConsole, world: World
 ) -> list[RunChange]:
     """Prints and returns the settings whose values differ from those at the last start. Raises
     UsageError for a setting that must not be changed when a run is resumed.
     """
-    resolved = resolve_precision(
-        loaded.config, loaded.sources, detect(loaded.config.model.device), task.roles
-    )
+    resolved = resolve_run_precision(task, loaded.sources, world=world)
     changes = compare(
         read_previous_settings(folder),
         loaded.config,

@@ -304,6 +304,11 @@ class Task(Protocol):
 
     # before step 1
 
+    def count_base_weights(self) -> int | None:
+        """Returns the number of weights of the base, or None if they cannot be counted. The base is
+        not loaded.
+        """
+
     def check(self, precision: Precision) -> None:
         """Checks the settings before anything is loaded. Raises UsageError if this kind of run does
         not support a setting.

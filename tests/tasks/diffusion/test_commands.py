@@ -8,8 +8,8 @@ import torch
 
 from isotype.environment import hardware
 from isotype.errors import UsageError
-from isotype.tasks.choose import plan_run, train
-from tests.api import PLAN_TOLERANCE, merge_denoiser
+from isotype.tasks.choose import choose_task, plan_run, train
+from tests.api import PLAN_TOLERANCE, check_run, merge_denoiser
 from tests.commands import ask
 from tests.tasks.diffusion.conftest import draw_in
 
@@ -109,6 +109,16 @@ def test_a_merged_pipeline_is_the_adapter_on_its_base(run, studio, tmp_path):
 
 
 @pytest.mark.full
+def test_auto_takes_bf16_on_an_old_cpu_where_the_denoiser_fits_in_bf16_only(drawn, studio):
+    loaded = drawn(model=studio.flux, precision={"preset": "auto"})
+    task = choose_task(loaded.config)
+    memory = int(3 * task.count_base_weights() / (1 - PLAN_TOLERANCE))
+    old_cpu = replace(hardware.lookup_hardware("cpu"), memory=memory)
+    resolved = check_run(task, loaded.sources, old_cpu).resolved
+    assert (resolved.precision.base, resolved.preset) == ("bf16", "bf16-lora")
+    assert "in fp32 the base takes" in resolved.preset_reason
+
+
 def test_a_plan_that_does_not_fit_lists_the_settings_that_do(drawn, studio, monkeypatch):
     loaded = drawn(
         model=studio.flux,

@@ -33,6 +33,7 @@ from ..recomputable import recompute, saved_or_recomputed_each
 from ..recomputed_layer import compute_or_restore_attention, running_checkpointed_layers
 from . import gpu
 from .gpu import Backend, Documents, choose_gpu_backend, disable_cudnn_with_mask
+from .widened import widened_attention
 
 ATTENTION = OpContract(
     "query: F[B N S D], key: F[B M T D], value: F[B M T D] -> F[B N S D]",
@@ -474,7 +475,8 @@ def attention(
     grads       query: F   key: F   value: F   (gradients of shared heads are summed in fp32)
     In bf16 on a CPU this runs C++ kernels. The C++ kernels use the recurrences of FlashAttention-2
     (Dao 2023) and process several queries in one vector register. On a GPU it runs cuDNN's or
-    FlashAttention's kernels. In all other cases it calls PyTorch's scaled_dot_product_attention.
+    FlashAttention's kernels. In all other cases it calls PyTorch's scaled_dot_product_attention, in
+    fp32 on a CPU without bf16 instructions.
     Raises  DtypeError DT001 when the dtypes differ without autocast; ShapeError SH001; UsageError
             if `window` or `softcap` is too small
     """
@@ -575,6 +577,10 @@ def _torch_attention(
         else:
             mask = mask & allowed
         causal = False
+    if not torch.compiler.is_dynamo_compiling():
+        output = widened_attention(query, key, value, mask, causal=causal, scale=scale)
+        if output is not None:
+            return output
     if torch.compiler.is_compiling():
         context: AbstractContextManager[None] = nullcontext()
     else:

@@ -31,6 +31,7 @@ from ...data.cache import cache_folder, evict, max_cache_bytes
 from ...data.progress import track_progress
 from ...dtypes import format_dtype, to_torch
 from ...errors import RunError, UsageError
+from ...optimize.widened import place_widened
 from ...precision.precision import Precision
 from ...training.memory.device import memory_limit
 from .batches import Row
@@ -337,6 +338,8 @@ class Encoder:
             encoder = getattr(pipe, part, None)
             if isinstance(encoder, torch.nn.Module):
                 encoder.to(self.text_device).requires_grad_(False)
+                if self.text_device.type == "cpu":
+                    place_widened(encoder)
                 self._record_dtype(
                     "text_encoder", f"weights of {part}", next(encoder.parameters()).dtype
                 )

@@ -26,6 +26,7 @@ from ...environment.hub import is_unreachable, print_status
 from ...environment.install import install_command
 from ...errors import UsageError
 from ...model.load import loading_error
+from ...optimize.widened import place_widened
 from ...precision.quantised_base import Quantisation, quantisation_from_settings
 from ...runs.checkpoint.atomic_folder import find_damage, write_folder
 from .families import EDIT_FAMILIES, EXPERT_FAMILIES, FAMILIES, REFUSED, Family
@@ -525,6 +526,11 @@ class PipelineFolder:
 
     def vae(self, dtype: torch.dtype) -> Any:
         """Loads the VAE. Raises UsageError."""
+        vae = self._load_vae(dtype)
+        place_widened(vae)
+        return vae
+
+    def _load_vae(self, dtype: torch.dtype) -> Any:
         vae_class = self.vae_class()
         if self.vae_path is not None:
             with self._explain_errors("vae", f"model.vae: {self.vae_path}"):

@@ -76,7 +76,7 @@ class ResolvedRun:
         """Opens the pipeline and checks the settings. Raises UsageError if the settings do not fit
         the pipeline or contradict each other.
         """
-        pipeline = _open_pipeline(config)
+        pipeline = open_pipeline(config)
         sources = _read_picture_sources(config)
         if any(source.controls or "control" in (source.columns or {}) for source in sources):
             pipeline = pipeline.for_pairs()
@@ -216,7 +216,7 @@ class ResolvedRun:
         )
 
 
-def _open_pipeline(config: RunConfig) -> PipelineFolder:
+def open_pipeline(config: RunConfig) -> PipelineFolder:
     """Opens the pipeline that `model.name` names. If the pipeline is a single file, the markers in
     this file determine the noise schedule. If `model.init` is `random`, the denoiser gets the
     configuration from `model.config`. Raises UsageError.

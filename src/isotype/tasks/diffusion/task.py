@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -47,7 +48,7 @@ from .model import (
     run_largest_sample,
     second_denoiser_bytes,
 )
-from .resolved_run import ResolvedRun
+from .resolved_run import ResolvedRun, open_pipeline
 from .result import load_result, save_denoiser, save_lora
 from .sample import Sample, sample
 from .text_encoders import drop_untrained_encoders
@@ -97,6 +98,13 @@ class DiffusionTask:
         return str(self.config.model.name)
 
     # before step 1
+
+    def count_base_weights(self) -> int | None:
+        # any error is reported by `check`
+        with suppress(Exception):
+            outline: nn.Module = open_pipeline(self.config).denoiser_outline()
+            return sum(parameter.numel() for parameter in outline.parameters())
+        return None
 
     def check(self, precision: Precision) -> None:
         self.run = ResolvedRun.open(self.config, precision)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,9 +23,10 @@ from ...distributed.world import ALONE, World
 from ...dtypes import to_torch
 from ...errors import UsageError
 from ...model.adapter import check_lora_branch, save_adapter
-from ...model.architecture import SCORE
+from ...model.architecture import SCORE, auto_class
 from ...model.build import build_model
 from ...model.card import write_card
+from ...model.gguf import read_architecture
 from ...model.load import Source, base_source, load_architecture, load_tokenizer
 from ...model.processor import build_picture_reader, copy_files, has_vision
 from ...model.served import check_served
@@ -37,6 +39,7 @@ from ...precision.precision import Precision
 from ...precision.quantised_base import check_base, check_share, quantisation_from_config
 from ...precision.vision import vision_parts
 from ...runs.folder import RunFolder
+from ...training.console import silence_library_warnings
 from ...training.memory.blocks import apply_offload
 from ...training.memory.plan import max_step_bytes
 from ...training.memory.recomputation import checkpointable_layers
@@ -202,6 +205,21 @@ class LanguageTask:
     @property
     def eval_rows(self) -> int:
         return len(self.objective.eval)
+
+    def count_base_weights(self) -> int | None:
+        section = self.config.model
+        if section.name is None or section.init == "random":
+            return None
+        # any error is reported when the model is loaded
+        with suppress(Exception), torch.device("meta"), silence_library_warnings():
+            architecture = read_architecture(
+                section.name, section.revision, trust_remote_code=section.trust_remote_code
+            )
+            base: nn.Module = auto_class(architecture).from_config(
+                architecture, trust_remote_code=section.trust_remote_code
+            )
+            return sum(parameter.numel() for parameter in base.parameters())
+        return None
 
     def architecture(self) -> PretrainedConfig:
         return load_architecture(
