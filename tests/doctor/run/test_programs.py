@@ -673,6 +673,14 @@ TRUTH = {
         "narrow_adapters.py:13) builds them in fp16, the dtype of the base",
         "`get_peft_model(base, config)` at tests/doctor/run/programs/narrow_adapters.py:13",
     ),
+    "other_model_cast": Truth(
+        "RN001",
+        "return self.linear(hidden)",
+        "linear",
+        "`nn.LayerNorm(8)` (tests/doctor/run/programs/other_model_cast.py:12) builds the weights of"
+        " norm in fp32",
+        "`hidden.to(torch.bfloat16)`",
+    ),
     "prepared_head": Truth(
         "RN002",
         "return self.score(hidden)",

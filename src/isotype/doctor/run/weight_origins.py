@@ -27,6 +27,7 @@ _PREPARATION = "prepare_model_for_kbit_training"
 _ADAPTER_KEYWORD = "autocast_adapter_dtype"  # of PEFT's functions; False keeps the base's dtype
 # the names of the argument of `from_pretrained` that sets the dtype
 _DTYPE_KEYWORDS = ("dtype", "torch_dtype")
+_MAX_CALLS = 3  # calls through which a passed value is followed
 _MAX_TEXT = 100  # characters of an expression that a sentence quotes
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -105,6 +106,80 @@ class _Source:
         return max(functions, key=lambda function: function.lineno, default=None)
 
 
+class _Program:
+    """The files of the user's code, and the frames in which their expressions can be read."""
+
+    def __init__(self, frames: Sequence[CallFrame]) -> None:
+        self.frames = [frame for frame in frames if frame.is_user_code]
+        self.sources = [_Source(*item) for item in iterate_user_files(frames)]
+
+    def iterate_calls(self) -> Iterator[tuple[_Source, ast.Call]]:
+        for source in self.sources:
+            for node in ast.walk(source.tree):
+                if isinstance(node, ast.Call):
+                    yield source, node
+
+    def frame_at(self, source: _Source, node: ast.AST, depth: int = 0) -> CallFrame:
+        """Returns a frame with the variables of the function that contains a node. If the function
+        has returned, these are the values that its only call passed.
+        """
+        function = source.enclosing_function(node)
+        if function is None or depth > _MAX_CALLS:
+            return source.frame
+        for frame in reversed(self.frames):
+            if frame.scope is function:
+                return frame
+        variables = self.read_parameters(source, function, depth)
+        variables |= self.find_object(source, function)
+        return replace(source.frame, variables={**source.frame.variables, **variables})
+
+    def read_parameters(self, source: _Source, function: _Function, depth: int) -> dict[str, Any]:
+        """Returns the values of a function's parameters that its only call passes, or their
+        defaults. A value that cannot be read is UNKNOWN.
+        """
+        arguments = [*function.args.posonlyargs, *function.args.args]
+        names = [argument.arg for argument in arguments]
+        values: dict[str, Any] = dict.fromkeys(names, UNKNOWN)
+        values |= {argument.arg: UNKNOWN for argument in function.args.kwonlyargs}
+        calls = [item for item in self.iterate_calls() if _called_name(item[1]) == function.name]
+        if len(calls) > 1:
+            return values
+        for name, default in zip(reversed(names), reversed(function.args.defaults)):
+            values[name] = read_value(default, source.frame)
+        for argument, default_value in zip(function.args.kwonlyargs, function.args.kw_defaults):
+            if default_value is not None:
+                values[argument.arg] = read_value(default_value, source.frame)
+        for call_source, call in calls:
+            frame = self.frame_at(call_source, call, depth + 1)
+            positional = names[1:] if names[:1] in (["self"], ["cls"]) else names
+            passed: dict[str, ast.expr] = dict(zip(positional, call.args))
+            passed |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+            values |= {name: read_value(value, frame) for name, value in passed.items()}
+        return values
+
+    def find_object(self, source: _Source, method: _Function) -> dict[str, Any]:
+        """Returns `self` of a method that has returned, if the frames hold one object of its
+        class.
+        """
+        classes = [
+            node.name
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.ClassDef) and method in node.body
+        ]
+        objects = {
+            id(value): value
+            for frame in self.frames
+            for value in frame.variables.values()
+            if type(value).__name__ in classes
+        }
+        return {"self": next(iter(objects.values()))} if len(objects) == 1 else {}
+
+    def is_other_model(self, source: _Source, node: ast.AST, module: nn.Module) -> bool:
+        """True if an expression is a model that does not contain a module."""
+        value = read_value(node, self.frame_at(source, node))
+        return isinstance(value, nn.Module) and all(part is not module for part in value.modules())
+
+
 def find_weight_origin(
     frames: Sequence[CallFrame],
     names: ModelNames,
@@ -114,29 +189,30 @@ def find_weight_origin(
     """Returns the expression of the user's code that gave the weights of a module their dtype.
     Returns None if the code shows no such expression, or more than one of a kind.
     """
-    sources = [_Source(*item) for item in iterate_user_files(frames)]
+    program = _Program(frames)
     path = names.module_path(module)
     for is_read in (True, False):
         casts = []
-        for source in sources:
-            for node in _iterate_weight_casts(source, sources, dtype, is_read):
-                if _may_concern(source, node, module, path):
+        for source in program.sources:
+            for node in _iterate_weight_casts(program, source, dtype, is_read):
+                if _may_concern(program, source, node, module, path):
                     casts.append(_make_origin("cast", node, source))
         if dtype == torch.float32 and is_read:
-            casts += list(_iterate_preparations(sources))
+            casts += list(_iterate_preparations(program, module))
         if casts:
             return casts[0] if len(casts) == 1 else None
-    adapters = list(_iterate_narrow_adapters(sources)) if ".lora_" in path else []
+    adapters = list(_iterate_narrow_adapters(program)) if ".lora_" in path else []
     if adapters:
         return adapters[0] if len(adapters) == 1 else None
+    owners = names.containing_modules(module)
     for is_default in (False, True):
         if is_default and dtype != torch.get_default_dtype():
             break
-        owners = {type(owner).__name__ for owner in names.containing_modules(module)}
-        constructions = list(_iterate_constructions(sources, owners, path, dtype, is_default))
+        classes = {type(owner).__name__ for owner in owners}
+        constructions = list(_iterate_constructions(program, classes, path, dtype, is_default))
         if constructions:
             return constructions[0] if len(constructions) == 1 else None
-    return _find_loading(sources, names.containing_modules(module), dtype)
+    return _find_loading(program, owners, dtype)
 
 
 def find_model_origin(
@@ -146,11 +222,13 @@ def find_model_origin(
     preparation, or the call that loaded the model. Returns None if the code shows no such call, or
     more than one.
     """
-    sources = [_Source(*item) for item in iterate_user_files(frames)]
-    preparations = list(_iterate_preparations(sources)) if dtype == torch.float32 else []
+    program = _Program(frames)
+    preparations = []
+    if dtype == torch.float32:
+        preparations = list(_iterate_preparations(program, next(iter(model.children()), model)))
     if preparations:
         return preparations[0] if len(preparations) == 1 else None
-    return _find_loading(sources, list(model.modules()), dtype)
+    return _find_loading(program, list(model.modules()), dtype)
 
 
 def _make_origin(
@@ -160,7 +238,7 @@ def _make_origin(
 
 
 def _iterate_weight_casts(
-    source: _Source, sources: Sequence[_Source], dtype: torch.dtype, is_read: bool
+    program: _Program, source: _Source, dtype: torch.dtype, is_read: bool
 ) -> Iterator[ast.AST]:
     """Yields the statements that cast weights in place: `parameter.data = parameter.data.float()`,
     and `module.float()` as a statement or for each module of a loop. A tensor is not cast by a
@@ -187,101 +265,69 @@ def _iterate_weight_casts(
             case ast.Call(ast.Attribute(receiver)):
                 is_of_loop = ast.unparse(receiver) in loop_names.get(id(node), ())
                 call = node if is_of_loop or id(node) in statements else None
-        if call is not None and _is_cast_to(call, source, sources, dtype, is_read):
+        if call is not None and _is_cast_to(call, program.frame_at(source, call), dtype, is_read):
             yield node
 
 
-def _is_cast_to(
-    call: ast.Call, source: _Source, sources: Sequence[_Source], dtype: torch.dtype, is_read: bool
-) -> bool:
-    frame = source.frame
-    function = source.enclosing_function(call)
-    if function is not None:
-        variables = _read_parameters(function, sources)
-        frame = replace(frame, variables={**frame.variables, **variables})
+def _is_cast_to(call: ast.Call, frame: CallFrame, dtype: torch.dtype, is_read: bool) -> bool:
     cast_dtype = read_cast_dtype(call, frame)
     if is_read or cast_dtype is not None:
         return is_read and cast_dtype == dtype
     return has_unread_dtype(call, frame)
 
 
-def _read_parameters(function: _Function, sources: Sequence[_Source]) -> dict[str, Any]:
-    """Returns the values of a function's parameters that its only call passes, or their defaults.
-    A value that cannot be read is UNKNOWN.
-    """
-    arguments = [*function.args.posonlyargs, *function.args.args]
-    names = [argument.arg for argument in arguments]
-    values: dict[str, Any] = dict.fromkeys(names, UNKNOWN)
-    values |= {argument.arg: UNKNOWN for argument in function.args.kwonlyargs}
-    calls = [
-        (node, source)
-        for source in sources
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Call) and _called_name(node) == function.name
-    ]
-    if len(calls) > 1:
-        return values
-    own_frames = [source.frame for source in sources if function in ast.walk(source.tree)]
-    for name, default in zip(reversed(names), reversed(function.args.defaults)):
-        values[name] = read_value(default, own_frames[0])
-    for argument, keyword_default in zip(function.args.kwonlyargs, function.args.kw_defaults):
-        if keyword_default is not None:
-            values[argument.arg] = read_value(keyword_default, own_frames[0])
-    if calls:
-        call, source = calls[0]
-        positional = names[1:] if names[:1] in (["self"], ["cls"]) else names
-        passed: dict[str, ast.expr] = dict(zip(positional, call.args))
-        passed |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-        values |= {name: read_value(value, source.frame) for name, value in passed.items()}
-    return values
-
-
 def _called_name(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
 
 
-def _iterate_preparations(sources: Sequence[_Source]) -> Iterator[WeightOrigin]:
-    for source in sources:
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.Call) and _called_name(node) == _PREPARATION:
-                yield _make_origin("preparation", node, source)
+def _iterate_preparations(program: _Program, module: nn.Module) -> Iterator[WeightOrigin]:
+    for source, call in program.iterate_calls():
+        if _called_name(call) != _PREPARATION:
+            continue
+        if not any(program.is_other_model(source, part, module) for part in call.args[:1]):
+            yield _make_origin("preparation", call, source)
 
 
-def _iterate_narrow_adapters(sources: Sequence[_Source]) -> Iterator[WeightOrigin]:
+def _iterate_narrow_adapters(program: _Program) -> Iterator[WeightOrigin]:
     """Yields the calls of PEFT that keep adapters in the dtype of their base."""
-    for source in sources:
-        calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
-        for call in calls:
-            value = node_keyword(call, _ADAPTER_KEYWORD)
-            if value is not None and read_value(value, source.frame) is not True:
-                yield _make_origin("adapters", call, source, call)
+    for source, call in program.iterate_calls():
+        value = node_keyword(call, _ADAPTER_KEYWORD)
+        if value is not None and read_value(value, program.frame_at(source, call)) is not True:
+            yield _make_origin("adapters", call, source, call)
 
 
-def _may_concern(source: _Source, node: ast.AST, module: nn.Module, path: str) -> bool:
-    """False if the cast is one of another attribute or object, or inside an `if` that names other
+def _may_concern(
+    program: _Program, source: _Source, node: ast.AST, module: nn.Module, path: str
+) -> bool:
+    """False if the cast is one of another attribute or model, or inside an `if` that names other
     modules, other shapes, or trained weights only.
     """
     call = node.value if isinstance(node, ast.Assign) else node
     assert isinstance(call, ast.Call)
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    if not isinstance(node, ast.Assign) and not _may_contain(source, receiver, module, path):
-        return False
-    tests = [
-        branch.test
-        for branch in ast.walk(source.tree)
-        if isinstance(branch, ast.If)
-        and any(part is node for statement in branch.body for part in ast.walk(statement))
+    parents = [
+        part
+        for part in ast.walk(source.tree)
+        if isinstance(part, (ast.If, ast.For))
+        and any(inner is node for statement in part.body for inner in ast.walk(statement))
     ]
-    return all(_may_hold(test, module, path) for test in tests)
-
-
-def _may_contain(source: _Source, receiver: ast.AST, module: nn.Module, path: str) -> bool:
-    """False if the object on which a cast is called is another module or attribute."""
-    value = read_value(receiver, source.frame)
-    if isinstance(value, nn.Module) and not _is_of_loop(source, receiver):
-        return any(part is module for part in value.modules())
+    for parent in parents:
+        if isinstance(parent, ast.If) and not _may_hold(parent.test, module, path):
+            return False
+        match parent:  # `for parameter in model.parameters():`
+            case ast.For(iter=ast.Call(ast.Attribute(owner))):
+                if program.is_other_model(source, owner, module):
+                    return False
+    if isinstance(node, ast.Assign) or _is_of_loop(source, receiver):
+        return not isinstance(receiver, ast.Attribute) or receiver.attr in (
+            *path.split("."),
+            "data",
+        )
+    if program.is_other_model(source, receiver, module):
+        return False
     if isinstance(receiver, ast.Attribute):
-        return receiver.attr in (*path.split("."), "model", "module")
+        is_read = read_value(receiver, program.frame_at(source, receiver)) is not UNKNOWN
+        return is_read or receiver.attr in (*path.split("."), "model", "module")
     return True
 
 
@@ -328,66 +374,78 @@ def _names_class_of(classes: ast.AST, module: nn.Module) -> bool:
 
 
 def _iterate_constructions(
-    sources: Sequence[_Source], owners: set[str], path: str, dtype: torch.dtype, is_default: bool
+    program: _Program, classes: set[str], path: str, dtype: torch.dtype, is_default: bool
 ) -> Iterator[WeightOrigin]:
     """Yields the calls whose result is assigned to an attribute with the name of the module, such
     as `self.score = nn.Linear(size, 1, dtype=torch.bfloat16)`.
 
-    owners      the classes of the module and of those that contain it
+    classes     the classes of the module and of those that contain it
     is_default  whether to yield calls of these classes without a dtype. Otherwise yields calls that
                 give this dtype
     """
     name = next((part for part in reversed(path.split(".")) if not part.isdigit()), "")
-    for source in sources:
+    for source in program.sources:
         for node in ast.walk(source.tree):
             match node:
                 case ast.Assign([ast.Attribute(_, attribute)], ast.Call() as call):
                     if attribute != name:
                         continue
-                    if is_default and _called_name(call) in owners:
+                    if is_default and _called_name(call) in classes:
                         yield _make_origin("default", call, source, call)
-                    elif not is_default and _gives_dtype(call, source, sources, dtype):
+                    elif not is_default and dtype in _read_dtypes(call, program, source):
                         yield _make_origin("construction", call, source, call)
 
 
-def _gives_dtype(
-    call: ast.Call, source: _Source, sources: Sequence[_Source], dtype: torch.dtype
-) -> bool:
-    frame = source.frame
-    function = source.enclosing_function(call)
-    if function is not None:
-        variables = _read_parameters(function, sources)
-        frame = replace(frame, variables={**frame.variables, **variables})
-    return dtype in (read_value(node_keyword(call, "dtype"), frame), read_cast_dtype(call, frame))
+def _read_dtypes(call: ast.Call, program: _Program, source: _Source) -> tuple[Any, Any]:
+    """Returns the argument `dtype` of a call, and the dtype to which the call casts."""
+    frame = program.frame_at(source, call)
+    return read_value(node_keyword(call, "dtype"), frame), read_cast_dtype(call, frame)
 
 
 def _find_loading(
-    sources: Sequence[_Source], modules: Sequence[nn.Module], dtype: torch.dtype
+    program: _Program, modules: Sequence[nn.Module], dtype: torch.dtype
 ) -> WeightOrigin | None:
     """Returns the only call of `from_pretrained` that may have loaded one of the modules in this
     dtype.
     """
     loaded = [module for module in modules if _read_checkpoint_name(module)]
     origins = []
-    for source in sources:
-        for node in ast.walk(source.tree):
-            match node:
-                case ast.Call(ast.Attribute(owner, "from_pretrained")):
-                    kind = _kind_of_loading(node, source, loaded, dtype)
-                    if kind and _may_load(owner, loaded, source):
-                        origins.append(_make_origin(kind, node, source, node))
+    for source, call in program.iterate_calls():
+        match call.func:
+            case ast.Attribute(owner, "from_pretrained"):
+                frame = program.frame_at(source, call)
+                kind = _kind_of_loading(call, frame, loaded, dtype)
+                if not kind or not _may_load(owner, loaded, frame):
+                    continue
+                if not _is_assigned_to_other(program, source, call, loaded):
+                    origins.append(_make_origin(kind, call, source, call))
     return origins[0] if len(origins) == 1 else None
 
 
+def _is_assigned_to_other(
+    program: _Program, source: _Source, call: ast.Call, loaded: Sequence[nn.Module]
+) -> bool:
+    """True if the result of a call is assigned to a variable that holds another model."""
+    targets = [
+        node.targets[0]
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assign) and node.value is call
+    ]
+    return any(
+        all(program.is_other_model(source, target, module) for module in loaded)
+        for target in targets
+    )
+
+
 def _kind_of_loading(
-    call: ast.Call, source: _Source, loaded: Sequence[nn.Module], dtype: torch.dtype
+    call: ast.Call, frame: CallFrame, loaded: Sequence[nn.Module], dtype: torch.dtype
 ) -> str:
     """Returns how a call of `from_pretrained` gives a dtype, or "" if it gives another one. Without
     an argument for it, transformers keeps the dtype of the checkpoint.
     """
     keywords = [node_keyword(call, name) for name in _DTYPE_KEYWORDS]
     keyword = next((keyword for keyword in keywords if keyword is not None), None)
-    asked = "auto" if keyword is None else read_value(keyword, source.frame)
+    asked = "auto" if keyword is None else read_value(keyword, frame)
     if asked == "auto":
         return "checkpoint" if any(_was_loaded_in(module, dtype) for module in loaded) else ""
     is_equal = asked in (dtype, str(dtype).removeprefix("torch."))
@@ -403,9 +461,9 @@ def _read_checkpoint_name(module: nn.Module) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _may_load(owner: ast.expr, loaded: Sequence[nn.Module], source: _Source) -> bool:
+def _may_load(owner: ast.expr, loaded: Sequence[nn.Module], frame: CallFrame) -> bool:
     """True if `OWNER.from_pretrained` may return one of these models."""
-    kind = read_value(owner, source.frame)
+    kind = read_value(owner, frame)
     name = ast.unparse(owner).rpartition(".")[2]
     if name.startswith("Auto") and "Model" in name:
         return True
