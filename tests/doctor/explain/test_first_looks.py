@@ -49,3 +49,27 @@ def test_only_the_recorded_cause_decides_a_message(row: tuple[str, ...]):
     sure = dict(finding.details).get("sure", "")
     cause = (finding.cause or "").split(":")[0]
     assert (f"{finding.code} {cause}" if sure.startswith("decided") else "") == decided
+
+
+# where it was reported, words of the list of causes: the true cause was missing at the first look
+LISTED_SINCE = [
+    ("microsoft/Olive#1287", "a constant or table of another dtype than the exported weights"),
+    ("pytorch/pytorch#144040", "the backward of a sparse product outside autocast"),
+    ("vllm-project/compressed-tensors#670", "the run's dtype is not the one that scale takes"),
+]
+
+
+@pytest.mark.parametrize(("report", "cause"), LISTED_SINCE)
+def test_a_cause_that_was_missing_is_listed(report: str, cause: str):
+    (message,) = [row[5] for row in ROWS if row[3] == report]
+    finding = explain([message + "\n"])[0]
+    details = dict(finding.details)
+    assert cause in details["sure"]
+    assert ("isotype doctor run" in details["sure"]) == ("Optype" not in message)
+
+
+def test_an_indexed_write_into_a_cache_names_the_cache():
+    """pytorch/torchchat#604: a quantised layer returns fp32 keys, and the cache is bf16."""
+    (message,) = [row[5] for row in ROWS if row[3] == "pytorch/torchchat#604"]
+    (finding,) = explain(["the first step fills the KV cache\n", message + "\n"])
+    assert "quantised layers that compute in fp32" in finding.cause
