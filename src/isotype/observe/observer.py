@@ -86,6 +86,10 @@ class ModelChanges:
         self._next += _MODULES_PER_CHECK
         return any(_module_state(module) != state for module, state in next_states)
 
+    def has_any_change(self) -> bool:
+        """Whether any module has changed since `snapshot`."""
+        return any(_module_state(module) != state for module, state in self._states)
+
 
 def _module_state(module: nn.Module) -> list[Any]:
     attributes = module.__dict__
@@ -159,6 +163,10 @@ class Observer:
         was observed. If so, the next step should be observed.
         """
         return self._changes.has_changed()
+
+    def has_any_change(self) -> bool:
+        """The same as `has_changed`, but always checks all modules."""
+        return self._changes.has_any_change()
 
     # ---- what is stored
     def observe_tensors(

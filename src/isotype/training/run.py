@@ -22,6 +22,7 @@ from ..distributed.agree import (
 from ..distributed.world import World, join
 from ..environment.hardware import out_of_memory_message
 from ..errors import IsotypeError, PreflightError, RunError, UsageError
+from ..observe.record import GENERATION
 from ..optimize.place import note_wrong_kernels
 from ..runs.checkpoint.atomic_folder import describe_io_error, suggest_fix
 from ..runs.checkpoint.store import CheckpointStore
@@ -290,6 +291,7 @@ class _TrainingRun:
             if note := choose_fp32_layers(subject, self.folder):
                 prepared.manifest.notes.append(note)
             outcome = preflight(subject, self.skips, world=self.world)
+        loop.rehearsed_generation = subject.observations.get(GENERATION)
         if subject.trial.peak_bytes:
             time_longest_batch(subject)
         if prepared.device.type == "cpu":

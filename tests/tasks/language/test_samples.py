@@ -1,5 +1,6 @@
 """Samples during training: a short one is made whole and is watched, a round is not."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,12 @@ from isotype.errors import DtypeError
 from isotype.tasks.choose import train
 from isotype.tasks.language import task as task_module
 from isotype.tasks.language.task import REHEARSED_TOKENS, LanguageTask
+from tests.api import Loop
 
 ROUNDS = {"samples": ["How much is 1 plus 1?", "How much is 2 plus 2?"], "sample_tokens": 12}
 
 
-def test_only_a_short_sample_is_watched_before_step_1(configured, monkeypatch):
+def test_only_a_short_sample_is_watched_before_step_1(configured, monkeypatch, tmp_path):
     calls = []
     sample = LanguageTask.sample
 
@@ -28,7 +30,13 @@ def test_only_a_short_sample_is_watched_before_step_1(configured, monkeypatch):
     assert train(loaded) == 0
     preflight = watched = (True, True)
     before_step_1 = after_step_1 = (False, False)
-    assert calls == [preflight, watched, before_step_1, after_step_1]
+    assert calls == [preflight, before_step_1, after_step_1]
+    record = json.loads((tmp_path / "run" / "precision.json").read_text())
+    assert record["observed"]["generate"]
+    calls.clear()
+    skipped = configured("skipped", train={"steps": 1}, run=ROUNDS)
+    assert train(skipped, skips={"PF017": "a test"}) == 0
+    assert calls == [watched, before_step_1, after_step_1], "the preflight generated nothing"
 
 
 def test_a_short_sample_is_made_whole_where_the_first_token_ends_an_answer(subject):
@@ -52,7 +60,7 @@ def test_a_short_sample_is_made_whole_where_the_first_token_ends_an_answer(subje
 
 def test_a_product_in_fp64_from_the_second_token_on_ends_a_run(configured, monkeypatch):
     calls = []
-    sample = LanguageTask.sample
+    sample, begin_round = LanguageTask.sample, Loop._sample
 
     def widen(module, args, output):
         if output.shape[1] > 1:
@@ -60,20 +68,19 @@ def test_a_product_in_fp64_from_the_second_token_on_ends_a_run(configured, monke
         identity = torch.eye(output.shape[-1], dtype=torch.float64)
         return (output.double() @ identity).to(output.dtype)
 
-    def with_fault(self, model, device, **options):
+    def recorded(self, model, device, **options):
         calls.append(options)
-        if len(calls) == 1:  # the preflight's, which would refuse the run
-            return sample(self, model, device, **options)
-        handle = model.get_base_model().model.layers[0].mlp.register_forward_hook(widen)
-        try:
-            return sample(self, model, device, **options)
-        finally:
-            handle.remove()
+        return sample(self, model, device, **options)
 
-    monkeypatch.setattr(LanguageTask, "sample", with_fault)
+    def with_fault(self):  # after the preflight, which would refuse the run
+        self.model.get_base_model().model.layers[-1].mlp.register_forward_hook(widen)
+        begin_round(self)
+
+    monkeypatch.setattr(LanguageTask, "sample", recorded)
+    monkeypatch.setattr(Loop, "_sample", with_fault)
     with pytest.raises(DtypeError, match="fp64"):
         train(configured(run=ROUNDS))
-    assert len(calls) == 2, "before the round"
+    assert len(calls) == 2, "the preflight's, and one before the round"
 
 
 def test_a_prompt_with_pictures_is_the_short_sample(monkeypatch):
