@@ -170,6 +170,25 @@ def test_changes_of_a_layer_between_two_tokens_take_effect(change, monkeypatch):
     assert not torch.equal(before, after)
 
 
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_rotary_tables_of_the_next_token_take_effect(changed):
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8)
+    angles = torch.randn(2, 1, 1, 8)
+    before = [angles[0].cos(), angles[0].sin(), "runs"]
+    after = list(before)
+    after[changed] = (angles[1].cos(), angles[1].sin(), "values")[changed]
+
+    def rotate(cos, sin, form):
+        return forwards.rotate(q, k, cos, sin, "halves", form)
+
+    expected = [rotate(*before), rotate(*after), rotate(*before)]
+    with keep_cast_adapters():
+        rotated = [rotate(*before), rotate(*after), rotate(*before)]
+    for tensors, expected_tensors in zip(rotated, expected, strict=True):
+        assert all(map(torch.equal, tensors, expected_tensors))
+    assert not torch.equal(rotated[0][0], rotated[1][0])
+
+
 @row_kernels
 def test_fp32_weights_with_bf16_values_are_read_in_bf16_with_the_same_logits(monkeypatch):
     model = adapted_model("fp32")

@@ -511,12 +511,14 @@ def cast_adapters(
 class KeptRowLayers(dict[Any, Any]):
     """What `lora.few_rows` has read of the layers in a call of `generate`.
 
+    rotary_tables  the last (cos, sin, their form, cos and sin as the op reads them)
     copy_bytes  how many bytes copies of weights in bf16 may still take. Together with the other
                 memory of the process, they take at most half of the usable memory
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.rotary_tables: tuple[Tensor, Tensor, str, Tensor, Tensor] | None = None
         self.copy_bytes = usable_memory() // 2 - status_bytes("VmRSS")
 
 

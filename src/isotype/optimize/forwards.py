@@ -509,15 +509,29 @@ def narrow_table(table: Tensor, form: TableForm) -> Tensor:
     return table[..., : table.shape[-1] // 2]
 
 
+def narrow_tables(cos: Tensor, sin: Tensor, form: TableForm) -> tuple[Tensor, Tensor]:
+    """Reduces both tables. All layers get the same tables of a generated token, so within a call of
+    `generate` the reduced tables are kept until other tables are passed.
+    """
+    kept = None if torch.compiler.is_dynamo_compiling() else kept_row_layers()
+    if kept is None:
+        return narrow_table(cos, form), narrow_table(sin, form)
+    tables = kept.rotary_tables
+    if tables is None or tables[0] is not cos or tables[1] is not sin or tables[2] != form:
+        narrow_cos = narrow_table(cos, form).contiguous()
+        narrow_sin = narrow_table(sin, form).contiguous()
+        tables = kept.rotary_tables = (cos, sin, form, narrow_cos, narrow_sin)
+    return tables[3], tables[4]
+
+
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs, form: TableForm
 ) -> tuple[Tensor, Tensor]:
     if pairs == "neighbours to halves":
         # the form of DeepSeek-V3: one copy reorders neighbours to halves
         q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
-    return rope(
-        q, k, narrow_table(cos, form), narrow_table(sin, form), interleaved=pairs == "neighbours"
-    )
+    cos, sin = narrow_tables(cos, sin, form)
+    return rope(q, k, cos, sin, interleaved=pairs == "neighbours")
 
 
 def wrap_rotary(original: Callable[..., Any], pairs: Pairs, form: TableForm) -> Callable[..., Any]:
