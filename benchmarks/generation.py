@@ -6,13 +6,15 @@ merged into the weights.
     python -m benchmarks.generation --model SmolLM2-135M-Instruct   # the weights of a folder
     python -m benchmarks.generation --json out.json
 
-The contenders answer the same prompt in turn. Isotype then answers 8 prompts of different lengths,
-one at a time and in one batch, in bf16 and in fp32. In fp32 all tokens must be equal. In bf16, an
-answer may differ where the two best logits are nearly equal. The last column gives the largest gap
-of these two logits at a first difference, in spacings of bf16 (2^-7 times the power of two below the
-larger logit). The merged model of transformers answers the same batch.
+In bf16 and in fp32, the contenders answer one prompt, and then 8 prompts of different lengths in a
+batch, in turn. Speeds are tokens per CPU second, also those of the prompt's own computation.
 
-Speeds are tokens per CPU second. The weights of the adapter are random.
+Isotype also answers the 8 prompts one at a time. In fp32 all tokens must be equal to those of the
+batch. In bf16, an answer may differ where the two best logits are nearly equal. The last column gives
+the largest gap of these two logits at a first difference, in spacings of bf16 (2^-7 times the power
+of two below the larger logit).
+
+The weights of the adapter are random. The base weights are those of a checkpoint in bf16.
 """
 
 from __future__ import annotations
@@ -106,74 +108,83 @@ def gap_at_difference(model: Any, prompt: SamplePrompt, first: Any, second: Any)
     return float(best[0] - best[1]) / spacing
 
 
-def compare_batch(sizes: Any, preset: str) -> dict[str, Any]:
-    """Answers all prompts alone and in one batch."""
-    model = build_isotype(sizes, preset)
+def make_prompts(sizes: Any) -> list[SamplePrompt]:
     generator = torch.Generator().manual_seed(0)
-    prompts = [
+    return [
         SamplePrompt(
             "", tuple(torch.randint(3, sizes.vocabulary, (n,), generator=generator).tolist())
         )
         for n in PROMPT_LENGTHS
     ]
-    count = len(prompts) * sizes.tokens
+
+
+def compare_answers(sizes: Any, preset: str) -> dict[str, Any]:
+    """Answers all prompts alone and in one batch with Isotype."""
+    model = build_isotype(sizes, preset)
+    prompts = make_prompts(sizes)
     context = lambda: use_generate_dtype(model)  # noqa: E731
-    alone: list[Any] = []
     together: list[Any] = [None] * len(prompts)
-
-    def answer_alone() -> None:
-        for prompt in prompts:
-            inputs = padded_inputs([prompt], 0, torch.device("cpu"))
-            alone.append(generate(model, inputs, sizes.tokens, context)[0])
-
-    def answer_together() -> None:
-        for numbers in batch_prompts(prompts):
-            inputs = padded_inputs([prompts[n] for n in numbers], 0, torch.device("cpu"))
-            for number, answer in zip(numbers, generate(model, inputs, sizes.tokens, context)):
-                together[number] = answer
-
-    alone_speed = tokens_per_second(answer_alone, count)
-    together_speed = tokens_per_second(answer_together, count)
-    merged = build_model(sizes).merge_and_unload()
-    merged = merged.float() if preset == "fp32" else merged
-    inputs = padded_inputs(prompts, 0, torch.device("cpu"))
-    generate(merged, inputs, 2, nullcontext)
-    merged_speed = tokens_per_second(
-        lambda: generate(merged, inputs, sizes.tokens, nullcontext), count
-    )
+    for numbers in batch_prompts(prompts):
+        inputs = padded_inputs([prompts[n] for n in numbers], 0, torch.device("cpu"))
+        for number, answer in zip(numbers, generate(model, inputs, sizes.tokens, context)):
+            together[number] = answer
+    alone: list[Any] = []
+    for prompt in prompts:
+        inputs = padded_inputs([prompt], 0, torch.device("cpu"))
+        alone.append(generate(model, inputs, sizes.tokens, context)[0])
     pairs = list(zip(prompts, alone, together))
     return {
-        "alone": alone_speed,
-        "together": together_speed,
-        "merged together": merged_speed,
         "equal answers": sum(torch.equal(first, second) for _, first, second in pairs),
         "largest gap": max(gap_at_difference(model, *pair) for pair in pairs),
     }
 
 
-def compare_contenders(sizes: Any) -> dict[str, list[float]]:
-    isotype = build_isotype(sizes, "bf16-lora")
+def compare_contenders(sizes: Any, preset: str) -> dict[str, dict[str, list[float]]]:
+    """Returns the speeds of each contender in each round, for one prompt and for all prompts."""
+    isotype = build_isotype(sizes, preset)
+    peft = build_model(sizes)
+    merged = build_model(sizes).merge_and_unload()
+    peft_context: Any = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    if preset == "fp32":
+        peft = peft.float()
+        merged = merged.float()
+        peft_context = nullcontext
     contenders: dict[str, tuple[Any, Any]] = {
         "isotype": (isotype, lambda: use_generate_dtype(isotype)),
-        "PEFT": (build_model(sizes), lambda: torch.autocast("cpu", torch.bfloat16)),
-        "merged transformers": (build_model(sizes).merge_and_unload(), nullcontext),
+        "PEFT": (peft, peft_context),
+        "merged transformers": (merged, nullcontext),
     }
-    prompt = SamplePrompt("", tuple(range(3, 35)))
-    inputs = padded_inputs([prompt], 0, torch.device("cpu"))
-    for model, context in contenders.values():
-        generate(model, inputs, 2, context)
-    speeds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(sizes.rounds):
-        for name, (model, context) in contenders.items():
-            speeds[name].append(
-                tokens_per_second(
-                    lambda model=model, context=context: generate(
-                        model, inputs, sizes.tokens, context
-                    ),
-                    sizes.tokens,
+    tasks = {
+        "one prompt": [SamplePrompt("", tuple(range(3, 35)))],
+        f"{len(PROMPT_LENGTHS)} prompts": make_prompts(sizes),
+    }
+    speeds: dict[str, dict[str, list[float]]] = {}
+    for task, prompts in tasks.items():
+        inputs = padded_inputs(prompts, 0, torch.device("cpu"))
+        for model, context in contenders.values():
+            generate(model, inputs, 2, context)
+        speeds[task] = {name: [] for name in contenders}
+        for _ in range(sizes.rounds):
+            for name, (model, context) in contenders.items():
+                speeds[task][name].append(
+                    tokens_per_second(
+                        lambda model=model, context=context, inputs=inputs: generate(
+                            model, inputs, sizes.tokens, context
+                        ),
+                        sizes.tokens * len(prompts),
+                    )
                 )
-            )
+        print_speeds(f"{task}, {preset}", speeds[task])
     return speeds
+
+
+def print_speeds(title: str, speeds: dict[str, list[float]]) -> None:
+    print(title)
+    for name, values in speeds.items():
+        print(f"  {name:<22}{median(values):7.1f}   {min(values):.1f} to {max(values):.1f}")
+    for name in ("PEFT", "merged transformers"):
+        ratios = [ours / theirs for ours, theirs in zip(speeds["isotype"], speeds[name])]
+        print(f"  isotype beside {name}: {median(ratios):.2f} times, round by round", flush=True)
 
 
 def main() -> None:
@@ -183,28 +194,24 @@ def main() -> None:
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--model", type=Path, help="the folder of a model to use instead")
+    parser.add_argument("--preset", choices=("bf16-lora", "fp32"), help="only this preset")
     parser.add_argument("--json", type=Path)
     sizes = parser.parse_args()
     torch.set_num_threads(sizes.threads)
     load = os.getloadavg()[0]
-    print(f"tokens per CPU second, {sizes.threads} thread(s), load {load:.1f}; one prompt")
-    speeds = compare_contenders(sizes)
-    for name, values in speeds.items():
-        print(f"{name:<22}{median(values):7.1f}   {min(values):.1f} to {max(values):.1f}")
-    for name in ("PEFT", "merged transformers"):
-        ratios = [ours / theirs for ours, theirs in zip(speeds["isotype"], speeds[name])]
-        print(f"isotype beside {name}: {median(ratios):.2f} times, round by round")
-    batches = {preset: compare_batch(sizes, preset) for preset in ("bf16-lora", "fp32")}
-    for preset, batch in batches.items():
+    print(f"tokens per CPU second, {sizes.threads} thread(s), load {load:.1f}")
+    presets = ("bf16-lora", "fp32") if sizes.preset is None else (sizes.preset,)
+    speeds = {preset: compare_contenders(sizes, preset) for preset in presets}
+    answers = {preset: compare_answers(sizes, preset) for preset in presets}
+    for preset, result in answers.items():
         print(
-            f"{len(PROMPT_LENGTHS)} prompts, {preset:<10} alone {batch['alone']:6.1f}, in a batch"
-            f" {batch['together']:6.1f} (merged transformers {batch['merged together']:.1f});"
-            f" {batch['equal answers']} answers equal, gap at a difference at most"
-            f" {batch['largest gap']:.1f} spacings"
+            f"{len(PROMPT_LENGTHS)} prompts alone and in a batch, {preset:<10}"
+            f" {result['equal answers']} answers equal, gap at a difference at most"
+            f" {result['largest gap']:.1f} spacings"
         )
     if sizes.json:
         values = {name: getattr(sizes, name) for name in SIZES}
-        result = {"sizes": values, "load": load, "speeds": speeds, "batches": batches}
+        result = {"sizes": values, "load": load, "speeds": speeds, "answers": answers}
         sizes.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -211,6 +211,15 @@ def test_fp32_weights_with_bf16_values_are_read_in_bf16_with_the_same_logits(mon
     # seven weights in each of two layers, and the head
     assert sorted(copies) == [0] + [1] * 14
     copies.clear()
+    for name in exact:
+        model.get_parameter(name).data.mul_(2)
+    assert not torch.equal(model.generate(PROMPT.repeat(3, 1), **options).logits[1], logits[1])
+    for name in exact:
+        model.get_parameter(name).data.mul_(0.5)
+    again = model.generate(PROMPT.repeat(3, 1), **options).logits
+    assert all(map(torch.equal, logits, again))
+    assert copies.count(1) == 2 * 14
+    copies.clear()
     monkeypatch.setattr("isotype.lora.products.usable_memory", lambda: 0)
     expected = model.generate(PROMPT.repeat(3, 1), **options).logits
     assert copies == []

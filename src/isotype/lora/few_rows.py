@@ -173,18 +173,19 @@ def narrow_exactly(weight_OK: Tensor) -> Tensor | None:
     (`KeptRowLayers.copy_bytes`).
     """
     kept = kept_row_layers()
-    size = 2 * weight_OK.numel()
-    if kept is None or size > kept.copy_bytes or not weight_OK.is_contiguous():
+    if kept is None or not weight_OK.is_contiguous():
         return None
-    narrow_OK = copy_in_bf16(weight_OK)
-    if narrow_OK is not None:
-        kept.copy_bytes -= size
+    narrow_OK = kept.memory_for_copy(weight_OK.shape)
+    if narrow_OK is None or not copy_exactly(weight_OK, narrow_OK):
+        return None
+    kept.keep_copy(narrow_OK)
     return narrow_OK
 
 
-def copy_in_bf16(weight_OK: Tensor) -> Tensor | None:
-    """Returns a copy of a contiguous fp32 weight in bf16, or None if a value would change."""
-    narrow_OK = torch.empty_like(weight_OK, dtype=torch.bfloat16)
+def copy_exactly(weight_OK: Tensor, narrow_OK: Tensor) -> bool:
+    """Writes a contiguous fp32 weight to a bf16 tensor. Returns whether all values stay the same.
+    Otherwise the function stops at a value that would change.
+    """
     # not a tensor, since a tensor would have to be read through the dispatcher
     is_exact = ctypes.c_int64()
     KERNELS(
@@ -194,7 +195,7 @@ def copy_in_bf16(weight_OK: Tensor) -> Tensor | None:
         weight_OK.numel(),
         ctypes.addressof(is_exact),
     )
-    return narrow_OK if is_exact.value else None
+    return bool(is_exact.value)
 
 
 def _cpu_autocast_dtype() -> torch.dtype | None:

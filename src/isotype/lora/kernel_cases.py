@@ -15,7 +15,7 @@ from .decode import (
     mlp_half_arguments,
     project_normed_rows,
 )
-from .few_rows import RowLayers, can_run_row_layers, copy_in_bf16
+from .few_rows import RowLayers, can_run_row_layers, copy_exactly
 from .linear import LoraDtypes, Projection, adapted_product
 from .products import (
     KERNELS,
@@ -92,8 +92,10 @@ def _copy_in_bf16(weight: Tensor) -> Tensor:
     exact_weight = weight.bfloat16().to(weight.dtype)
     if weight.dtype is not torch.float32 or not KERNELS.load():
         return exact_weight
-    copy = copy_in_bf16(exact_weight)
-    return torch.zeros_like(weight) if copy is None else copy.to(weight.dtype)
+    narrow_weight = torch.zeros_like(exact_weight, dtype=torch.bfloat16)
+    if not copy_exactly(exact_weight, narrow_weight):
+        return torch.zeros_like(weight)
+    return narrow_weight.to(weight.dtype)
 
 
 def _copy_in_bf16_reference(weight: Tensor) -> Tensor:

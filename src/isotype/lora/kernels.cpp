@@ -410,14 +410,14 @@ extern "C" void narrow_weight(const float* w, uint16_t* narrow, int64_t count, i
   for (int64_t start = 0; start < count; start += BLOCK) {
     if (!exact.load(std::memory_order_relaxed)) continue;
     const int64_t stop = std::min(count, start + BLOCK);
-    uint32_t lost_bits = 0;
-    for (int64_t i = start; i < stop; ++i) {
-      uint32_t bits;
-      std::memcpy(&bits, w + i, sizeof bits);
-      lost_bits |= bits;
-      narrow[i] = (uint16_t)(bits >> 16);
-    }
-    if (lost_bits & 0xffff) exact.store(false, std::memory_order_relaxed);
+    isotype::u32 lost_bits = {};
+    isotype::each_vector(stop - start, [=, &lost_bits](int64_t i, auto count) {
+      const isotype::f32 values = isotype::load(w + start + i, count, 0.0f);
+      lost_bits |= isotype::bits_of(values) << 16;
+      isotype::store((isotype::bf16*)narrow + start + i, values, count);
+    });
+    for (int lane = 0; lane < isotype::LANES; ++lane)
+      if (lost_bits[lane]) exact.store(false, std::memory_order_relaxed);
   }
   *is_exact = exact.load();
 }

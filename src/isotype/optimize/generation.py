@@ -50,6 +50,8 @@ class SamplingStream:
     end_states       the generator states at the end of that generation
     seeded_states    the generator states at the end of the last generation that used a seed of the
                      caller; the next generation may continue from them
+    copy_blocks      memory for copies of weights (`KeptRowLayers`), which is kept from one
+                     generation to the next until the first training step
     """
 
     def __init__(self) -> None:
@@ -57,6 +59,7 @@ class SamplingStream:
         self.restored_states: list[Tensor] = []
         self.end_states: list[Tensor] = []
         self.seeded_states: list[Tensor] = []
+        self.copy_blocks: list[Tensor] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a copy or a pickle of the model begins a new stream
@@ -159,11 +162,22 @@ def preserve_random_state() -> Iterator[None]:
         set_generator_states(states)
 
 
+def _modules_outside_adapters(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields all modules, but not those inside a LoRA layer, which are most modules of a model."""
+    yield module
+    if is_lora(module):
+        return
+    for child in module.children():
+        yield from _modules_outside_adapters(child)
+
+
 @contextmanager
 def disable_checkpointing(model: nn.Module) -> Iterator[None]:
     """Switches gradient checkpointing off within this block, so that the key-value cache is used."""
     switched: list[Any] = [
-        m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True
+        module
+        for module in _modules_outside_adapters(model)
+        if getattr(module, "gradient_checkpointing", False) is True
     ]
     for module in switched:
         module.gradient_checkpointing = False
@@ -180,17 +194,13 @@ def use_fast_linears(model: nn.Module) -> Iterator[None]:
     linear layers inside a LoRA layer are not changed, since the LoRA layer computes their matrix
     products.
     """
-    parts_of_adapters = {
-        id(part) for layer in model.modules() if is_lora(layer) for part in layer.modules()
-    }
     methods = [
         InstanceMethod(linear_for_few_rows, layer)
-        for layer in model.modules()
+        for layer in dict.fromkeys(_modules_outside_adapters(model))
         if type(layer) is nn.Linear
         and layer.weight.dtype in (torch.bfloat16, torch.float32)
         and layer.weight.is_cpu
         and not has_replaced_forward(layer)
-        and id(layer) not in parts_of_adapters
     ]
     for method in methods:
         method.install()
@@ -203,10 +213,15 @@ def use_fast_linears(model: nn.Module) -> Iterator[None]:
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     stream: SamplingStream = self.__dict__[_STREAM][0]
+    copy_blocks = stream.copy_blocks
+    if stream.training_state is not None:
+        # training needs the memory after this call
+        stream.copy_blocks = []
+        copy_blocks = []
     with (
         disable_checkpointing(self),
         use_fast_linears(self),
-        keep_cast_adapters(),
+        keep_cast_adapters(copy_blocks),
         stream.isolate(training=self.training),
     ):
         return type(self).generate(self, *args, **kwargs)
