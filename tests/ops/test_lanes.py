@@ -3,6 +3,7 @@ once.
 """
 
 import math
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -111,13 +112,23 @@ def test_a_source_is_built_once_and_a_long_build_prints_a_line(tmp_path, monkeyp
 PROBE = Path(__file__).parent / "lanes_probe.cpp"
 
 
+@pytest.fixture(scope="module")
+def built_folder(tmp_path_factory) -> Path:
+    """A folder with the library of `PROBE`, which the tests copy."""
+    folder = tmp_path_factory.mktemp("built") / "kept"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("ISOTYPE_CACHE", str(folder))
+        builds.load_or_build_library(PROBE)
+    return folder
+
+
 @pytest.fixture
-def kept(tmp_path, monkeypatch) -> Path:
+def kept(built_folder, tmp_path, monkeypatch) -> Path:
     """A folder with one good library, of `PROBE`."""
     folder = tmp_path / "kept"
+    shutil.copytree(built_folder, folder)
     monkeypatch.setenv("ISOTYPE_CACHE", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    builds.load_or_build_library(PROBE)
     return folder
 
 
