@@ -10,6 +10,7 @@ Source  the `config.json` files of the repositories that the configurations name
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -130,7 +131,12 @@ def plan(name: str, place: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    names = sys.argv[1:] or [*ARCHITECTURES, "vision"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every_name = [*ARCHITECTURES, "vision"]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(every_name))
+    names = parser.parse_args().names or every_name
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         write_data(place)

@@ -18,6 +18,7 @@ Source  `transformer/config.json` or `unet/config.json` of the named models. We 
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import sys
@@ -459,7 +460,11 @@ def write_rows(model: Model, rows: Sequence[str]) -> None:
 
 
 def main() -> int:
-    words = sys.argv[1:]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", metavar="WORD", help="a part of a model's name")
+    words = parser.parse_args().words
     models = [m for m in MODELS if not words or any(word in m.name for word in words)]
     for model in models:
         with tempfile.TemporaryDirectory() as folder:

@@ -17,6 +17,7 @@ Source  the `transformer/config.json` files of black-forest-labs/FLUX.1-dev, sta
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -402,13 +403,20 @@ def _between(middle: str, found: re.Match[str]) -> str:
 
 
 def main() -> int:
-    if "--least" in sys.argv:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--least", action="store_true")
+    words = [*SMALL, *MEASURED_SIDES]
+    parser.add_argument("--measure", nargs="*", choices=words, metavar="NAME")
+    arguments = parser.parse_args()
+    if arguments.least:
         write_table()
         return 0
-    if "--measure" in sys.argv:
-        words = sys.argv[sys.argv.index("--measure") + 1 :]
-        names = [name for name in SMALL if name in words]
-        presets = [preset for preset in MEASURED_SIDES if preset in words]
+    if arguments.measure is not None:
+        names = [name for name in SMALL if name in arguments.measure]
+        presets = [preset for preset in MEASURED_SIDES if preset in arguments.measure]
         measure(names or list(SMALL), presets or list(MEASURED_SIDES))
         return 0
     for name in ARCHITECTURES:
@@ -417,8 +425,8 @@ def main() -> int:
             print(
                 f"{name:28} {preset:10} {total / 1e9:7.3f} B weights, {trained / 1e6:6.1f} M trained, held {taken / 2**30:6.2f} GiB"
             )
-    for name in ("FLUX.1-dev", "stable-diffusion-3.5-large") if len(sys.argv) > 1 else ():
-        print(f"isotype plan: model.name: {write_folder(Path(sys.argv[1]) / name, name)}")
+    for name in ("FLUX.1-dev", "stable-diffusion-3.5-large") if arguments.folder else ():
+        print(f"isotype plan: model.name: {write_folder(arguments.folder / name, name)}")
     return 0
 
 

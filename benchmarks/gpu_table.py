@@ -9,9 +9,9 @@ that the code runs, and nothing else.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -172,4 +172,8 @@ def last_of(line: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(table([Path(folder) for folder in sys.argv[1:]]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="OUT", help="the newest first")
+    print(table(parser.parse_args().folders))

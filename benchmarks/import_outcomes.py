@@ -8,6 +8,7 @@ contradiction is a fault of `isotype import`.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections import Counter
@@ -102,4 +103,8 @@ def main(projects: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("projects", nargs="+", metavar="NAME=FOLDER")
+    main(parser.parse_args().projects)

@@ -14,6 +14,7 @@ peer of `distil` and `dpo` runs in a process of its own.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import subprocess
@@ -279,7 +280,14 @@ def main() -> None:
         )
         print(json.dumps(result))
         return
-    parts = sys.argv[1:] or ["logits", "distil", "dpo"]
+    every_part = ["logits", "distil", "dpo"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(every_part))
+    parts = parser.parse_args().parts or every_part
+    if unknown := set(parts) - set(every_part):
+        parser.error(f"unknown part: {', '.join(sorted(unknown))}")
     if "logits" in parts:
         logits()
     if "distil" in parts:

@@ -14,6 +14,7 @@ an exclamation mark, and the exit status is 1.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import sys
@@ -164,6 +165,9 @@ def memory(form: str, folder: Path) -> dict[str, float]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     transformers.logging.disable_progress_bar()
     ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 16)  # larger blocks are given back at once
     beyond = False

@@ -5,6 +5,7 @@ python benchmarks/picture_cache.py FOLDER 2000     # draws JPEGs of 1600 x 1200 
 
 from __future__ import annotations
 
+import argparse
 import resource
 import sys
 import time
@@ -39,7 +40,13 @@ def peak_mib() -> int:
 
 
 def main() -> int:
-    place, count = Path(sys.argv[1]), int(sys.argv[2])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("count", type=int, help="number of pictures")
+    arguments = parser.parse_args()
+    place, count = arguments.folder, arguments.count
     place.mkdir(parents=True, exist_ok=True)
     pictures = draw_pictures(place / f"pictures_{count}", count)
     rmtree(place / "cache", ignore_errors=True)

@@ -7,6 +7,7 @@ safetensors and its transformers.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -103,4 +104,11 @@ def _move(model: torch.nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    {"write": write, "load": load}[sys.argv[1]](Path(sys.argv[2]))
+    actions = {"write": write, "load": load}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=actions)
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    actions[arguments.action](arguments.folder)

@@ -47,7 +47,10 @@ def import_faults(source: str) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_imports_work_by_path_and_as_a_module(name):
-    assert import_faults((BENCHMARKS / f"{name}.py").read_text()) == []
+    source = (BENCHMARKS / f"{name}.py").read_text()
+    assert import_faults(source) == []
+    if 'if __name__ == "__main__":' in source:
+        assert "ArgumentParser" in source, "--help must not start the measurement"
 
 
 def test_an_import_that_works_in_one_way_only_is_a_fault():
