@@ -16,14 +16,16 @@ from torch import nn
 
 from ...observe.origin import short_path
 from .casts import has_unread_dtype, read_cast_dtype
-from .expressions import UNKNOWN, node_keyword, read_value
+from .expressions import CAST_METHODS, UNKNOWN, node_keyword, read_value
 from .frames import CallFrame
 from .modules import ModelNames
 from .user_files import iterate_user_files
 
 _MODULE_LOOP = re.compile(r"\.(?:named_)?(?:modules|children)\(")
+_CASTING_METHODS = frozenset((*CAST_METHODS, "to", "type"))
 # the function of PEFT that casts all weights to fp32 that are not quantised
 _PREPARATION = "prepare_model_for_kbit_training"
+_ADAPTER_FUNCTIONS = ("get_peft_model", "add_adapter", "load_adapter", "from_pretrained")
 _ADAPTER_KEYWORD = "autocast_adapter_dtype"  # of PEFT's functions; False keeps the base's dtype
 # the names of the argument of `from_pretrained` that sets the dtype
 _DTYPE_KEYWORDS = ("dtype", "torch_dtype")
@@ -84,26 +86,34 @@ class WeightOrigin:
         return " ".join(ast.unparse(call).split())
 
 
-@dataclass(frozen=True, slots=True)
 class _Source:
-    """A file of the user's code, the functions in it, and a frame of its module."""
+    """A file of the user's code, a frame of its module, and the parent of each syntax node."""
 
-    file: str
-    tree: ast.Module
-    frame: CallFrame
+    def __init__(self, file: str, tree: ast.Module, frame: CallFrame) -> None:
+        self.file = file
+        self.frame = frame
+        self.nodes = list(ast.walk(tree))
+        self.parents = {
+            id(child): node for node in self.nodes for child in ast.iter_child_nodes(node)
+        }
 
     def location_of(self, node: ast.AST) -> str:
         return f"{short_path(self.file)}:{getattr(node, 'lineno', 0)}"
 
+    def iterate_parents(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """Yields the nodes that contain a node, the innermost first, each with the part of it that
+        contains the node.
+        """
+        while (parent := self.parents.get(id(node))) is not None:
+            yield parent, node
+            node = parent
+
     def enclosing_function(self, node: ast.AST) -> _Function | None:
         """Returns the innermost function that contains a node."""
-        functions = [
-            function
-            for function in ast.walk(self.tree)
-            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-            and any(part is node for part in ast.walk(function))
-        ]
-        return max(functions, key=lambda function: function.lineno, default=None)
+        for parent, _ in self.iterate_parents(node):
+            if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                return parent
+        return None
 
 
 class _Program:
@@ -112,12 +122,11 @@ class _Program:
     def __init__(self, frames: Sequence[CallFrame]) -> None:
         self.frames = [frame for frame in frames if frame.is_user_code]
         self.sources = [_Source(*item) for item in iterate_user_files(frames)]
-
-    def iterate_calls(self) -> Iterator[tuple[_Source, ast.Call]]:
+        self.calls: dict[str, list[tuple[_Source, ast.Call]]] = {}
         for source in self.sources:
-            for node in ast.walk(source.tree):
+            for node in source.nodes:
                 if isinstance(node, ast.Call):
-                    yield source, node
+                    self.calls.setdefault(_called_name(node), []).append((source, node))
 
     def frame_at(self, source: _Source, node: ast.AST, depth: int = 0) -> CallFrame:
         """Returns a frame with the variables of the function that contains a node. If the function
@@ -141,7 +150,7 @@ class _Program:
         names = [argument.arg for argument in arguments]
         values: dict[str, Any] = dict.fromkeys(names, UNKNOWN)
         values |= {argument.arg: UNKNOWN for argument in function.args.kwonlyargs}
-        calls = [item for item in self.iterate_calls() if _called_name(item[1]) == function.name]
+        calls = self.calls.get(function.name, [])
         if len(calls) > 1:
             return values
         for name, default in zip(reversed(names), reversed(function.args.defaults)):
@@ -161,11 +170,8 @@ class _Program:
         """Returns `self` of a method that has returned, if the frames hold one object of its
         class.
         """
-        classes = [
-            node.name
-            for node in ast.walk(source.tree)
-            if isinstance(node, ast.ClassDef) and method in node.body
-        ]
+        parent = source.parents.get(id(method))
+        classes = [parent.name] if isinstance(parent, ast.ClassDef) else []
         objects = {
             id(value): value
             for frame in self.frames
@@ -247,26 +253,32 @@ def _iterate_weight_casts(
     is_read  whether the dtype of the cast must be known. Otherwise yields the casts to a variable
              that cannot be read, as in `model.to(self.dtype)`
     """
-    loops = [node for node in ast.walk(source.tree) if isinstance(node, ast.For)]
-    loop_names = {
-        id(part): {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-        for loop in loops
-        if _MODULE_LOOP.search(ast.unparse(loop.iter))
-        for part in ast.walk(loop)
-    }
-    statements = {
-        id(node.value): node for node in ast.walk(source.tree) if isinstance(node, ast.Expr)
-    }
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         call: ast.Call | None = None
         match node:
             case ast.Assign([ast.Attribute(_, "data")], ast.Call(ast.Attribute()) as value):
                 call = value
-            case ast.Call(ast.Attribute(receiver)):
-                is_of_loop = ast.unparse(receiver) in loop_names.get(id(node), ())
-                call = node if is_of_loop or id(node) in statements else None
+            case ast.Call(ast.Attribute(_, name)) if name in _CASTING_METHODS:
+                is_statement = isinstance(source.parents.get(id(node)), ast.Expr)
+                if is_statement or _is_of_module_loop(source, node):
+                    call = node
         if call is not None and _is_cast_to(call, program.frame_at(source, call), dtype, is_read):
             yield node
+
+
+def _is_of_module_loop(source: _Source, call: ast.Call) -> bool:
+    """True if a call is a method of the variable of a loop over modules."""
+    assert isinstance(call.func, ast.Attribute)
+    receiver = ast.unparse(call.func.value)
+    loops = [parent for parent, _ in source.iterate_parents(call) if isinstance(parent, ast.For)]
+    return any(
+        receiver in _names_in(loop.target) and _MODULE_LOOP.search(ast.unparse(loop.iter))
+        for loop in loops
+    )
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
 def _is_cast_to(call: ast.Call, frame: CallFrame, dtype: torch.dtype, is_read: bool) -> bool:
@@ -277,23 +289,27 @@ def _is_cast_to(call: ast.Call, frame: CallFrame, dtype: torch.dtype, is_read: b
 
 
 def _called_name(call: ast.Call) -> str:
-    return ast.unparse(call.func).rpartition(".")[2]
+    """Returns the name of a function or method without its owner."""
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def _iterate_preparations(program: _Program, module: nn.Module) -> Iterator[WeightOrigin]:
-    for source, call in program.iterate_calls():
-        if _called_name(call) != _PREPARATION:
-            continue
+    for source, call in program.calls.get(_PREPARATION, []):
         if not any(program.is_other_model(source, part, module) for part in call.args[:1]):
             yield _make_origin("preparation", call, source)
 
 
 def _iterate_narrow_adapters(program: _Program) -> Iterator[WeightOrigin]:
     """Yields the calls of PEFT that keep adapters in the dtype of their base."""
-    for source, call in program.iterate_calls():
-        value = node_keyword(call, _ADAPTER_KEYWORD)
-        if value is not None and read_value(value, program.frame_at(source, call)) is not True:
-            yield _make_origin("adapters", call, source, call)
+    for name in _ADAPTER_FUNCTIONS:
+        for source, call in program.calls.get(name, []):
+            value = node_keyword(call, _ADAPTER_KEYWORD)
+            frame = program.frame_at(source, call)
+            if value is not None and read_value(value, frame) is not True:
+                yield _make_origin("adapters", call, source, call)
 
 
 def _may_concern(
@@ -305,17 +321,12 @@ def _may_concern(
     call = node.value if isinstance(node, ast.Assign) else node
     assert isinstance(call, ast.Call)
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    parents = [
-        part
-        for part in ast.walk(source.tree)
-        if isinstance(part, (ast.If, ast.For))
-        and any(inner is node for statement in part.body for inner in ast.walk(statement))
-    ]
-    for parent in parents:
-        if isinstance(parent, ast.If) and not _may_hold(parent.test, module, path):
-            return False
-        match parent:  # `for parameter in model.parameters():`
-            case ast.For(iter=ast.Call(ast.Attribute(owner))):
+    for parent, part in source.iterate_parents(node):
+        match parent:
+            case ast.If(test, body):
+                if part in body and not _may_hold(test, module, path):
+                    return False
+            case ast.For(iter=ast.Call(ast.Attribute(owner))):  # `in model.parameters():`
                 if program.is_other_model(source, owner, module):
                     return False
     if isinstance(node, ast.Assign) or _is_of_loop(source, receiver):
@@ -333,9 +344,9 @@ def _may_concern(
 
 def _is_of_loop(source: _Source, receiver: ast.AST) -> bool:
     """True if an expression reads the variable of a loop, which has the value of its last pass."""
-    targets = [node.target for node in ast.walk(source.tree) if isinstance(node, ast.For)]
-    names = {part.id for node in targets for part in ast.walk(node) if isinstance(part, ast.Name)}
-    return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(receiver))
+    targets = [node.target for node in source.nodes if isinstance(node, ast.For)]
+    names = {name for target in targets for name in _names_in(target)}
+    return not names.isdisjoint(_names_in(receiver))
 
 
 def _may_hold(test: ast.expr, module: nn.Module, path: str) -> bool:
@@ -385,7 +396,7 @@ def _iterate_constructions(
     """
     name = next((part for part in reversed(path.split(".")) if not part.isdigit()), "")
     for source in program.sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             match node:
                 case ast.Assign([ast.Attribute(_, attribute)], ast.Call() as call):
                     if attribute != name:
@@ -410,9 +421,9 @@ def _find_loading(
     """
     loaded = [module for module in modules if _read_checkpoint_name(module)]
     origins = []
-    for source, call in program.iterate_calls():
+    for source, call in program.calls.get("from_pretrained", []) if loaded else ():
         match call.func:
-            case ast.Attribute(owner, "from_pretrained"):
+            case ast.Attribute(owner):
                 frame = program.frame_at(source, call)
                 kind = _kind_of_loading(call, frame, loaded, dtype)
                 if not kind or not _may_load(owner, loaded, frame):
@@ -427,9 +438,7 @@ def _is_assigned_to_other(
 ) -> bool:
     """True if the result of a call is assigned to a variable that holds another model."""
     targets = [
-        node.targets[0]
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Assign) and node.value is call
+        node.targets[0] for node in [source.parents.get(id(call))] if isinstance(node, ast.Assign)
     ]
     return any(
         all(program.is_other_model(source, target, module) for module in loaded)
