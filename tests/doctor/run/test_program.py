@@ -86,6 +86,20 @@ def test_explanation_follows_the_traceback(tmp_path):
     assert content["finding"]["code"] == "RN008"
     assert content["evidence"]["operands"]["out"] == "fp32[4 8]"
     assert content["evidence"]["autocast"].startswith("on, bf16, since ")
+    assert content["packages"]["torch"] == torch.__version__
+    assert {"kind", "name", "bf16"} <= set(content["devices"][0])
+
+
+def test_a_gpu_without_bf16_is_named(monkeypatch, capsys):
+    devices = [{"name": "Tesla T4", "bf16": "none"}, {"name": "a CPU", "bf16": "emulated"}]
+    monkeypatch.setattr("isotype.environment.versions.detect_devices", lambda: devices)
+    for dtype, is_named in ((torch.bfloat16, True), (torch.float16, False)):
+        with pytest.raises(RuntimeError) as failure:
+            torch.ones(2, 2) @ torch.ones(2, 2, dtype=dtype)
+        run_hook.explain_to_stderr(failure.value)
+        text = capsys.readouterr().err
+        assert ("Tesla T4 has no bf16: use fp16 or fp32 on it" in text) == is_named
+        assert "a CPU" not in text
 
 
 def test_import_of_the_hook_explains(tmp_path):

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -80,6 +81,17 @@ def _explain(error: BaseException) -> tuple[Finding, dict[str, Any]] | None:
     return None if evidence is None else (decide_cause(evidence), evidence.to_dict())
 
 
+def _add_devices_without_bf16(finding: Finding) -> Finding:
+    """Adds the names of GPUs without bf16, such as a T4, to a finding that speaks of bf16."""
+    if "bf16" not in finding.render():
+        return finding
+    from ...environment.versions import detect_devices
+
+    names = dict.fromkeys(row["name"] for row in detect_devices() if row.get("bf16") == "none")
+    rows = [("device", f"{name} has no bf16: use fp16 or fp32 on it") for name in names]
+    return replace(finding, details=(*finding.details, *rows))
+
+
 def explain_to_stderr(error: BaseException, *, json_file: str | None = None) -> None:
     """Prints the explanation of an exception, and writes the details to a file. The function prints
     nothing for an exception that is not about dtypes. If the explanation itself raises an error,
@@ -94,8 +106,14 @@ def explain_to_stderr(error: BaseException, *, json_file: str | None = None) -> 
         if explanation is None:
             return
         finding, evidence = explanation
+        finding = _add_devices_without_bf16(finding)
         text = finding.render()
         facts = {"finding": finding.to_dict(), "evidence": evidence}
+        if json_file is not None:
+            from ...environment.versions import environment
+
+            machine = environment()
+            facts |= {key: machine[key] for key in ("packages", "devices")}
     except Exception as fault:
         if os.environ.get("ISOTYPE_TRACEBACK"):
             raise
