@@ -83,7 +83,9 @@ def _explain(error: BaseException) -> tuple[Finding, dict[str, Any]] | None:
 
 def _add_devices_without_bf16(finding: Finding) -> Finding:
     """Adds the names of GPUs without bf16, such as a T4, to a finding that speaks of bf16."""
-    if "bf16" not in finding.render():
+    details = [value for _, value in finding.details]
+    text = " ".join([finding.message, finding.cause or "", finding.fix or "", *details])
+    if "bf16" not in text and "bfloat16" not in text:
         return finding
     from ...environment.versions import detect_devices
 

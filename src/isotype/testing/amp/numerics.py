@@ -172,6 +172,7 @@ class Numerics:
             outcome = attempt(self.subject, self.sample, Setting(None), widen_to=torch.float32)
             compared_in = "fp32"
         differences: dict[str, Difference] = {}
+        small_differences: dict[str, Difference] = {}
         truth = self.truth(Setting(None))
         if self.reference is None or not outcome.succeeded or not truth:
             return outcome, differences
@@ -182,10 +183,31 @@ class Numerics:
                 continue
             size = _norm(exact_value)
             error = _distance(value, exact_value)
-            if size and error > MAX_FP64_ERROR * size:
+            if size and error > FP32_ORDER_ERROR * size:
                 factor = _find_factor(value.detach().double(), exact_value)
-                differences[result] = Difference(error / size, factor)
+                is_large = error > MAX_FP64_ERROR * size
+                selected = differences if is_large else small_differences
+                selected[result] = Difference(error / size, factor)
+        if compared_in == "fp64" and small_differences and not differences:
+            differences = self._select_measured(small_differences)
         return outcome, differences
+
+    def _select_measured(self, differences: dict[str, Difference]) -> dict[str, Difference]:
+        """Returns the small differences in fp64, such as that of another eps, which explain an error
+        above the allowed one in the dtypes of the inputs. Without such an error, a difference may be
+        an approximation that is good enough.
+        """
+        outcome = attempt(self.subject, self.sample, Setting(None))
+        if not outcome.succeeded:
+            return {}
+        measurement_count = len(self.measurements)
+        _, excesses = self.measure(outcome, Setting(None))
+        del self.measurements[measurement_count:]
+        return {
+            excess.result: differences[excess.result]
+            for excess in excesses
+            if excess.result in differences and differences[excess.result].error > excess.error / 2
+        }
 
     def measure(self, outcome: Outcome, setting: Setting) -> tuple[dict[str, float], list[Excess]]:
         """Returns the relative error of each result, and the results whose error is larger than
