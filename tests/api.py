@@ -184,7 +184,7 @@ INNER = {
     "isotype.ops.rms_norm.triton": "rms_norm_triton=",
     "isotype.ops.rope.op": "rope_op= ROPE rope_reference",
     "isotype.ops.token_log_probs": "LINEAR_LOG_PROBS OUTPUTS linear_log_probs_reference",
-    "isotype.ops.widened_calls": "WidenedCalls",
+    "isotype.ops.widened_calls": "WidenedCalls widened_scratch_estimators=scratch_estimators",
     "isotype.ops.widened_products": "widened_products=",
     "isotype.ops.trust": "trust=",
     "isotype.optimize.attention": (

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype import optimize, restore
-from tests.api import WidenedCalls, place_widened
+from isotype.training.memory.plan import LiveBytes
+from tests.api import WidenedCalls, place_widened, widened_scratch_estimators
 from tests.api import widened_products as products
 
 BF16 = torch.bfloat16
@@ -262,3 +263,37 @@ def test_operators_on_tensors_without_values():
             *(r if isinstance(r, tuple) else (r,) for r in (real, fake)), strict=True
         ):
             assert (first.shape, first.dtype) == (second.shape, second.dtype)
+
+
+def test_plans_count_the_fp32_blocks_of_the_operators(monkeypatch):
+    """Each operator runs in a mode that counts tensors, and its blocks are as large as planned."""
+    monkeypatch.setattr(products, "BLOCK_ELEMENTS", 4096)
+    monkeypatch.setattr(products, "MIN_ROWS", 16)
+    ops = torch.ops.isotype
+    x, weight = random(4, 8, 16, 16).to(BF16), random(8, 8, 3, 3).to(BF16)
+    settings = [1, 1], [1, 1], [1, 1], 1
+    matrix, heads = random(200, 64).to(BF16), random(2, 4, 64, 20).to(BF16)
+    out, logsumexp = ops.widened_attention(heads, heads, heads, None, False, 0.1)
+    calls = [
+        (ops.widened_product, [matrix, matrix.t(), None, matrix, matrix.t(), 1.0, 1.0, False]),
+        (ops.add_widened_product, [random(200, 200).to(BF16), matrix, matrix.t(), 1.0, 0.0]),
+        (ops.widened_convolution, [x, weight, None, *settings]),
+        (ops.widened_convolution_backward, [x, x, weight, *settings, [True, False, False]]),
+        (ops.widened_bmm, [heads[0], heads[0].transpose(1, 2), None, 1.0, 0.0]),
+        (ops.widened_attention, [heads, heads, heads, None, False, 0.1]),
+        (
+            ops.widened_attention_backward,
+            [heads, heads, heads, heads, out, logsumexp, None, False, 0.1],
+        ),
+    ]
+    estimators = widened_scratch_estimators()
+    for op, arguments in calls:
+        live = LiveBytes(ignored=[t for t in arguments if isinstance(t, torch.Tensor)])
+        with live:
+            results = op.default.__wrapped__(*arguments)
+        if isinstance(results, torch.Tensor):
+            results = (results,)
+        kept = sum(result.nbytes for result in results or ())
+        planned = estimators[op.default](*arguments)
+        assert 0.7 * planned <= live.peak - kept <= 1.15 * planned, op
+    assert len(estimators) == len(calls)

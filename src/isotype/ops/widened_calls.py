@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from . import widened_convolution, widened_products
+from .attention import widened as attention_in_fp32
 from .attention.op import kernel_attention
 from .attention.widened import widened_attention
 from .backend import fast_autocast_off
@@ -47,7 +49,25 @@ def _widened_bmm(
             if total_NIJ is not None and beta:
                 product.add_(total_NIJ[block], alpha=beta)
             out_NIJ[block] = product
+            del product  # the next block takes its memory
     return out_NIJ
+
+
+def _bmm_scratch_bytes(left_NIK: Tensor, right_NKJ: Tensor, *_: Any) -> int:
+    count, rows, inner = left_NIK.shape
+    columns = right_NKJ.shape[2]
+    elements = rows * inner + inner * columns + rows * columns
+    return 4 * elements * product_blocks(count, elements, 1)[0].stop if count else 0
+
+
+def scratch_estimators() -> dict[Any, Callable[..., int]]:
+    """Returns estimators for memory plans for all operators that compute in fp32."""
+    return {
+        **widened_products.scratch_estimators(),
+        **widened_convolution.scratch_estimators(),
+        **attention_in_fp32.scratch_estimators(),
+        torch.ops.isotype.widened_bmm.default: _bmm_scratch_bytes,
+    }
 
 
 class WidenedBmm(Function):

@@ -10,6 +10,7 @@ The cast blocks take less memory than the unfolded input that PyTorch's own conv
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +111,35 @@ def _widened_convolution_backward(
                 dweight += block_dweight
             if needs[2]:
                 dbias += block_dbias
+            # the next block takes their memory
+            del block_dx, block_dweight, block_dbias
     return dx, dweight.to(weight.dtype), dbias.to(dy.dtype)
+
+
+def _samples_in_block(x: Tensor) -> int:
+    samples = product_blocks(x.shape[0], x[:1].numel(), 1)[0]
+    return min(x.shape[0], samples.stop)
+
+
+def _forward_scratch_bytes(x: Tensor, weight: Tensor, *rest: Any) -> int:
+    """The fp32 copies of the weight and of the inputs and results of a block."""
+    output = _compute(x.to("meta"), weight.to("meta"), None, *rest[1:])
+    share = _samples_in_block(x) / x.shape[0]
+    return 4 * (weight.numel() + int(share * (x.numel() + output.numel())))
+
+
+def _backward_scratch_bytes(dy: Tensor, x: Tensor, weight: Tensor, *_: Any) -> int:
+    share = _samples_in_block(x) / x.shape[0]
+    # oneDNN reorders one of the operands
+    return 4 * (2 * weight.numel() + int(share * (3 * x.numel() + dy.numel())))
+
+
+def scratch_estimators() -> dict[Any, Callable[..., int]]:
+    """Returns estimators for memory plans, as in `widened_products`."""
+    return {
+        torch.ops.isotype.widened_convolution.default: _forward_scratch_bytes,
+        torch.ops.isotype.widened_convolution_backward.default: _backward_scratch_bytes,
+    }
 
 
 class WidenedConvolution(Function):

@@ -16,13 +16,14 @@ I, J and K are the dimensions of a product: [I K] @ [K J] -> [I J].
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
 from ..environment.hardware import GENERATIONS, detect
@@ -54,6 +55,8 @@ def find_widened_dtypes() -> frozenset[torch.dtype]:
 
 
 _widened_dtypes = find_widened_dtypes()
+# memory is planned with tensors without values
+_WIDENED_TYPES = (*PLAIN_TENSOR_TYPES, FakeTensor)
 
 
 def emulated_dtypes() -> frozenset[torch.dtype]:
@@ -134,6 +137,9 @@ def _write_product(
             if bias_J is not None:
                 total.add_(bias_J[columns])
             block.copy_(total)
+            # the next blocks take the memory of these
+            del right, total
+        del left
 
 
 @library_op(
@@ -182,6 +188,36 @@ def _add_widened_product_(
 ) -> None:
     with fast_autocast_off():
         _write_product(out_IJ, left_IK, right_KJ, alpha, beta)
+
+
+def product_scratch_bytes(
+    left_IK: Tensor,
+    right_KJ: Tensor,
+    bias_J: Tensor | None = None,
+    extra_left_IR: Tensor | None = None,
+    *_: Any,
+) -> int:
+    """Returns the bytes of the fp32 blocks that exist at the same time in `widened_product`."""
+    rows, inner = left_IK.shape
+    columns = right_KJ.shape[1]
+    rows = min(rows, max(BLOCK_ELEMENTS // max(inner, 1), MIN_ROWS))
+    columns = min(columns, max(BLOCK_ELEMENTS // max(inner, 1), MIN_COLUMNS))
+    ranks = 0 if extra_left_IR is None else extra_left_IR.shape[1]
+    return 4 * (rows * inner + inner * columns + rows * columns + ranks * (rows + columns))
+
+
+def _sum_scratch_bytes(out_IJ: Tensor, left_IK: Tensor, right_KJ: Tensor, *_: Any) -> int:
+    return product_scratch_bytes(left_IK, right_KJ)
+
+
+def scratch_estimators() -> dict[Any, Callable[..., int]]:
+    """Returns estimators for memory plans. Each operator is mapped to a function that gets the
+    operator's arguments, and returns the number of bytes of temporary memory that it needs.
+    """
+    return {
+        torch.ops.isotype.widened_product.default: product_scratch_bytes,
+        torch.ops.isotype.add_widened_product.default: _sum_scratch_bytes,
+    }
 
 
 # --- products. The caller has switched autocast off
@@ -262,7 +298,7 @@ def widened_call_dtype(x: Tensor, *tensors: Tensor) -> torch.dtype | None:
     has_one_dtype = torch.is_autocast_enabled("cpu") or all(t.dtype == x.dtype for t in tensors)
     if (
         not has_one_dtype
-        or not all(type(t) in PLAIN_TENSOR_TYPES for t in (x, *tensors))
+        or not all(type(t) in _WIDENED_TYPES for t in (x, *tensors))
         or not widens_products(x, dtype)
         or torch._C._are_functorch_transforms_active()
     ):

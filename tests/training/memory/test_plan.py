@@ -5,7 +5,8 @@ tests/distributed/test_memory_of_parts.py.
 import gc
 
 import pytest
-from tests.api import prepare
+import torch
+from tests.api import prepare, widened_products
 from transformers import AutoConfig
 
 from isotype.config.load import load
@@ -170,3 +171,16 @@ def test_blocks_in_host_memory_are_planned_without_a_second_simulation(base):
 def test_int8_and_fp8_bases_need_the_same_memory():
     int8, fp8 = (planned_on_a_gpu(f"precision.base={base}")[1] for base in ("int8", "fp8"))
     assert int8 == fp8
+
+
+def test_products_in_fp32_blocks_need_memory_on_a_cpu_without_bf16_instructions():
+    settings = ["precision.preset=bf16-lora", "adapter.r=8"]
+    plans = []
+    for dtypes in ((), (torch.bfloat16,)):
+        with widened_products.widen_dtypes(dtypes):
+            plans.append(planned(LLAMA, settings, 256)[1])
+    plain, widened = plans
+    assert widened.not_simulated is None
+    assert widened.frozen == plain.frozen
+    assert widened.peak >= plain.peak
+    assert (1 << 20) < widened.backward - plain.backward < (64 << 20)

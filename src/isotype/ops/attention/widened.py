@@ -8,6 +8,7 @@ head of 1024 x 512 it takes 1022 and 73 ms (one thread of an AMD EPYC with AVX2,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,6 +96,26 @@ def _widened_attention_backward(
             dkey, dvalue = (d.unflatten(1, (-1, shared)).sum(2) for d in (dkey, dvalue))
     dtype = query_BNSD.dtype
     return dquery.to(dtype), dkey.to(dtype), dvalue.to(dtype)
+
+
+def _forward_scratch_bytes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
+    """The fp32 copies of the operands and of the result."""
+    shared = query.shape[1] // key.shape[1]
+    return 4 * (2 * query.numel() + 2 * shared * key.numel())
+
+
+def _backward_scratch_bytes(dy: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
+    """The fp32 copies of the operands and of the gradients."""
+    shared = query.shape[1] // key.shape[1]
+    return 4 * (4 * query.numel() + 4 * shared * key.numel())
+
+
+def scratch_estimators() -> dict[Any, Callable[..., int]]:
+    """Returns estimators for memory plans, as in `widened_products`."""
+    return {
+        torch.ops.isotype.widened_attention.default: _forward_scratch_bytes,
+        torch.ops.isotype.widened_attention_backward.default: _backward_scratch_bytes,
+    }
 
 
 class WidenedAttention(Function):

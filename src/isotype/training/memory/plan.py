@@ -42,6 +42,7 @@ from ...errors import UsageError
 from ...model.architecture import layer_settings
 from ...ops.backend import force_backend
 from ...ops.linear_cross_entropy.op import scratch_estimators as head_scratch_estimators
+from ...ops.widened_calls import scratch_estimators as widened_scratch_estimators
 from ...precision.apply import inner_model, is_quantised
 from ...precision.precision import EIGHT_BIT_OPTIMIZERS, Precision
 from ...wording import first_line
@@ -341,7 +342,7 @@ def _simulate_step(
     states_bytes = state_bytes(model, train, precision)
     live = LiveBytes(
         device.type,
-        {**scratch_sizes(), **head_scratch_estimators()},
+        {**scratch_sizes(), **head_scratch_estimators(), **widened_scratch_estimators()},
         ignored=offloaded_tensors(model),
     )
     with simulate_device(device_type), live, silence_library_warnings():
