@@ -449,7 +449,10 @@ class Encoder:
         for window in _split_windows(
             chain(tokens, [self.suffix_ids]), self.max_length - len(self.prefix_ids)
         ):
-            tally.special_in_content += self._has_special_token(window)
+            # in a text file the end-of-text token separates documents
+            tally.special_in_content += self._has_special_token(
+                [token for token in window if token not in self.suffix_ids]
+            )
             ids = tuple(self.prefix_ids + window)
             row = Row(ids, ids, 0)
             if row.supervised:

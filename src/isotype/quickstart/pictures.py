@@ -318,8 +318,11 @@ def quickstart_pictures(
     draws  the number of pictures per prompt at the end
     """
     from ..tasks.diffusion.pipeline import require_diffusers
+    from ..training.console import quiet_libraries
 
     require_diffusers()
+    # transformers names packages that no model of the quickstart needs
+    quiet_libraries()
     return run_quickstart(
         folder,
         "isotype quickstart --diffusion",
