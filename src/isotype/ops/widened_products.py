@@ -91,6 +91,8 @@ def widens_products(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 def product_blocks(count: int, width: int, minimum: int) -> list[slice]:
     """Divides `count` rows (or columns, or samples) of `width` elements into equal blocks."""
+    if 0 < count * width <= BLOCK_ELEMENTS:
+        return [slice(0, count)]
     largest = max(BLOCK_ELEMENTS // max(width, 1), minimum)
     parts = max(1, -(-count // largest))
     size = max(1, -(-count // parts))
@@ -112,13 +114,13 @@ def _write_product(
     All sums are fp32, and each element is rounded once.
     """
     inner = left_IK.shape[1]
-    row_blocks = product_blocks(out_IJ.shape[0], inner, MIN_ROWS)
-    column_blocks = product_blocks(out_IJ.shape[1], inner, MIN_COLUMNS)
-    is_one_block = len(row_blocks) == len(column_blocks) == 1
+    is_one_block = inner * max(out_IJ.shape) <= BLOCK_ELEMENTS
     if is_one_block and bias_J is None and extra_left_IR is None and alpha == 1.0 and not beta:
         # most products of a small model, which the slices below would slow down
         out_IJ.copy_(torch.mm(left_IK.float(), right_KJ.float()))
         return
+    row_blocks = product_blocks(out_IJ.shape[0], inner, MIN_ROWS)
+    column_blocks = product_blocks(out_IJ.shape[1], inner, MIN_COLUMNS)
     for rows in row_blocks:
         left = left_IK[rows].float()
         extra_left = None if extra_left_IR is None else extra_left_IR[rows].float()
