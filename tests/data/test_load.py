@@ -382,9 +382,7 @@ def test_documents_of_a_text_file_may_be_separated_by_the_end_of_text_token(
     notes = " ".join(load(train="documents.txt", eval_split=0.0).facts["notes"])
     assert "special token" not in notes
     write("marks.txt", "one<|im_start|>two")
-    assert "special token" in " ".join(
-        load(train="marks.txt", eval_split=0.0).facts["notes"]
-    )
+    assert "special token" in " ".join(load(train="marks.txt", eval_split=0.0).facts["notes"])
 
 
 def test_a_file_of_another_ending_is_text_where_that_is_said(

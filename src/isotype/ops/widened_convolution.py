@@ -118,7 +118,7 @@ def _widened_convolution_backward(
 
 def _samples_in_block(x: Tensor) -> int:
     samples = product_blocks(x.shape[0], x[:1].numel(), 1)[0]
-    return min(x.shape[0], samples.stop)
+    return int(min(x.shape[0], samples.stop))
 
 
 def _forward_scratch_bytes(x: Tensor, weight: Tensor, *rest: Any) -> int:
