@@ -188,7 +188,7 @@ TRUTH = {
         "predictions = logits.numpy().argmax(-1)",
         "accuracy",
         "`logits` is bf16",
-        "`logits.float()`",
+        "numpy_metric.py:13, and `scores.cpu().float()` at line 14",
     ),
     "missing_kernel": Truth(
         "RN014",
@@ -702,6 +702,43 @@ TRUTH = {
         "<module>",
         "`returns` is fp64, from `torch.from_numpy(np.cumsum(rewards))`",
         "`returns.to(torch.float32)` at tests/doctor/run/programs/returned_targets.py:23",
+    ),
+    "float_mask": Truth(
+        "RN014",
+        "allowed = mask & valid",
+        "Attention",
+        "PyTorch implements bitand for bool and integers only",
+        "`torch.ones(valid.shape[-1], valid.shape[-1], dtype=torch.bool)` at",
+    ),
+    "autocast_norm": Truth(
+        "RN001",
+        "model(pixels)",
+        "0",
+        "the weights of 0 are bf16, and autocast does not cast the operands of layer_norm here",
+        "`pixels.to(torch.bfloat16)` at tests/doctor/run/programs/autocast_norm.py:13",
+    ),
+    "frozen_encoder": Truth(
+        "RN001",
+        "latents = encoder(pixels)",
+        "0",
+        "the explicit cast `torch.rand(1, 3, 8, 8).to(weight_dtype)` makes it fp16",
+        "`pixels.to(torch.float32)` at tests/doctor/run/programs/frozen_encoder.py:18",
+    ),
+    "computed_weight": Truth(
+        "RN017",
+        "return self.base(x) + F.linear(x, self.get_weight())",
+        "Branch",
+        "`self.left` is fp32 (tests/doctor/run/programs/computed_weight.py:17)",
+        "`self.get_weight().to(torch.bfloat16)` at",
+    ),
+    "quantised_cache": Truth(
+        "RN008",
+        "self.keys[positions] = keys",
+        "Attention",
+        "the cast `x.to(self.precision)`"
+        " (tests/doctor/run/programs/quantised_cache.py:16) makes `keys` fp32",
+        "set `self.precision`, to which the value is cast"
+        " (tests/doctor/run/programs/quantised_cache.py:16), to torch.bfloat16",
     ),
     "trainer_norms": Truth(
         "RN001",

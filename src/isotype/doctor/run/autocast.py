@@ -25,6 +25,7 @@ _REGION_NAMES = ("autocast", "autocast_smart_context_manager", "compute_loss_con
 class AutocastState:
     """The state of autocast at a line.
 
+    dtype     None if it cannot be read from the frames
     is_on     None if it cannot be read from the frames
     location  the line that set the state; "" if none did
     lost_at   the line of an autocast region that has no effect, because the code runs in a new
@@ -32,6 +33,7 @@ class AutocastState:
     unused_device  the device of an autocast region that has no effect, because the tensors are on
                    another device; "" if there is none
     unused_at      the line of this region
+    runs_model     whether the code of the region names the model that was running
     """
 
     is_on: bool | None = False
@@ -41,6 +43,7 @@ class AutocastState:
     lost_at: str = ""
     unused_device: str = ""
     unused_at: str = ""
+    runs_model: bool = True
 
 
 OFF = AutocastState()
@@ -87,29 +90,31 @@ def find_other_region(
     running line. Then searches the user's files for a region in which other code calls the same
     model. Returns the autocast state of the region, or None if there is no such region.
     """
-    for frame in frames:
+    names = _names_of_model(frames, model)
+    # modules come last, because their code contains that of their functions
+    for frame in sorted(frames, key=lambda frame: isinstance(frame.scope, ast.Module)):
         scope = frame.scope
         if scope is None or not frame.is_user_code:
             continue
-        state = _find_region(scope, frame, None)
-        if state is not None:
-            return state
-    names = _names_of_model(frames, model)
+        region = _find_region(scope, frame, None)
+        if region is not None:
+            runs_model = not names or _names_any(region[1], names)
+            return replace(region[0], runs_model=runs_model)
     for frame in frames:
         tree = parse_user_file(frame.file)
         module_frame = make_module_frame(frame)
         if tree is not None and module_frame is not None:
-            state = _find_region(tree, replace(module_frame, line=frame.line), names)
-            if state is not None:
-                return state
+            region = _find_region(tree, replace(module_frame, line=frame.line), names)
+            if region is not None:
+                return region[0]
     return None
 
 
 def _find_region(
     scope: ast.AST, frame: CallFrame, model_names: set[str] | None
-) -> AutocastState | None:
-    """Returns the state of the first autocast region in a piece of code that does not contain the
-    running line.
+) -> tuple[AutocastState, ast.With] | None:
+    """Returns the first autocast region in a piece of code that does not contain the running line,
+    and its state.
 
     model_names  if given, the region must call one of these names
     """
@@ -121,8 +126,15 @@ def _find_region(
         for item in node.items:
             state = _read_region(item.context_expr, frame)
             if state is not None and state.is_on:
-                return state
+                return state, node
     return None
+
+
+def _names_any(scope: ast.AST, names: set[str]) -> bool:
+    """True if code contains one of these names as a variable or an attribute."""
+    variables = {node.id for node in ast.walk(scope) if isinstance(node, ast.Name)}
+    attributes = {node.attr for node in ast.walk(scope) if isinstance(node, ast.Attribute)}
+    return not names.isdisjoint(variables | attributes)
 
 
 def _names_of_model(frames: Sequence[CallFrame], model: nn.Module | None) -> set[str]:
@@ -239,7 +251,8 @@ def _read_constructor(node: ast.Call, function: type, frame: CallFrame) -> Autoc
         dtype_node = arguments[1] if len(arguments) > 1 else node_keyword(node, "dtype")
     dtype = read_value(dtype_node, frame)
     if not isinstance(dtype, torch.dtype):
-        dtype = torch.get_autocast_dtype(device)
+        is_default = dtype_node is None or dtype is None
+        dtype = torch.get_autocast_dtype(device) if is_default else None
     enabled = True
     if (enabled_node := node_keyword(node, "enabled")) is not None:
         enabled = read_value(enabled_node, frame)

@@ -53,6 +53,9 @@ _SCALAR_TYPES = {
     "Half": torch.float16,
     "Double": torch.float64,
 }
+# names of dtypes in messages such as `got: c10::BFloat16 != float`
+_CPP_TYPES = re.compile(r"got: (?:c10::)?(\w+) != (?:c10::)?(\w+)")
+_CPP_NAMES = {"float": torch.float32, "double": torch.float64}
 _RENAMING_FILE = os.path.join("torch", "functional.py")
 _MAX_OPERANDS = 8  # operands of one operation that are examined
 
@@ -337,9 +340,7 @@ def _read_computed_operand(
     """
     index = len(frames) - 1
     dtypes = {operand.dtype for operand in operands if operand.dtype.is_floating_point}
-    mentioned = {
-        _SCALAR_TYPES[name] for name in re.findall(r"\w+", message) if name in _SCALAR_TYPES
-    }
+    mentioned = _read_dtypes(message)
     if len(dtypes) != 1 or len(mentioned) != 2 or not dtypes < mentioned:
         return
     if any(operand.frame_index != index for operand in operands):
@@ -361,12 +362,19 @@ def _make_computed_operands(
     """
     computed = [node for node in nodes if isinstance(node, (ast.Call, ast.BinOp))]
     computed = [node for node in computed if read_value(node, frame) is UNKNOWN]
-    dtypes = {_SCALAR_TYPES[name] for name in re.findall(r"\w+", message) if name in _SCALAR_TYPES}
+    dtypes = _read_dtypes(message)
     if not computed or len(dtypes) != 1:
         return []
     label = " ".join(ast.unparse(computed[0]).split())
     facts = TensorFacts(next(iter(dtypes)), torch.device("cpu"))
     return [_make_operand(label, facts, computed[0], index, names)]
+
+
+def _read_dtypes(message: str) -> set[torch.dtype]:
+    """Returns the floating-point dtypes that a message of torch names."""
+    dtypes = {_SCALAR_TYPES[name] for name in re.findall(r"\w+", message) if name in _SCALAR_TYPES}
+    names = [name for match in _CPP_TYPES.finditer(message) for name in match.groups()]
+    return dtypes | {_CPP_NAMES[name] for name in names if name in _CPP_NAMES}
 
 
 def _innermost_named_call(frames: Sequence[CallFrame]) -> int:
@@ -397,6 +405,8 @@ def _split_expression(node: ast.AST | None, frame: CallFrame) -> tuple[str, list
             return ast.unparse(function), nodes
         case ast.BinOp(left, operator, right):
             return _operator_name(operator), [left, right]
+        case ast.UnaryOp(operator, operand):
+            return _operator_name(operator), [operand]
         case ast.AugAssign(target, operator, value):
             return f"in-place {_operator_name(operator)}", [target, value]
         case ast.Attribute(owner, "grad") if _is_assigned(node, statement):
@@ -410,7 +420,7 @@ def _split_expression(node: ast.AST | None, frame: CallFrame) -> tuple[str, list
     return frame.function, []
 
 
-def _operator_name(operator: ast.operator) -> str:
+def _operator_name(operator: ast.operator | ast.unaryop) -> str:
     return {"MatMult": "matmul", "Mult": "mul"}.get(
         type(operator).__name__, type(operator).__name__.lower()
     )

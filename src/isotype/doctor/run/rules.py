@@ -71,7 +71,7 @@ _FLOAT_ONLY = (
     "torch.polar",
     "torch.complex",
 )
-_MAX_GROUPS = 4  # classes of modules that one row of the report counts
+_MAX_GROUPS = 4  # classes of modules that one row of the report counts, or operands in a title
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _WRITING_OPERATIONS = frozenset(
     ("index_put", "index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
@@ -693,9 +693,28 @@ def find_numpy_conversion(evidence: Evidence) -> Finding | None:
     match = re.search(r"unsupported ScalarType (\w+)", evidence.message)
     if match is None or not evidence.operands:
         return None
+    later = _find_later_conversions(evidence.user_frame)
     return _make_operand_finding(
-        "RN013", evidence, evidence.operands[0], has=format_dtype(match[1])
+        "RN013",
+        evidence,
+        evidence.operands[0],
+        has=format_dtype(match[1]),
+        later=" and ".join(later),
     )
+
+
+def _find_later_conversions(frame: CallFrame) -> list[str]:
+    """Returns the later lines of the running function that convert a tensor to NumPy whose dtype
+    NumPy does not have.
+    """
+    lines = []
+    for node in () if frame.scope is None else ast.walk(frame.scope):
+        match node:
+            case ast.Call(ast.Attribute(owner, "numpy")) if node.lineno > frame.line:
+                value = read_value(owner, frame)
+                if is_tensor(value) and value.dtype == torch.bfloat16:
+                    lines.append(f"`{_brackets(ast.unparse(owner))}.float()` at line {node.lineno}")
+    return lines
 
 
 _NO_KERNEL = re.compile(
@@ -705,6 +724,16 @@ _NO_KERNEL = re.compile(
     r"|Input dtype must be either a floating point"
     r"|(?:only supported for|inputs to be) (?i:half|float)[\w, ]* tensors"
     r"|only supports? (?:floating point|float)[\w ,]* dtypes"
+)
+
+
+# operators of bool and integers, which have no kernels for floats on any device
+_BITWISE_OPERATIONS = frozenset(
+    ("bitand", "bitor", "bitxor", "invert", "__and__", "__or__", "__xor__", "__iand__", "__ior__")
+    + ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not")
+)
+_INTEGER_OPERATIONS = frozenset(
+    ("lshift", "rshift", "bitwise_left_shift", "bitwise_right_shift", "gcd", "lcm")
 )
 
 
@@ -723,13 +752,18 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
     passed = _passed(evidence, operand, producer)
     is_read_twice = passed.isidentifier() and len(_reads_of(passed, evidence.user_frame)) > 1
     later_calls = _find_later_calls(evidence.failing_frame, operand.dtype)
+    needed = _needed_integer_dtype(evidence)
+    if needed is None and not operand.dtype.is_floating_point:
+        needed = torch.float32
+    creation = "" if needed is None else _creation_of(producer, str(needed).partition(".")[2])
     return _make_operand_finding(
         "RN014",
         evidence,
         operand,
+        integers="" if needed is None or needed.is_floating_point else str(needed),
         is_read_twice=is_read_twice,
         later_calls=" and ".join(later_calls),
-        creation="" if operand.dtype.is_floating_point else _creation_of(producer, "float32"),
+        creation=creation,
         creation_at=producer.location,
         operation=evidence.operation,
         device=operand.device.type,
@@ -737,6 +771,20 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
         is_fourier="fft" in evidence.operation,
         is_complex=evidence.operation in ("polar", "complex", "view_as_complex"),
     )
+
+
+def _needed_integer_dtype(evidence: Evidence) -> torch.dtype | None:
+    """Returns the dtype that a float must be cast to for an operator of bool and integers, such as
+    `&`. Returns None for other operators.
+    """
+    operation = evidence.operation.removeprefix("in-place ").rpartition(".")[2]
+    name = operation if operation.startswith("__") else operation.rstrip("_")
+    if name not in _BITWISE_OPERATIONS | _INTEGER_OPERATIONS:
+        return None
+    dtypes = [operand.dtype for operand in evidence.operands]
+    others = [dtype for dtype in dtypes if not dtype.is_floating_point]
+    usual = torch.bool if name in _BITWISE_OPERATIONS else torch.int64
+    return others[0] if others else usual
 
 
 def _reads_of(name: str, frame: CallFrame) -> list[ast.Name]:
@@ -1211,9 +1259,10 @@ def find_write(evidence: Evidence) -> Finding | None:
     source = evidence.producer_of(destination)
     origin = _find_module_origin(evidence, maker, values[0].dtype)
     is_explicit = maker.is_proven and maker.kind in ("cast", "creation", "parameter")
-    is_autocast = evidence.autocast.is_on and values[0].dtype == evidence.autocast.dtype
+    is_autocast = evidence.autocast.is_on and evidence.autocast.dtype in (None, values[0].dtype)
     is_autocast = is_autocast and not is_explicit
     labels = dict.fromkeys(_cast_text(operand, destination) for operand in values)
+    later_casts = _find_later_writes(evidence.failing_frame)
     creation = _find_odd_storage(evidence, destination, values[0].dtype)
     loading = find_assigned_checkpoint(evidence.frames)
     if loading is not None and not _holds_tensor(evidence, loading.text, destination.tensor):
@@ -1236,12 +1285,15 @@ def find_write(evidence: Evidence) -> Finding | None:
         value=_brackets(values[0].label),
         value_dtype=values[0].dtype_name,
         casts=" and ".join(labels),
+        later_casts=" and ".join(later_casts),
         origin=""
         if origin is None
         else origin.describe(f"the weights of {maker.path}", values[0].dtype_name),
         maker=maker.text,
         at=evidence.failing_frame.location,
+        **_describe_written_cast(evidence, maker, destination),
         out=has_out,
+        out_at=source.location if source.text != destination.label else "",
     )
 
 
@@ -1278,6 +1330,50 @@ def _find_odd_storage(
     return None
 
 
+def _describe_written_cast(
+    evidence: Evidence, maker: Producer, destination: Operand
+) -> dict[str, Any]:
+    """Returns the facts about a cast that gave a written value its dtype, if the destination has
+    the dtype of most weights.
+    """
+    is_odd = maker.is_proven and destination.dtype == evidence.majority_dtype
+    if maker.kind != "cast" or not is_odd:
+        return {}
+    return {
+        "cast": maker.text,
+        "cast_at": maker.location,
+        "setting": _read_setting_of_cast(maker.text),
+        "needed": str(destination.dtype),
+    }
+
+
+def _read_setting_of_cast(text: str) -> str:
+    """Returns the attribute of `self` to which a cast such as `x.to(self.precision)` casts, or ""."""
+    match ast.parse(text, mode="eval").body:
+        case ast.Call(_, [ast.Attribute(ast.Name("self"), _) as setting]):
+            return ast.unparse(setting)
+    return ""
+
+
+def _find_later_writes(frame: CallFrame) -> list[str]:
+    """Returns casts for the later assignments `TENSOR[...] = VALUE` of the running function whose
+    value has another dtype than the tensor.
+    """
+    if frame.scope is None or not frame.is_user_code:
+        return []
+    casts = []
+    for node in ast.walk(frame.scope):
+        match node:
+            case ast.Assign([ast.Subscript(target)], source) if node.lineno > frame.line:
+                destination, value = read_value(target, frame), read_value(source, frame)
+                if not is_tensor(destination) or not is_tensor(value):
+                    continue
+                if value.dtype.is_floating_point and value.dtype != destination.dtype:
+                    cast = f"{_brackets(ast.unparse(source))}.to({ast.unparse(target)}.dtype)"
+                    casts.append(f"`{cast}` at line {node.lineno}")
+    return casts
+
+
 def _cast_text(operand: Operand, destination: Operand) -> str:
     """Returns code that casts an operand to the dtype of the destination. If the operand is an item
     of a list, the code casts all tensors of the list.
@@ -1292,9 +1388,11 @@ def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
     if not _differ(operands) or _half_dtype(operands) is None or evidence.autocast.is_on:
         return None
     region = evidence.other_region
+    if region is not None and not region.runs_model and _has_cast_input(evidence, operands):
+        return None  # another model runs under autocast
     if region is not None:
         text = f"{region.location} opens autocast"
-        dtype = region.dtype
+        dtype = region.dtype or _half_dtype(operands)
         device = region.device or evidence.device
     else:
         modes = [
@@ -1324,6 +1422,18 @@ def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
         first=_describe(operands[0]),
         second=_describe(_first_of_other_dtype(operands)),
     )
+
+
+def _has_cast_input(evidence: Evidence, operands: Sequence[Operand]) -> bool:
+    """True if the program casts the input of a layer, and all weights of its model have one other
+    dtype, as an fp32 VAE beside a model that runs under autocast.
+    """
+    inputs = [operand for operand in operands if not operand.path]
+    weights = {operand.dtype for operand in operands if operand.path}
+    if len(weights) != 1 or not inputs or set(evidence.dtype_counts) != weights:
+        return False
+    producers = [evidence.producer_of(operand) for operand in inputs]
+    return any(producer.kind == "cast" and producer.is_proven for producer in producers)
 
 
 def _setting_dtype(setting: str) -> torch.dtype | None:
@@ -1411,20 +1521,24 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         device=evidence.device,
         target=str(majority),
         owner=weight.path.rpartition(".")[0],
-        model=_name_of_root(evidence, weight),
+        **_find_root_variable(evidence, weight),
     )
 
 
-def _name_of_root(evidence: Evidence, weight: Operand) -> str:
+def _find_root_variable(evidence: Evidence, weight: Operand) -> dict[str, Any]:
     """Returns the variable of the user's code that holds the model to which the path of a weight
-    belongs.
+    belongs, and the running line of the function that has this variable. `self` is taken only if
+    there is no other variable.
     """
+    variables = {"model": "model", "model_at": ""}
     for frame in reversed(evidence.frames):
         for name, value in frame.variables.items():
             is_root = frame.is_user_code and any(value is root for root in evidence.names.roots)
             if is_root and any(parameter is weight.tensor for parameter in value.parameters()):
-                return name
-    return "model"
+                variables = {"model": name, "model_at": frame.location}
+                if name != "self":
+                    return variables
+    return variables
 
 
 def find_layer_input(evidence: Evidence) -> Finding | None:
@@ -1467,6 +1581,9 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         path=producer.path,
         items=is_item and len(items) > 1,
         is_castable=_is_cast_by_autocast(operand.dtype) and _is_cast_by_autocast(weight.dtype),
+        # autocast does not cast the operands of some functions, such as norms on a CPU
+        autocast=evidence.autocast.is_on is not False,
+        function=evidence.operation,
         target=str(weight.dtype),
         **_explain_weights(evidence, operand, weight, producer),
     )
@@ -1620,13 +1737,16 @@ def find_mixed_operands(evidence: Evidence) -> Finding | None:
     odd = _odd_operand(evidence, operands)
     others = [operand for operand in operands if operand.dtype != odd.dtype]
     producer = evidence.producer_of(odd)
+    names = [operand.path or operand.label for operand in others]
+    if len(names) > _MAX_GROUPS:
+        names = [*names[:2], f"{len(names) - 2} others"]
     return _make_finding(
         "RN017",
         evidence,
         operation=evidence.operation,
         odd=odd.path or odd.label,
         odd_dtype=odd.dtype_name,
-        others=" and ".join(operand.path or operand.label for operand in others),
+        others=" and ".join(names),
         others_dtype=others[0].dtype_name,
         source=producer.text,
         source_at=producer.location,
@@ -1634,6 +1754,7 @@ def find_mixed_operands(evidence: Evidence) -> Finding | None:
         is_in_user_line=_is_in_user_line(evidence, odd, producer),
         at=_passed_at(evidence, producer),
         target=str(others[0].dtype),
+        autocast=bool(evidence.autocast.is_on),
     )
 
 
