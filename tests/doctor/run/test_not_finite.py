@@ -51,6 +51,14 @@ TRUTH = {
         "rows in which every position is -inf",
         "torch.finfo(x.dtype).min",
     ),
+    "log_mask": Truth(
+        3,
+        "RN033",
+        "return F.log_softmax(scores, dim=-1)",
+        "log_softmax gives NaN",
+        "is -inf: `scores = scores + mask.float().clamp(min=LOWEST).log()`",
+        "torch.finfo(x.dtype).min",
+    ),
     "teacher_log": Truth(
         1,
         "RN033",

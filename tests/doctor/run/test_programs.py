@@ -696,6 +696,27 @@ TRUTH = {
         "half_checkpoint.py:22) keeps them in fp16, the dtype of the checkpoint",
         "`AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)` at",
     ),
+    "loaded_part": Truth(
+        "RN001",
+        "hidden = self.backbone(inputs_embeds=embeddings).last_hidden_state",
+        "backbone.layers.0.self_attn.q_proj",
+        "loaded_part.py:25) keeps the weights of the model in bf16, the dtype of the checkpoint",
+        "`LlamaModel.from_pretrained(folder, dtype=torch.float32)` at",
+    ),
+    "typed_activation": Truth(
+        "RN006",
+        "scaler.step(optimizer)",
+        "<module>",
+        "`super().__init__(channels, dtype=DTYPE)` (",
+        "`super().__init__(channels, dtype=torch.float32)` at",
+    ),
+    "widened_blocks": Truth(
+        "RN002",
+        "return self.last(hidden)",
+        "last",
+        "`decoder.half()` (",
+        "`hidden.to(torch.float16)` at",
+    ),
     "returned_targets": Truth(
         "RN010",
         "(policy_loss + value_loss).backward()",

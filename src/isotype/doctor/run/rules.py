@@ -1503,9 +1503,19 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
     others_origin = None
     if evidence.model is not None:
         others_origin = find_model_origin(evidence.frames, evidence.model, majority)
+    narrow_input = ""
+    if origin is not None and origin.kind == "cast" and evidence.module is not None:
+        # a cast of the whole model was meant for this layer too, and the others were changed later
+        model_cast = find_only_model_cast(evidence.frames, weight.dtype, evidence.model)
+        if model_cast is not None and model_cast.text == origin.text:
+            producer = evidence.producer_of(others[0])
+            if _is_in_user_line(evidence, others[0], producer):
+                narrow_input = f"{_passed(evidence, others[0], producer)}.to({weight.dtype})"
     return _make_finding(
         "RN002",
         evidence,
+        narrow_input=narrow_input,
+        line_at=evidence.user_frame.location,
         origin="" if origin is None else origin.describe("it", weight.dtype_name),
         cast=origin.text if origin is not None and origin.kind == "cast" else "",
         origin_at="" if origin is None else origin.location,
@@ -1611,7 +1621,8 @@ def _explain_weights(
         producer_dtype = operand.dtype_name
     loading = None
     model_origin = None
-    if weight.dtype == evidence.majority_dtype and module is None:
+    is_default_before = origin is not None and origin.kind == "default"
+    if weight.dtype == evidence.majority_dtype and (module is None or is_default_before):
         loading = find_assigned_checkpoint(evidence.frames)
         if loading is None and evidence.model is not None:
             model_origin = find_model_origin(evidence.frames, evidence.model, weight.dtype)

@@ -216,6 +216,8 @@ def find_weight_origin(
             break
         classes = {type(owner).__name__ for owner in owners}
         constructions = list(_iterate_constructions(program, classes, path, dtype, is_default))
+        if not constructions and not is_default:
+            constructions = list(_iterate_typed_calls(program, type(module).__name__, dtype))
         if constructions:
             return constructions[0] if len(constructions) == 1 else None
     return _find_loading(program, owners, dtype)
@@ -405,6 +407,26 @@ def _iterate_constructions(
                         yield _make_origin("default", call, source, call)
                     elif not is_default and dtype in _read_dtypes(call, program, source):
                         yield _make_origin("construction", call, source, call)
+
+
+def _iterate_typed_calls(
+    program: _Program, class_name: str, dtype: torch.dtype
+) -> Iterator[WeightOrigin]:
+    """Yields the calls that build modules of a class in this dtype, with an argument `dtype`. They
+    may be part of an expression, such as `nn.Sequential(nn.PReLU(8, dtype=torch.float16))`, or a
+    call of `super().__init__` in this class.
+    """
+    for source, call in program.calls.get(class_name, []):
+        if read_value(node_keyword(call, "dtype"), program.frame_at(source, call)) == dtype:
+            yield _make_origin("construction", call, source, call)
+    for source, call in program.calls.get("__init__", []):
+        is_of_class = any(
+            isinstance(parent, ast.ClassDef) and parent.name == class_name
+            for parent, _ in source.iterate_parents(call)
+        )
+        frame = program.frame_at(source, call)
+        if is_of_class and read_value(node_keyword(call, "dtype"), frame) == dtype:
+            yield _make_origin("construction", call, source, call)
 
 
 def _read_dtypes(call: ast.Call, program: _Program, source: _Source) -> tuple[Any, Any]:

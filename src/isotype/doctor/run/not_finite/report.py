@@ -381,9 +381,20 @@ def _culprit(events: Sequence[Event]) -> Event | None:
     origins = [event for event in events if event.is_origin]
     made_nan = [event for event in origins if event.makes_nan or event.parts]
     if made_nan:
-        root = made_nan[0].root()
-        return root if root.is_origin else made_nan[0]
+        first = made_nan[0]
+        root = first.root()
+        if root.is_origin and not _is_masked_softmax(first, root):
+            return root
+        return first
     return origins[0] if origins else None
+
+
+def _is_masked_softmax(event: Event, root: Event) -> bool:
+    """True if a softmax makes NaN from rows that are -inf, such as the logarithm of a mask. In other
+    rows, -inf means a position that is masked.
+    """
+    is_softmax = event.op.base_name in _SOFTMAXES and event.makes_nan
+    return is_softmax and not root.parts and str(root.result.infinity) == "-inf"
 
 
 def _explain_event(event: Event, step: Step, events: Sequence[Event] = ()) -> Finding:
@@ -406,6 +417,7 @@ def _explain_event(event: Event, step: Step, events: Sequence[Event] = ()) -> Fi
         kind=kind,
         value=facts.get("value", ""),
         weight=facts.get("weight", ""),
+        source=facts.get("source", ""),
         largest=f"{max((item.run.magnitude for item in event.inputs), default=0):.3g}",
     )
 
@@ -515,7 +527,9 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
     """
     name = event.op.base_name
     if name in _SOFTMAXES and event.makes_nan:
-        return "masked", {}
+        root = event.root()
+        source = "" if root is event else f"`{_line(root)}` ({_location(root.site)})"
+        return "masked", {"source": source}
     if name.startswith("nll_loss") and event.makes_nan:
         return "labels", {"value": str(event.settings.get("ignore_index", -100))}
     lowest = min((item.run.low for item in event.inputs), default=0.0)
