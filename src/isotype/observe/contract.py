@@ -46,6 +46,7 @@ from .operators import (
     NONLINEAR,
     NORM_SUMS,
     PRODUCT,
+    PRODUCTS_WITH_CONTRACT,
     RAMPS,
     ROUTER_CHOICES,
     SUM,
@@ -386,6 +387,11 @@ class ContractChecker:
             self.observation.count_unseen(self.role, f"inside {call.op.foreign_name}")
         elif dtype is not None:
             self._check_fp64(call, dtype, lineage)
+            is_product = call.op.foreign_name in PRODUCTS_WITH_CONTRACT
+            if is_product and self._classify_product(call, dtype, lineage) == DECLARED_PRODUCT:
+                self.observation.count_dtype(
+                    self.role, call.op.base_name, dtype, self.compute, allowed=(dtype,)
+                )
             self.observation.count_unseen(
                 self.role, f"inside {call.op.foreign_name}, an operator with a contract"
             )

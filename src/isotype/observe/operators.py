@@ -117,6 +117,8 @@ _KINDS = {
 }
 # Isotype's own operators, which have tested contracts; each adds its name where it is defined
 OPERATORS_WITH_CONTRACT: set[str] = set()
+# those that compute PyTorch's matrix products, convolutions or attention
+PRODUCTS_WITH_CONTRACT: set[str] = set()
 # namespace of a quantisation library -> the values of `base` for which its operators are expected
 QUANTISATION_LIBRARIES = {"bitsandbytes": ("nf4", "fp4", "int8")}
 _ATEN = ("aten", "prims", "prim", "profiler", "rng_prims", "c10d", "_c10d_functional")

@@ -9,15 +9,20 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ..observe.operators import OPERATORS_WITH_CONTRACT
+from ..observe.operators import OPERATORS_WITH_CONTRACT, PRODUCTS_WITH_CONTRACT
 
 _OPS = torch.library.Library("isotype", "FRAGMENT")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
-    """Registers the decorated function as `torch.ops.isotype.NAME` for every device. `fake` returns
-    outputs without values.
+def library_op(
+    schema: str, *, fake: Callable[..., Any], is_product: bool = False
+) -> Callable[[F], F]:
+    """Registers the decorated function as `torch.ops.isotype.NAME` for every device.
+
+    fake        returns outputs without values
+    is_product  whether the operator computes what one of PyTorch's matrix products, convolutions or
+                attention functions computes, so that an observer counts the dtype of its operands
 
     The operator has no autograd formula, because the autograd.Function of the op calls it.
     `torch.library.custom_op` does the same, but imports torch._dynamo at its first call (1.2 s and
@@ -26,6 +31,8 @@ def library_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
     name = schema[: schema.index("(")]
     _OPS.define(schema)
     OPERATORS_WITH_CONTRACT.add(f"isotype::{name}")
+    if is_product:
+        PRODUCTS_WITH_CONTRACT.add(f"isotype::{name}")
     torch.library.register_fake(f"isotype::{name}", fake, lib=_OPS)
 
     def register(function: F) -> F:

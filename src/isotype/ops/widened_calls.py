@@ -32,6 +32,7 @@ from .widened_products import differentiable_linear, product_blocks, widened_cal
 @library_op(
     "widened_bmm(Tensor left, Tensor right, Tensor? total, float alpha, float beta) -> Tensor",
     fake=lambda left, right, *_: left.new_empty(*left.shape[:2], right.shape[2]),
+    is_product=True,
 )
 def _widened_bmm(
     left_NIK: Tensor, right_NKJ: Tensor, total_NIJ: Tensor | None, alpha: float, beta: float

@@ -46,6 +46,7 @@ def _compute(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> 
 @library_op(
     f"widened_convolution(Tensor x, Tensor weight, Tensor? bias, {_ARGUMENTS}) -> Tensor",
     fake=_compute,
+    is_product=True,
 )
 def _widened_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
     weight_fp32 = weight.float()
@@ -71,6 +72,7 @@ def _fake_backward(
     f"widened_convolution_backward(Tensor dy, Tensor x, Tensor weight, {_ARGUMENTS},"
     " bool[] needs) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
+    is_product=True,
 )
 def _widened_convolution_backward(
     dy: Tensor,

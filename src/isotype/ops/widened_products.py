@@ -150,6 +150,7 @@ def _write_product(
     fake=lambda left, right, *rest: left.new_empty(
         left.shape[0], right.shape[1], dtype=torch.float32 if rest[-1] else left.dtype
     ),
+    is_product=True,
 )
 def _widened_product(
     left_IK: Tensor,
@@ -184,6 +185,7 @@ def _widened_product(
 @library_op(
     "add_widened_product(Tensor(a!) out, Tensor left, Tensor right, float alpha, float beta) -> ()",
     fake=lambda *_: None,
+    is_product=True,
 )
 def _add_widened_product_(
     out_IJ: Tensor, left_IK: Tensor, right_KJ: Tensor, alpha: float, beta: float

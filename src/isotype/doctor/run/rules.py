@@ -1503,18 +1503,10 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
     others_origin = None
     if evidence.model is not None:
         others_origin = find_model_origin(evidence.frames, evidence.model, majority)
-    narrow_input = ""
-    if origin is not None and origin.kind == "cast" and evidence.module is not None:
-        # a cast of the whole model was meant for this layer too, and the others were changed later
-        model_cast = find_only_model_cast(evidence.frames, weight.dtype, evidence.model)
-        if model_cast is not None and model_cast.text == origin.text:
-            producer = evidence.producer_of(others[0])
-            if _is_in_user_line(evidence, others[0], producer):
-                narrow_input = f"{_passed(evidence, others[0], producer)}.to({weight.dtype})"
     return _make_finding(
         "RN002",
         evidence,
-        narrow_input=narrow_input,
+        narrow_input=_cast_input_of_model_cast(evidence, origin, weight, others[0]),
         line_at=evidence.user_frame.location,
         origin="" if origin is None else origin.describe("it", weight.dtype_name),
         cast=origin.text if origin is not None and origin.kind == "cast" else "",
@@ -1533,6 +1525,24 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         owner=weight.path.rpartition(".")[0],
         **_find_root_variable(evidence, weight),
     )
+
+
+def _cast_input_of_model_cast(
+    evidence: Evidence, origin: WeightOrigin | None, weight: Operand, operand: Operand
+) -> str:
+    """Returns code that casts the input of a layer to the dtype of its weight, if a cast of the
+    whole model gave the weight this dtype: the program meant it, and changed other weights later.
+    Returns "" in all other cases.
+    """
+    if origin is None or origin.kind != "cast":
+        return ""
+    model_cast = find_only_model_cast(evidence.frames, weight.dtype, evidence.model)
+    if model_cast is None or model_cast.text != origin.text:
+        return ""
+    producer = evidence.producer_of(operand)
+    if not _is_in_user_line(evidence, operand, producer):
+        return ""
+    return f"{_passed(evidence, operand, producer)}.to({weight.dtype})"
 
 
 def _find_root_variable(evidence: Evidence, weight: Operand) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def _widen_operands(
         torch.empty_like(query),
         query.new_empty(*query.shape[:3], dtype=torch.float32),
     ),
+    is_product=True,
 )
 def _widened_attention(
     query_BNSD: Tensor,
@@ -65,6 +66,7 @@ def _widened_attention(
     "widened_attention_backward(Tensor dy, Tensor query, Tensor key, Tensor value, Tensor out,"
     " Tensor logsumexp, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
     fake=lambda dy, query, key, value, *_: tuple(map(torch.empty_like, (query, key, value))),
+    is_product=True,
 )
 def _widened_attention_backward(
     dy_BNSD: Tensor,
