@@ -59,6 +59,14 @@ TRUTH = {
         "is -inf: `scores = scores + mask.float().clamp(min=LOWEST).log()`",
         "torch.finfo(x.dtype).min",
     ),
+    "masked_division": Truth(
+        2,
+        "RN033",
+        "mean = total / count",
+        "div gives NaN",
+        "the backward of `mean = total / count`",
+        "clamp the divisor before the division",
+    ),
     "teacher_log": Truth(
         1,
         "RN033",

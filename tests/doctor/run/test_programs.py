@@ -703,6 +703,13 @@ TRUTH = {
         "loaded_part.py:25) keeps the weights of the model in bf16, the dtype of the checkpoint",
         "`LlamaModel.from_pretrained(folder, dtype=torch.float32)` at",
     ),
+    "gathered_metric": Truth(
+        "RN013",
+        "rewards = self.gather(rewards).cpu().numpy()",
+        "log",
+        "`self.gather(rewards).cpu()` is bf16",
+        "`self.gather(rewards).cpu().float()` before the conversion",
+    ),
     "typed_activation": Truth(
         "RN006",
         "scaler.step(optimizer)",

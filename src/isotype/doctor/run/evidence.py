@@ -270,7 +270,8 @@ def _compiled_location(error: BaseException) -> tuple[str, int] | None:
 def _concerns_torch(evidence: Evidence) -> bool:
     """True if the operation that failed used tensors. Other errors are not explained."""
     is_torch_file = "/torch/" in evidence.failing_frame.file.replace("\\", "/")
-    return bool(evidence.operands) or is_torch_file or evidence.in_backward
+    is_conversion = "unsupported ScalarType" in evidence.message  # to NumPy
+    return bool(evidence.operands) or is_torch_file or evidence.in_backward or is_conversion
 
 
 def _build_evidence(error: BaseException, frames: Sequence[CallFrame]) -> Evidence:

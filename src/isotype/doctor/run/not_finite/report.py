@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import math
 from collections.abc import Sequence
@@ -564,8 +565,22 @@ def _classify_division(event: Event) -> str:
     if not event.is_backward:
         is_count = not event.inputs[-1].dtype.is_floating_point
         return "count" if is_count else "zero"
-    has_root = any(word in _line(event) for word in ("sqrt", "norm", "** 0.5", "pow(0.5"))
-    return "derivative" if has_root else "edge"
+    if any(word in _line(event) for word in ("sqrt", "norm", "** 0.5", "pow(0.5")):
+        return "derivative"
+    return "zero" if _has_division(_line(event)) else "edge"
+
+
+def _has_division(line: str) -> bool:
+    """Whether a statement divides tensors, such as `mean = total / count`."""
+    try:
+        nodes = list(ast.walk(ast.parse(line)))
+    except SyntaxError:
+        return False
+    names = ("div", "divide", "true_divide")
+    return any(
+        isinstance(node, ast.Div) or (isinstance(node, ast.Attribute) and node.attr in names)
+        for node in nodes
+    )
 
 
 def _classify_large(step: Step) -> tuple[str, dict[str, str]]:
