@@ -358,8 +358,8 @@ def print_result(result: dict[str, Any], console: RunConsole) -> None:
         evaluation_text = f", best evaluation loss {best_loss:.4f} ({eval_set}) at step {step}"
     else:
         # a run that was cut short may not have been evaluated after a step
-        lowest = "" if result["eval_loss"] is None else "best "
-        evaluation_text = f", {lowest}evaluation loss {best_loss:.4f} ({eval_set}) before step 1"
+        best = "" if result["eval_loss"] is None else "best "
+        evaluation_text = f", {best}evaluation loss {best_loss:.4f} ({eval_set}) before step 1"
     console.print_line(
         f"done      {pluralise(result['steps'], 'step')} in"
         f" {format_duration(result['trained_seconds'])}{evaluation_text}"

@@ -701,11 +701,11 @@ def find_numpy_conversion(evidence: Evidence) -> Finding | None:
         case ast.Call(ast.Attribute(owner, "numpy")):
             facts["value"] = _brackets(ast.unparse(owner))
             facts["at"] = evidence.user_frame.location
-        case _ if not evidence.operands:
-            return None
-    if not evidence.operands:  # the value of a call, which no variable holds
+    if evidence.operands:
+        return _make_operand_finding("RN013", evidence, evidence.operands[0], **facts)
+    if "value" in facts:  # the value of a call, which no variable holds
         return _make_finding("RN013", evidence, evidence.user_frame, **facts)
-    return _make_operand_finding("RN013", evidence, evidence.operands[0], **facts)
+    return None
 
 
 def _find_later_conversions(frame: CallFrame) -> list[str]:
@@ -1507,7 +1507,7 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         origin = find_weight_origin(evidence.frames, evidence.names, owner, weight.dtype)
     others_origin = None
     if evidence.model is not None:
-        others_origin = find_model_origin(evidence.frames, evidence.model, majority)
+        others_origin = find_model_origin(evidence.frames, evidence.names, evidence.model, majority)
     return _make_finding(
         "RN002",
         evidence,
@@ -1639,9 +1639,10 @@ def _explain_weights(
     is_default_before = origin is not None and origin.kind == "default"
     if weight.dtype == evidence.majority_dtype and (module is None or is_default_before):
         loading = find_assigned_checkpoint(evidence.frames)
-        model = _outermost_model(evidence)
-        if loading is None and model is not None:
-            model_origin = find_model_origin(evidence.frames, model, weight.dtype)
+        if loading is None and evidence.model is not None:
+            model_origin = find_model_origin(
+                evidence.frames, evidence.names, evidence.model, weight.dtype
+            )
     trainer, flag = _trainer_without_autocast(evidence, weight.dtype)
     facts: dict[str, Any] = {
         "producer_dtype": producer_dtype,
@@ -1661,17 +1662,6 @@ def _explain_weights(
         if model_origin.kind == "checkpoint":
             facts["reloaded"] = model_origin.with_dtype(operand.dtype)
     return facts
-
-
-def _outermost_model(evidence: Evidence) -> nn.Module | None:
-    """Returns the model in a variable of the frames that contains the model which was called, such
-    as the model of an encoder.
-    """
-    model = evidence.model
-    for root in evidence.names.roots:
-        if any(module is model for module in root.modules()):
-            return root
-    return model
 
 
 def _find_module_origin(

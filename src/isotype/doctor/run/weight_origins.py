@@ -224,7 +224,7 @@ def find_weight_origin(
 
 
 def find_model_origin(
-    frames: Sequence[CallFrame], model: nn.Module, dtype: torch.dtype
+    frames: Sequence[CallFrame], names: ModelNames, model: nn.Module, dtype: torch.dtype
 ) -> WeightOrigin | None:
     """Returns the call of the user's code that gave most weights of a model their dtype: PEFT's
     preparation, or the call that loaded the model. Returns None if the code shows no such call, or
@@ -236,7 +236,9 @@ def find_model_origin(
         preparations = list(_iterate_preparations(program, next(iter(model.children()), model)))
     if preparations:
         return preparations[0] if len(preparations) == 1 else None
-    return _find_loading(program, list(model.modules()), dtype)
+    # the model that was called may be a part of the one that was loaded, such as its encoder
+    modules = [*model.modules(), *names.containing_modules(model)]
+    return _find_loading(program, modules, dtype)
 
 
 def _make_origin(
@@ -416,16 +418,13 @@ def _iterate_typed_calls(
     may be part of an expression, such as `nn.Sequential(nn.PReLU(8, dtype=torch.float16))`, or a
     call of `super().__init__` in this class.
     """
-    for source, call in program.calls.get(class_name, []):
-        if read_value(node_keyword(call, "dtype"), program.frame_at(source, call)) == dtype:
-            yield _make_origin("construction", call, source, call)
+    calls = list(program.calls.get(class_name, []))
     for source, call in program.calls.get("__init__", []):
-        is_of_class = any(
-            isinstance(parent, ast.ClassDef) and parent.name == class_name
-            for parent, _ in source.iterate_parents(call)
-        )
-        frame = program.frame_at(source, call)
-        if is_of_class and read_value(node_keyword(call, "dtype"), frame) == dtype:
+        parents = [parent for parent, _ in source.iterate_parents(call)]
+        if any(isinstance(part, ast.ClassDef) and part.name == class_name for part in parents):
+            calls.append((source, call))
+    for source, call in calls:
+        if dtype in _read_dtypes(call, program, source):
             yield _make_origin("construction", call, source, call)
 
 

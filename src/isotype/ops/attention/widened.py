@@ -169,16 +169,8 @@ def widened_attention(
     if dtype is None:
         return None
     if mask is not None:
-        is_causal_too = causal or mask.requires_grad
-        if (
-            is_causal_too
-            or mask.dim() not in (2, 4)
-            or mask.shape[-2:]
-            != (
-                query.shape[2],
-                key.shape[2],
-            )
-        ):
+        lengths = query.shape[2], key.shape[2]
+        if causal or mask.requires_grad or mask.dim() not in (2, 4) or mask.shape[-2:] != lengths:
             return None
     if scale is None:
         scale = query.shape[-1] ** -0.5

@@ -395,7 +395,7 @@ def _is_masked_softmax(event: Event, root: Event) -> bool:
     rows, -inf means a position that is masked.
     """
     is_softmax = event.op.base_name in _SOFTMAXES and event.makes_nan
-    return is_softmax and not root.parts and str(root.result.infinity) == "-inf"
+    return is_softmax and not root.parts and root.result.infinity == "-inf"
 
 
 def _explain_event(event: Event, step: Step, events: Sequence[Event] = ()) -> Finding:
