@@ -110,7 +110,7 @@ def _is_dtype(name: str) -> bool:
     try:
         parse(name)
     except ValueError:
-        return name.startswith(("fp8", "float8", "complex"))
+        return name.lower().startswith(("fp8", "float8", "complex"))
     return True
 
 
@@ -123,7 +123,9 @@ _SUBJECT_HINTS = (
     "bf16",
     "fp16",
     "fp32",
+    "fp64",
     "fp8",
+    "'f8e",
     "tf32",
     "bf conv",
     "_16bf",
@@ -212,7 +214,7 @@ _REFUSAL = re.compile(
     r"|un-?supported|un-?implemented|(?:only|does ?n[o']t|do ?n[o']t|cannot|can't)"
     r" (?:supports?|accepts?|takes?|handles?)"
     r"|only (?:available|works|supported)"
-    r"|no (?:kernel|support|implementation|conversion)|has no|requires?|invalid (?:data"
+    r"|no (?:kernel|support|implementation|conversion)|has no|(?:cannot|can't) convert|requires?|invalid (?:data"
     r" ?type|dtype)|incompatible)\b"
 )
 # The dtypes that a message lists as accepted are not the refused dtype.
@@ -222,8 +224,9 @@ _ACCEPTED_DTYPES = re.compile(
     r"must be (?:one"
     r" of|either)?)(?:[\s,:]|(?:torch\.)?(?:b?float\d*|bf16|fp16|half|double|complex\w*|u?int\d*|bool|and|or|tensors?)\b)+"
 )
+# "bf16/f16" is no path
 _PATH_OR_FLAG = re.compile(
-    r"[\w.~-]*[/\\][\w./\\~-]+|[\w-]+\.(?:safetensors|bin|ckpt|pth?|gguf|onnx|py|json|ya?ml|so|dll)\b|--[\w-]+=?"
+    r"(?<![\w.~/\\-])(?!(?:(?:bf|fp?|float|bfloat)\d+/?)+(?![\w./\\-]))[\w.~-]*[/\\][\w./\\~-]+|[\w-]+\.(?:safetensors|bin|ckpt|pth?|gguf|onnx|py|json|ya?ml|so|dll)\b|--[\w-]+=?"
 )
 _SAME_TYPE = re.compile(
     r"(?i)same (?:element |data |scalar )?d?types?\b|\bbad (?:lhs|rhs|acc) type\b"
