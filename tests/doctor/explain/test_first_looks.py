@@ -93,6 +93,19 @@ def test_nan_of_a_division_by_zero_has_a_fix():
     assert "give scales and deviations a lower bound" in dict(finding.details)["or"]
 
 
+def test_a_cast_that_a_conversion_to_fp16_left():
+    """microsoft/onnxconverter-common#320: the converter changes a Cast's output, not the Cast."""
+    (finding,) = explain(
+        [
+            "Load model failed:Type Error: Type (tensor(float16)) of output arg (_to_copy) of node"
+            " (node__to_copy) does not match expected type (tensor(float)).\n"
+        ]
+    )
+    assert finding.code == "EX034"
+    assert "`to` of that Cast" in finding.fix
+    assert "isotype doctor run" not in dict(finding.details)["sure"]
+
+
 def test_a_refusal_of_both_half_dtypes_recommends_fp32():
     (finding,) = explain(["RuntimeError: this kernel does not support bf16/fp16 on this board\n"])
     assert (finding.code, finding.fix.partition(" there")[0]) == ("EX030", "use fp32")

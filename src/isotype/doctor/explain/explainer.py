@@ -462,7 +462,7 @@ _AUTOCAST_ADVICE = re.compile(
 _KERNEL_CODES = ("EX020", "EX021", "EX022", "EX023", "EX024")
 _OTHER_FRAMEWORK = re.compile(
     r"\b(?:jax|jnp|lax|tensorflow|tf)\b|zero-based\) was expected to be|\bcarry component\b"
-    r"|\bof Optype \(|operand type mismatch: expected operand|compute type, but the target device"
+    r"|\bof Optype \(|\bof output arg \(|operand type mismatch: expected operand|compute type, but the target device"
     r"|failed assertion `"
 )
 
