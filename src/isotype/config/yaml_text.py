@@ -42,6 +42,20 @@ class Entry:
     line: int
 
 
+class PlainYAML(YAML):
+    """A safe YAML reader without ruamel's plug-ins.
+
+    ruamel searches its folder for plug-ins each time a reader is created. That took half of the
+    time in which the `resolved.yaml` of a run was read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(typ="safe", pure=True)
+
+    def official_plug_ins(self) -> list[str]:
+        return []
+
+
 def read_sections(text: str) -> Iterator[tuple[Entry, list[Entry] | None]]:
     """Yields each top-level key of a document with the entries of its mapping, or with None if its
     value is not a mapping.
@@ -79,7 +93,7 @@ def read_value(text: str) -> Any:
 
 def _compose(text: str) -> Node | None:
     try:
-        node: Node | None = YAML(typ="safe", pure=True).compose(text)
+        node: Node | None = PlainYAML().compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(
@@ -129,7 +143,7 @@ def _read_node(node: Node, depth: int = 0, count: list[int] | None = None) -> An
             mapping[key] = _read_node(value_node, depth + 1, count)
         return mapping
     try:
-        value = YAML(typ="safe", pure=True).constructor.construct_object(node, deep=True)
+        value = PlainYAML().constructor.construct_object(node, deep=True)
     except (YAMLError, ValueError, OverflowError, TypeError, AttributeError, KeyError) as error:
         problem = getattr(error, "problem", None) or next(
             iter(str(error).splitlines()), type(error).__name__

@@ -29,7 +29,7 @@ from ..optimize.deferred_values import op_counts
 from ..optimize.generation import sample_from_training_state
 from ..precision.apply import inner_model
 from ..training.finite import non_finite_error
-from ..training.step import choose_sampled_elements, measure_share_changed
+from ..training.step import choose_sampled_elements, measure_share_changed, read_elements
 from .attachment import Attachment, MethodWrappers, running_trainers
 from .preflight import ARGUMENT_NAMES
 from .recorder import StepRecorder
@@ -181,17 +181,14 @@ class Guards(TrainerCallback):
         )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._samples_before_update = self._read_samples()
+        self._samples_before_update = read_elements(self._sampled)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.trainer.accelerator.optimizer_step_was_skipped:
             self.extra["share_changed"] = float(
-                measure_share_changed(self._samples_before_update, self._read_samples())
+                measure_share_changed(self._samples_before_update, read_elements(self._sampled))
             )
         self._samples_before_update = []
-
-    def _read_samples(self) -> list[Tensor]:
-        return [p.detach().flatten()[index] for p, index in self._sampled]
 
     def _non_finite_error(self, quantity: str) -> RunError:
         """Returns the error NF001 with the step and the place of the first non-finite number."""

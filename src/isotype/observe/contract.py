@@ -24,7 +24,6 @@ the dtypes of the forward. Python code that runs in backward is checked.
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +51,7 @@ from .operators import (
     SUM,
     Operator,
 )
-from .origin import AUTOGRAD, HUGGING_FACE, ISOTYPE, USER, find_caller
+from .origin import AUTOGRAD, HUGGING_FACE, ISOTYPE, USER, find_caller, is_compiler_used
 from .record import TABLES_RULE, Observation
 from .tape import (
     AFTER_BACKWARD,
@@ -325,7 +324,8 @@ class ContractChecker:
             )
             self.observation.count_unseen(self.role, f"operators on {wrapper.__name__}")
             return
-        if "torch._dynamo" in sys.modules and call.caller.is_compiled:
+        # the caller is looked up only if needed, because this takes longer than the other checks
+        if is_compiler_used() and call.caller.is_compiled:
             self.observation.unobserved.setdefault(
                 f"compiled region in {call.module or 'no module'}",
                 "runs operator by operator while it is observed; what the compiled code of the"
@@ -363,19 +363,16 @@ class ContractChecker:
         self._record_lineage(call, lineage)
 
     def _record_lineage(self, call: Call, lineage: Lineage) -> None:
+        may_be_view = call.op.kind == EXACT and not call.op.has_written_arguments
         for tensor in call.outputs:
             # a view shares the lineage of its storage
-            if (
-                call.op.kind != EXACT
-                or any(call.op.is_written)
-                or not any(
-                    self.lineages.share_storage(tensor, input_tensor)
-                    for input_tensor in call.inputs
-                )
+            if not may_be_view or not any(
+                self.lineages.share_storage(tensor, input_tensor) for input_tensor in call.inputs
             ):
                 self.lineages.set(tensor, lineage)
-        for value in call.written_tensors:
-            self.lineages.set(value, lineage)
+        if call.op.has_written_arguments:
+            for value in call.written_tensors:
+                self.lineages.set(value, lineage)
 
     # ---- rules
     def _check_opaque(self, call: Call, dtype: str | None, lineage: Lineage) -> None:

@@ -389,9 +389,7 @@ class Observer:
         with ExitStack() as stack:
             stack.enter_context(tracker.track())
             for module_name, module in inner.named_modules():
-                hook = mark_observing(
-                    self._output_hook(observation, module_name or type(inner).__name__, role)
-                )
+                hook = mark_observing(self._output_hook(observation, inner, module_name, role))
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if optimizer is not None and gradient is not None:
                 # a wrapper that does not call PyTorch's constructor has no hooks, but the optimizer
@@ -472,14 +470,14 @@ class Observer:
             observation.count_unseen("norms", UNSEEN_REASONS["norms"])
 
     def _output_hook(
-        self, observation: Observation, module_name: str, role: str
+        self, observation: Observation, outermost: nn.Module, module_name: str, role: str
     ) -> Callable[..., None]:
         """Creates a hook that counts the dtypes of a module's outputs. The output of a linear layer
         must have the dtype `compute`. If the output of another module has a wider dtype, it is
         counted as a promotion. The output is not counted if the module's own code converts narrower
         values to this dtype.
         """
-        outermost = inner_model(self.model)
+        module_name = module_name or type(outermost).__name__
         compute = getattr(self.precision, role)
         if is_in_fp32_layer(outermost, module_name):
             compute = "fp32"

@@ -133,6 +133,7 @@ class Operator:
     kind          its effect on dtypes
     foreign_name  its full name if it is not one of PyTorch's operators
     is_written    whether each argument is written
+    has_written_arguments  whether any argument is written
     is_product    whether it is a matrix product (and not the backward of one)
     is_lift       whether its result is memory from outside the dispatcher
     is_factory    whether its result is new: it takes no tensor, or is a lift
@@ -146,6 +147,7 @@ class Operator:
         "base_name",
         "foreign_name",
         "func",
+        "has_written_arguments",
         "is_factory",
         "is_lift",
         "is_product",
@@ -184,11 +186,12 @@ class Operator:
             )
         else:
             self.is_written = ()
+        self.has_written_arguments = any(self.is_written)
         # operators that only return sizes, strides or layout
         if (
             self.kind == ARITHMETIC
             and schema
-            and not any(self.is_written)
+            and not self.has_written_arguments
             and not any("Tensor" in str(result.type) for result in schema.returns)
         ):
             self.kind = EXACT
@@ -198,7 +201,7 @@ class Operator:
         shares = (
             schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
         )
-        self.is_view = shares and not any(self.is_written) and not self.is_lift
+        self.is_view = shares and not self.has_written_arguments and not self.is_lift
         self.is_factory = self.is_lift or (
             schema is not None
             and not any("Tensor" in str(argument.type) for argument in schema.arguments)

@@ -127,7 +127,6 @@ def find_caller(*, skip_deferred_frames: bool = False) -> Caller:
     line = 0
     is_compiled = False
     is_in_optimizer = False
-    is_compiler_loaded = "torch._dynamo" in sys.modules
     while frame is not None:
         code = frame.f_code
         owner = _code_owner(code.co_filename)
@@ -162,9 +161,18 @@ def find_caller(*, skip_deferred_frames: bool = False) -> Caller:
         if kind:
             break
     # without the compiler no outer frame can be a compiled region
-    if is_compiler_loaded and not is_compiled:
+    if not is_compiled and is_compiler_used():
         is_compiled = _is_in_compiled_region(frame)
     return Caller(kind or USER, file, line, function, is_compiled)
+
+
+def is_compiler_used() -> bool:
+    """Whether `torch.compile` was called in this process. transformers imports the compiler with
+    every model, so it is often loaded in programs that compile nothing.
+    """
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    # PyTorch adds each backend to this table when a function is compiled with it
+    return eval_frame is not None and bool(getattr(eval_frame, "cached_backends", True))
 
 
 def _is_in_compiled_region(frame: FrameType | None) -> bool:

@@ -238,10 +238,10 @@ class Stepper:
             for group in self.optimizer.param_groups:
                 # adapter.plus gives LoRA's B matrices a factor
                 group["lr"] = learning_rate * group.get("rate_factor", 1.0)
-            previous_values = self._sample_values() if watch_changes else []
+            previous_values = read_elements(self._sampled_elements) if watch_changes else []
             self.optimizer.step()
             self.share_changed = (
-                measure_share_changed(previous_values, self._sample_values())
+                measure_share_changed(previous_values, read_elements(self._sampled_elements))
                 if watch_changes
                 else None
             )
@@ -322,9 +322,6 @@ class Stepper:
             share_changed=share_changed,
             measures=values[: len(measures)],
         )
-
-    def _sample_values(self) -> list[Tensor]:
-        return [local_part(p).detach().flatten()[index] for p, index in self._sampled_elements]
 
     def explain_non_finite(
         self, batches: Sequence[Batch], *, step: int, quantity: str, local_loss: float | None = None
@@ -430,6 +427,19 @@ def choose_sampled_elements(
         for p in sample_items(parameters, SAMPLED_PARAMETERS)
         if (n := local_part(p).numel())
     ]
+
+
+@torch.no_grad()
+def read_elements(sampled_elements: Sequence[tuple[nn.Parameter, Tensor]]) -> list[Tensor]:
+    """Copies the sampled elements of the parameters into one tensor for each device and dtype, so
+    that comparing them takes a few operators, whatever the number of parameters is.
+    """
+    elements: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter, index in sampled_elements:
+        part = local_part(parameter)
+        values = part.flatten().index_select(0, index)
+        elements.setdefault((part.device, part.dtype), []).append(values)
+    return [torch.cat(values) for values in elements.values()]
 
 
 def sample_items(items: Sequence[T], count: int) -> list[T]:

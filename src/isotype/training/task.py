@@ -589,7 +589,8 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, mode in modes:
-            module.training = mode
+            # nn.Module's __setattr__ looks for parameters and modules of this name first
+            vars(module)["training"] = mode
 
 
 @contextmanager
