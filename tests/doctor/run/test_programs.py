@@ -139,7 +139,7 @@ TRUTH = {
         "return F.scaled_dot_product_attention(q, k, v)",
         "attention",
         "torch.outer(torch.arange(5.0), self.inverse)",
-        "cast q and k to torch.bfloat16",
+        "`q.to(torch.bfloat16)` and `k.to(torch.bfloat16)` at",
     ),
     "vae_latents": Truth(
         "RN001",
@@ -411,7 +411,7 @@ TRUTH = {
         "return F.scaled_dot_product_attention(q, k, v)",
         "Attention",
         "`self.cosine` made q and k fp32",
-        "cast q and k to torch.bfloat16",
+        "`q.to(torch.bfloat16)` and `k.to(torch.bfloat16)` at",
     ),
     "hook_fault": Truth(
         "RN017",
@@ -619,7 +619,7 @@ TRUTH = {
         "return F.scaled_dot_product_attention(q, k, x)",
         "Model",
         "`torch.from_numpy(np.cos(angles))` made q and k fp64",
-        "cast q and k to torch.bfloat16",
+        "`q.to(torch.bfloat16)` and `k.to(torch.bfloat16)` at",
     ),
     "sampler_class": Truth(
         "RN001",
@@ -767,6 +767,48 @@ TRUTH = {
         " (tests/doctor/run/programs/quantised_cache.py:16) makes `keys` fp32",
         "set `self.precision`, to which the value is cast"
         " (tests/doctor/run/programs/quantised_cache.py:16), to torch.bfloat16",
+    ),
+    "autocast_block": Truth(
+        "RN001",
+        "return self.head(hidden)",
+        "head",
+        "`self.block(x, expert)` (tests/doctor/run/programs/autocast_block.py:36) returns bf16,"
+        " because Block.forward runs under autocast (tests/doctor/run/programs/autocast_block.py:24)",
+        "`hidden.to(torch.float32)` at tests/doctor/run/programs/autocast_block.py:39",
+    ),
+    "autocast_encoder": Truth(
+        "RN011",
+        "return F.scaled_dot_product_attention(query, memory, memory)",
+        "Reader",
+        "because Encoder.forward runs under autocast"
+        " (tests/doctor/run/programs/autocast_encoder.py:16); query kept fp32",
+        "`memory.to(torch.float32)` at tests/doctor/run/programs/autocast_encoder.py:32",
+    ),
+    "written_cache": Truth(
+        "RN011",
+        "model(torch.arange(1)[None], past_key_values=cache, use_cache=True)",
+        "model.layers.0.self_attn",
+        "`layer.keys = keys` (tests/doctor/run/programs/written_cache.py:12) stores it in fp16, and"
+        " fp16 with bf16 gives fp32",
+        "cast to torch.bfloat16 at tests/doctor/run/programs/written_cache.py:22:"
+        " `(codes * scale).to(DTYPE)`",
+    ),
+    "frozen_arguments": Truth(
+        "RN001",
+        "denoiser(",
+        "time_text_embed.timestep_embedder.linear_1",
+        "`torch.randn(1, 16)` creates a tensor in fp32"
+        " (tests/doctor/run/programs/frozen_arguments.py:27)",
+        "`pooled.to(torch.bfloat16)` and `words.to(torch.bfloat16)` at"
+        " tests/doctor/run/programs/frozen_arguments.py:31",
+    ),
+    "prepared_output": Truth(
+        "RN001",
+        "return vae.decode(latents, return_dict=False)[0]",
+        "post_quant_conv",
+        "`model(latents)` (tests/doctor/run/programs/prepared_output.py:26) returns fp32, because"
+        " `accelerator.prepare(...)` (tests/doctor/run/programs/prepared_output.py:37) makes accelerate cast",
+        "`latents.to(torch.bfloat16)` at tests/doctor/run/programs/prepared_output.py:30",
     ),
     "trainer_norms": Truth(
         "RN001",

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...observe.origin import short_path
 from .expressions import UNKNOWN, node_keyword, read_value
 from .frames import CallFrame, make_module_frame, parse_user_file
+from .user_files import iterate_user_files
 
 _REGION_NAMES = ("autocast", "autocast_smart_context_manager", "compute_loss_context_manager")
 
@@ -81,6 +83,36 @@ def _enter_region(outer: AutocastState, inner: AutocastState, device: str) -> Au
     if not inner.is_on:
         return outer
     return replace(outer, unused_device=inner.device, unused_at=inner.location)
+
+
+def read_frame_region(frame: CallFrame) -> AutocastState | None:
+    """Returns the autocast state that the code of one frame sets for its running line: the
+    innermost region around the line, or the decorator of the function. Returns None if the frame
+    leaves the state as it is.
+    """
+    state = None
+    for region in (*getattr(frame.scope, "decorator_list", ()), *_surrounding_regions(frame)):
+        state = _read_region(region, frame) or state
+    return state
+
+
+def find_output_cast(module: nn.Module, frames: Sequence[CallFrame]) -> str:
+    """Returns where accelerate was told to cast the results of a module to fp32, as a part of a
+    sentence. Returns "" if it does not cast them. `Accelerator.prepare` wraps the forward of a
+    model if mixed precision is on.
+    """
+    forward = getattr(module, "__dict__", {}).get("forward")
+    forward = getattr(forward, "__func__", forward)
+    if type(getattr(forward, "__wrapped__", None)).__name__ != "ConvertOutputsToFp32":
+        return ""
+    calls = [
+        f"`{ast.unparse(node.func)}(...)` ({short_path(file)}:{node.lineno})"
+        for file, tree, _ in iterate_user_files(frames)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".prepare")
+    ]
+    call = calls[0] if len(calls) == 1 else "Accelerator.prepare"
+    return f"{call} makes accelerate cast the results of the model to fp32"
 
 
 def find_other_region(

@@ -165,10 +165,7 @@ class Evidence:
     @property
     def majority_dtype(self) -> torch.dtype | None:
         """The floating-point dtype that most of the parameter elements have."""
-        counts = [
-            (count, dtype) for dtype, count in self.dtype_counts.items() if dtype.is_floating_point
-        ]
-        return max(counts, key=lambda pair: pair[0])[1] if counts else None
+        return self.names.majority_dtype(self.model)
 
     def floating_share(self, dtype: torch.dtype) -> float:
         """Returns the share of the floating-point parameter elements that have the given dtype."""

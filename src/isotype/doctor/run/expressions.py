@@ -235,6 +235,8 @@ def _read_attribute(owner: Any, name: str) -> Any:
     if name in stored:
         return stored[name]
     if isinstance(owner, nn.Module):
+        if name == "config" and "_internal_dict" in stored:
+            return stored["_internal_dict"]  # a property of the models of diffusers
         for table in (owner._parameters, owner._buffers, owner._modules):
             if name in table:
                 return table[name]

@@ -160,9 +160,8 @@ def make_returned_frame(function: Any, variables: Mapping[str, Any]) -> CallFram
     """
     while isinstance(function, functools.partial):
         function = function.func
-    function = inspect.unwrap(function)
     owner = getattr(function, "__self__", None)
-    function = getattr(function, "__func__", function)
+    function = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
     if code is None or is_library_file(code.co_filename) or _find_scope(code) is None:
         return None

@@ -130,6 +130,12 @@ class ModelNames:
     def has_weight_dtype(self, dtype: torch.dtype) -> bool:
         return any(dtype in counts for counts in self.dtype_counts.values())
 
+    def majority_dtype(self, module: nn.Module | None = None) -> torch.dtype | None:
+        """Returns the floating-point dtype that most parameter elements of a model have."""
+        counts = self.dtype_counts_of(module)
+        dtypes = [dtype for dtype in counts if dtype.is_floating_point]
+        return max(dtypes, key=lambda dtype: counts[dtype], default=None)
+
     def dtype_counts_of(self, module: nn.Module | None) -> Counter[torch.dtype]:
         """Returns the number of elements of the parameters by dtype, of the model that contains a
         module. If no model contains it, returns the numbers of all models.

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...dtypes import format_dtype
+from .autocast import AutocastState, find_output_cast, read_frame_region
 from .batches import find_batch_item
 from .casts import find_cast, has_unread_dtype, read_cast_dtype
 from .expressions import (
@@ -38,9 +40,19 @@ from .expressions import (
 from .frames import CallFrame, make_module_frame, make_returned_frame
 from .hooks import describe_hook
 from .modules import ModelNames, floating_weight_dtypes
+from .user_files import iterate_user_files
 
 _FOLLOWED_OPERANDS = (ast.Call, ast.BinOp, ast.Name, ast.Attribute, ast.ListComp, ast.Subscript)
+# functions and methods whose operands autocast casts to its dtype
+_AUTOCAST_FUNCTIONS = frozenset(
+    ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "einsum", "linear")
+    + ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+    + ("scaled_dot_product_attention", "chain_matmul")
+)
 _MAX_STEPS = 60  # operations that one search for the origin of a value follows
+_MAX_CALLERS = 4  # functions that have returned through which an argument is followed outward
+_MAX_DEPTH = 3  # objects inside of objects in which a stored tensor is searched
+_MAX_TEXT = 100  # characters of a call that a sentence quotes with its arguments
 _ITERATION_WRAPPERS = frozenset(("enumerate", "tqdm", "trange", "iter", "islice", "zip"))
 
 
@@ -62,7 +74,7 @@ class Promotion:
 class Producer:
     """The expression that gave a tensor its dtype.
 
-    kind      cast, module, creation, parameter, attribute, data, call or unknown
+    kind      cast, module, creation, parameter, attribute, data, autocast, call or unknown
     text      the source code of the expression
     location  the file and line of the expression
     function  the function that contains the line
@@ -74,6 +86,7 @@ class Producer:
     is_proven whether the source code or a stored value shows that the expression gives the dtype
     hook      the hook that contains the expression; "" if no hook does
     promotions  the operations through which the dtype reached the tensor
+    reason    why a call returns this dtype, as a part of a sentence; "" for most kinds
     """
 
     kind: str
@@ -87,6 +100,7 @@ class Producer:
     is_proven: bool = False
     hook: str = ""
     promotions: tuple[Promotion, ...] = ()
+    reason: str = ""
 
 
 def find_producer(
@@ -96,6 +110,9 @@ def find_producer(
     in the frame with the number `index`, and the search starts there.
     """
     search = _Search(frames, dtype, names)
+    value = read_value(node, frames[index])
+    search.device = value.device.type if is_tensor(value) else ""
+    search.tensor = value
     result = search.follow(node, index)
     if not result.is_proven:
         result = search.follow_sequential_input(index) or result
@@ -154,6 +171,8 @@ class _Search:
     callers  for each function that has returned: the index of its caller's frame, the call, and the
              line of the call
     is_passed  whether the search has reached the innermost frame of the user's code
+    device   the type of the device on which the tensor is; "" if it is not known
+    tensor   the value of the expression at which the search began
     key      the last key or index with which the search looked into a container
     element  the position of the tensor in the tuple that a call returned
     buffer   the tensor that the search follows, if it is the buffer of a loss module
@@ -169,6 +188,8 @@ class _Search:
         self.running_count = len(frames)
         self.callers: dict[int, tuple[int, ast.Call | None, int]] = {}
         self.dtype = dtype
+        self.device = ""
+        self.tensor: Any = UNKNOWN
         self.names = names
         self.step_count = 0
         self.is_passed = False
@@ -295,9 +316,12 @@ class _Search:
         is_proven: bool = False,
     ) -> Producer:
         frame = self.frames[index]
+        text = _source(node)
+        if kind == "autocast" and isinstance(node, ast.Call) and len(text) > _MAX_TEXT:
+            text = f"{_source(node.func)}(...)"
         return Producer(
             kind,
-            _source(node),
+            text,
             frame.location_of(node),
             frame.function,
             path,
@@ -319,9 +343,13 @@ class _Search:
         frame = self.frame_at(index, line)
         for operand in nodes:
             value = read_value(operand, frame)
-            if is_tensor(value) and value.dtype == self.dtype:
+            items = value if isinstance(value, (list, tuple)) else [value]
+            if any(is_tensor(item) and item.dtype == self.dtype for item in items):
                 self.add_promotion(node, operand, index)
                 return self.follow(operand, index, line)
+        computed = self.follow_autocast(node, index, line)
+        if computed is not None:
+            return computed
         results = []
         for operand in nodes:
             if not isinstance(operand, _FOLLOWED_OPERANDS):
@@ -334,7 +362,65 @@ class _Search:
                     return result
                 results.append(result)
                 del self.promotions[count:]
-        return results[0] if results else self.producer("call", node, index)
+        known = [result for result in results if result.kind != "unknown"]
+        return (known or results or [self.producer("call", node, index)])[0]
+
+    def follow_autocast(self, node: ast.AST, index: int, line: int) -> Producer | None:
+        """Returns the operation that autocast computed in the wanted dtype, if autocast was on
+        there. If a function that has returned switched it on, returns the call of this function.
+        """
+        if not self.is_autocast_operation(node, index, line):
+            return None
+        state, owner = self.find_autocast(index, line)
+        is_of_device = not state.device or self.device in ("", state.device)
+        if not state.is_on or state.dtype != self.dtype or not is_of_device:
+            return None
+        reason = f"it runs under autocast ({state.location})"
+        while index in self.callers and self.callers[index][1] is not None:
+            if index == owner:
+                function = self.frames[index].code.co_qualname.rpartition("<locals>.")[2]
+                reason = f"{function} runs under autocast ({state.location})"
+            is_last = index == owner
+            index, call, _ = self.callers[index]
+            assert call is not None
+            node = call
+            if is_last:
+                break
+        return replace(self.producer("autocast", node, index, is_proven=True), reason=reason)
+
+    def is_autocast_operation(self, node: ast.AST, index: int, line: int) -> bool:
+        """True for a matrix product, for a function such as `F.linear`, and for a module that has
+        weights of a matrix or a convolution.
+        """
+        if isinstance(node, ast.BinOp):
+            return isinstance(node.op, ast.MatMult)
+        if not isinstance(node, ast.Call):
+            return False
+        module = read_function(node.func, self.frame_at(index, line))
+        if isinstance(module, nn.Module):
+            return any(
+                parameter.dim() > 1
+                for part in module.modules()
+                if not isinstance(part, nn.Embedding)
+                for parameter in part.parameters(recurse=False)
+            )
+        return _source(node.func).rpartition(".")[2] in _AUTOCAST_FUNCTIONS
+
+    def find_autocast(self, index: int, line: int) -> tuple[AutocastState, int]:
+        """Returns the autocast state at a line, and the index of the frame whose code sets it. The
+        line may be in a function that has returned. The index is -1 if no code sets the state.
+        """
+        while True:
+            state = read_frame_region(replace(self.frames[index], line=line))
+            if state is not None:
+                return state, index
+            if index in self.callers:
+                index, _, line = self.callers[index]
+            elif 0 < index < self.running_count:
+                index -= 1
+                line = self.frames[index].line
+            else:
+                return AutocastState(), -1
 
     def add_promotion(self, node: ast.AST, operand: ast.AST, index: int) -> None:
         """Adds an operation of two tensors to the list of promotions. Only the lines of running
@@ -414,6 +500,9 @@ class _Search:
         )
         if result is not None:
             return result
+        result = self.follow_stored_tensor(node, index, line)
+        if result is not None:
+            return result
         arguments = _arguments(node)
         if arguments and not frame.is_user_code:
             # a helper of a library: its first argument, if it has the dtype
@@ -424,7 +513,107 @@ class _Search:
                 result = self.follow(arguments[0], index, line)
                 if result.is_proven:
                     return result
-        return self.follow_wide_argument(node, index, line) or self.producer("call", node, index)
+        return (
+            self.follow_autocast(node, index, line)
+            or self.follow_wide_argument(node, index, line)
+            or self.producer("call", node, index)
+        )
+
+    def follow_stored_tensor(self, node: ast.Call, index: int, line: int) -> Producer | None:
+        """Continues the search at the line of the user's code that wrote a tensor into an object
+        of a library whose method returned the tensor, such as a cache of keys and values.
+        """
+        if not isinstance(node.func, ast.Attribute):
+            return None
+        owner = read_value(node.func.value, self.frame_at(index, line))
+        stored = [] if owner is UNKNOWN else list(_iterate_stored_tensors(owner))
+        names = [name for name, tensor in stored if tensor is self.tensor]
+        if not names:  # the method returned another tensor that it computed from one of these
+            names = [name for name, _ in stored]
+        for name in dict.fromkeys(names):
+            result = self.follow_writes(name, owner)
+            if result is not None:
+                return result
+        return None
+
+    def follow_writes(self, name: str, owner: object) -> Producer | None:
+        """Continues the search at the only assignment `OBJECT.NAME = ...` of the user's files that
+        gives the attribute the wanted dtype, or a half dtype which the model's dtype widens to it.
+        The assignment may be in a function that has returned.
+        """
+        usual = self.names.majority_dtype()
+        dtypes = [self.dtype]
+        if self.dtype == torch.float32 and usual in (torch.bfloat16, torch.float16):
+            dtypes += [half for half in (torch.bfloat16, torch.float16) if half != usual]
+        wanted = self.dtype
+        for dtype in dtypes:
+            results = []
+            for target, value, index in list(self.iterate_writes(name, owner)):
+                self.dtype, self.key = dtype, UNKNOWN
+                result = self.follow(value, index, value.lineno)
+                self.dtype = wanted
+                if not result.is_proven:
+                    continue
+                place = self.frames[index].location_of(value)
+                reason = f"`{_source(target)} = {_source(value)}` ({place}) stores it"
+                if dtype != wanted and usual is not None:
+                    narrow, wide = format_dtype(dtype), format_dtype(wanted)
+                    reason += f" in {narrow}, and {narrow} with {format_dtype(usual)} gives {wide}"
+                results.append(replace(result, reason=reason))
+            if len({result.location for result in results}) == 1:
+                return results[0]
+        return None
+
+    def iterate_writes(self, name: str, owner: object) -> Iterator[tuple[ast.expr, ast.expr, int]]:
+        """Yields the target and the value of each assignment `OBJECT.NAME = ...` in the user's
+        files, and the index of a frame for the function that contains it.
+        """
+        for file, tree, module_frame in list(iterate_user_files(self.frames[: self.running_count])):
+            for node in ast.walk(tree):
+                if not isinstance(node, ast.Assign):
+                    continue
+                target = node.targets[0]
+                while isinstance(target, ast.Subscript):
+                    target = target.value
+                if not isinstance(target, ast.Attribute) or target.attr != name:
+                    continue
+                index = self.add_frame_of(node, tree, module_frame, file)
+                holder = UNKNOWN if index is None else read_value(target.value, self.frames[index])
+                is_own_class = _source(target.value) == "self" and holder is not owner
+                if index is not None and not is_own_class:
+                    yield target, node.value, index
+
+    def add_frame_of(
+        self, node: ast.AST, tree: ast.Module, module_frame: CallFrame, file: str, depth: int = 0
+    ) -> int | None:
+        """Returns the index of a frame for the function that contains a node. If the function has
+        returned, adds a frame for it, whose caller is the only call of the function.
+        """
+        function = _enclosing_function(tree, node)
+        for index, frame in enumerate(self.frames[: self.running_count]):
+            if frame.scope is (tree if function is None else function):
+                return index
+        if function is None:
+            self.frames.append(module_frame)
+            return len(self.frames) - 1
+        returned = _make_frame_of(function, module_frame)
+        if returned is None or depth > _MAX_CALLERS:
+            return None
+        new_index = len(self.frames)
+        self.frames.append(returned)
+        self.callers[new_index] = (0, None, self.frames[0].line)
+        calls = [
+            (call, *source)
+            for source in iterate_user_files(self.frames[: self.running_count])
+            for call in ast.walk(source[1])
+            if isinstance(call, ast.Call) and _source(call.func).rpartition(".")[2] == function.name
+        ]
+        if len(calls) == 1:
+            call, call_file, call_tree, call_frame = calls[0]
+            outer = self.add_frame_of(call, call_tree, call_frame, call_file, depth + 1)
+            if outer is not None:
+                self.callers[new_index] = (outer, call, call.lineno)
+        return new_index
 
     def follow_wide_argument(self, node: ast.Call, index: int, line: int) -> Producer | None:
         """Continues the search at the arguments of a library's function, if the widest of its
@@ -448,6 +637,10 @@ class _Search:
         """
         frame = self.frame_at(index, line)
         owner = read_value(method.value, frame)
+        source = None if frame.is_user_code else _dtype_source(node)
+        source_value = read_value(source, frame)
+        if source is not None and is_tensor(source_value) and source_value.dtype == self.dtype:
+            return self.follow(source, index, line)  # a library casts to the dtype of an argument
         result = read_value(node, frame)
         if is_tensor(owner) and isinstance(result, TensorFacts):
             if owner.dtype == result.dtype:
@@ -474,13 +667,20 @@ class _Search:
         result = self.follow_hooks(module, "forward hook", index)
         if result is not None:
             return result
+        output_cast = find_output_cast(module, self.frames[: self.running_count])
+        if output_cast and self.dtype == torch.float32:
+            result = self.producer("autocast", node, index, path=path, is_proven=True)
+            return replace(result, reason=output_cast)
         dtypes = floating_weight_dtypes(module)
         if dtypes == {self.dtype}:
             return self.producer("module", node, index, path=path, module=module, is_proven=True)
         if isinstance(module, nn.Sequential):
-            return self.follow_sequential(module, node, index, line)
+            computed = self.follow_autocast(node, index, line)
+            return computed or self.follow_sequential(module, node, index, line)
         forward = MethodType(type(module).forward, module)
         result = self.follow_returned(forward, node, index, line)
+        if result is None:
+            result = self.follow_autocast(node, index, line)
         if result is not None:
             return result
         is_weightless = not dtypes and type(module).__module__.startswith("torch.nn")
@@ -506,6 +706,10 @@ class _Search:
             path = self.names.module_path(child)
             is_proven = dtypes == {self.dtype}
             if not is_proven:
+                forward = MethodType(type(child).forward, child)
+                result = self.follow_returned(forward, None, index, line)
+                if result is not None:
+                    return result
                 path = self.names.module_path(module)
                 child = module
             return self.producer(
@@ -636,6 +840,10 @@ class _Search:
         item = self.find_assigned_item(scope, name, index, line)
         if item is not None:
             return self.follow_item(item.value, index, item.lineno)
+        appended = _find_appended(scope, name, line)
+        if appended is not None:
+            self.key = UNKNOWN
+            return self.follow(appended, index, appended.lineno)
         if self.is_unchanged_argument(scope, name, index):
             return self.follow_argument(scope, name, node, index)
         for binding in _earlier_bindings(scope, name, line):
@@ -742,6 +950,9 @@ class _Search:
         is_stored = isinstance(read_value(node, self.frames[index]), torch.Tensor)
         if is_stored and len(creations) == 1:
             return replace(creations[0], is_proven=True)  # the only call that makes the tensor
+        written = self.follow_writes(name, owner)
+        if written is not None:
+            return written
         return self.producer("attribute", node, index, is_proven=is_stored)
 
     def is_skipped(self, binding: ast.AST, scope: ast.AST, index: int) -> bool:
@@ -1023,6 +1234,10 @@ class _Search:
             result = self.follow_hooks(module, "forward pre-hook", index)
             if result is not None:
                 return result
+        star = _star_argument(scope, call, name, is_bound)
+        if argument is None and star is not None:
+            self.key = star[1]
+            return self.follow(star[0], outer, call_line)
         if argument is None or isinstance(argument, ast.Starred):
             passed = _read_starred(scope, call, name, is_bound, self.frames[outer])
             value = value if passed is UNKNOWN else passed
@@ -1123,6 +1338,87 @@ def _assigns_item(node: ast.Assign, name: str, key: str) -> bool:
 
 def _may_hold_tensor(value: Any) -> bool:
     return is_tensor(value) or value is UNKNOWN or isinstance(value, (tuple, list, dict))
+
+
+def _iterate_stored_tensors(owner: object, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors that an object, or an object in its attributes, holds in attributes, and
+    the names of these.
+    """
+    if isinstance(owner, (nn.Module, torch.Tensor, type)) or depth > _MAX_DEPTH:
+        return
+    for name, value in list(getattr(owner, "__dict__", {}).items()):
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, torch.Tensor):
+                yield name, item
+            else:
+                yield from _iterate_stored_tensors(item, depth + 1)
+
+
+def _enclosing_function(
+    tree: ast.Module, node: ast.AST
+) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Returns the innermost function of a file that contains a node."""
+    functions = [
+        function
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and any(part is node for part in ast.walk(function))
+    ]
+    return max(functions, key=lambda function: function.lineno, default=None)
+
+
+def _make_frame_of(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, module_frame: CallFrame
+) -> CallFrame | None:
+    """Returns a frame for a function, or for a method of a class, of a module that was imported."""
+    candidates = []
+    for value in list(module_frame.global_variables.values()):
+        candidates += list(vars(value).values()) if isinstance(value, type) else [value]
+    for candidate in candidates:
+        is_function = isinstance(candidate, FunctionType)
+        frame = make_returned_frame(candidate, {}) if is_function else None
+        if frame is not None and frame.scope is function:
+            return frame
+    return None
+
+
+def _find_appended(scope: Any, name: str, line: int) -> ast.expr | None:
+    """Returns the value of the only call `NAME.append(value)` before a line."""
+    values = []
+    for node in _walk_scope(scope):
+        match node:
+            case ast.Call(ast.Attribute(ast.Name(owner), "append"), [value]):
+                if owner == name and node.lineno < line:
+                    values.append(value)
+    return values[0] if len(values) == 1 else None
+
+
+def _star_argument(
+    scope: Any, call: ast.AST | None, name: str, is_bound: bool
+) -> tuple[ast.expr, int] | None:
+    """Returns the list that a call passes with `*`, if it contains the value of a parameter, and
+    the position of the value in it.
+    """
+    positional = [a.arg for a in (*scope.args.posonlyargs, *scope.args.args)]
+    if is_bound and positional[:1] in (["self"], ["cls"], ["ctx"]):
+        positional.pop(0)
+    if not isinstance(call, ast.Call) or name not in positional:
+        return None
+    for position, argument in enumerate(call.args):
+        if isinstance(argument, ast.Starred):
+            number = positional.index(name) - position
+            return (argument.value, number) if number >= 0 else None
+    return None
+
+
+def _dtype_source(call: ast.Call) -> ast.expr | None:
+    """Returns the tensor `y` of the casts `x.to(y.dtype)` and `x.type_as(y)`."""
+    for argument in _arguments(call):
+        match argument:
+            case ast.Attribute(owner, "dtype"):
+                return owner
+    is_same_type = isinstance(call.func, ast.Attribute) and call.func.attr == "type_as"
+    return call.args[0] if is_same_type and call.args else None
 
 
 def _is_name(node: ast.AST, name: str) -> bool:

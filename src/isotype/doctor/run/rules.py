@@ -25,7 +25,7 @@ from .autocast import starts_thread
 from .batches import find_batch_item
 from .causes import SHEET
 from .evidence import Evidence, Operand, describe_autocast
-from .expressions import is_tensor, node_keyword, read_value
+from .expressions import is_tensor, node_keyword, read_function, read_value
 from .frames import CallFrame
 from .graph import find_widening_operation
 from .hooks import find_handler
@@ -54,7 +54,7 @@ from .recomputation import (
     find_inner_autocast,
     find_recomputation,
 )
-from .settings import find_arguments_without_autocast, is_prepared_model
+from .settings import find_arguments_without_autocast, is_prepared_model, runs_under_autocast
 from .storages import StorageCreation, find_storage_creation
 from .user_files import iterate_user_files
 from .weight_origins import WeightOrigin, find_model_origin, find_weight_origin
@@ -106,7 +106,8 @@ def decide_cause(evidence: Evidence) -> Finding:
     )
 
 
-_LOCATED_CODE = re.compile(r"`(?P<code>[^`]+)`[^`]*? (?:at|before) (?P<file>\S+):(?P<line>\d+)")
+# code in backticks, and the place at which it has to be typed
+_CODE_OR_PLACE = re.compile(r"`(?P<code>[^`]+)`|(?: at|before) (?P<file>\S+):(?P<line>\d+)|[(;]")
 _GENERAL_FIX = (
     "cast the value where your code makes it: the frames do not show this line, and `isotype"
     " doctor trace` names it"
@@ -115,10 +116,24 @@ _GENERAL_FIX = (
 
 def _check_fix(finding: Finding, evidence: Evidence) -> Finding:
     """Replaces a fix that cannot be applied as it is written by a general one."""
-    for match in _LOCATED_CODE.finditer(finding.fix or ""):
-        if not _is_applicable(match["code"], match["file"], int(match["line"]), evidence):
+    for code, file, line in _iterate_located_code(finding.fix or ""):
+        if not _is_applicable(code, file, line, evidence):
             return dataclasses.replace(finding, fix=_GENERAL_FIX)
     return finding
+
+
+def _iterate_located_code(fix: str) -> Iterator[tuple[str, str, int]]:
+    """Yields each piece of code of a fix with the file and line at which it has to be typed. Several
+    pieces may have one place: `q.half()` and `k.half()` at model.py:3.
+    """
+    pieces: list[str] = []
+    for match in _CODE_OR_PLACE.finditer(fix):
+        if match["code"]:
+            pieces.append(match["code"])
+            continue
+        for code in pieces if match["file"] else ():
+            yield code, match["file"], int(match["line"])
+        pieces = []
 
 
 def _is_applicable(code: str, file: str, line: int, evidence: Evidence) -> bool:
@@ -309,6 +324,8 @@ def _floating(evidence: Evidence) -> list[Operand]:
     return [operand for operand in evidence.operands if operand.dtype.is_floating_point]
 
 
+# names of arguments of a model that its layers do not compute with
+_NO_INPUT = re.compile("label|target|weight")
 _NEEDS_ONE_DTYPE = re.compile(r"same dtype|should be the same|expected scalar type")
 
 
@@ -1040,7 +1057,7 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
     producer = find_producer(
         owner, evidence.frames, len(evidence.frames) - 1, values[index], evidence.names
     )
-    is_autocast = producer.kind == "module" and evidence.autocast.is_on
+    is_autocast = producer.kind in ("module", "autocast") and evidence.autocast.is_on
     return _make_finding(
         "RN020",
         evidence,
@@ -1086,7 +1103,7 @@ def find_attention_operand(evidence: Evidence) -> Finding | None:
     if evidence.majority_dtype is None:  # a table promotes query and key; nothing narrows one
         odd = max(operands, key=lambda operand: operand.dtype.itemsize)
     others = [operand for operand in operands if operand.dtype != odd.dtype]
-    odd_labels = [operand.label for operand in operands if operand.dtype == odd.dtype]
+    odd_labels = list(dict.fromkeys(o.label for o in operands if o.dtype == odd.dtype))
     producer = evidence.producer_of(odd)
     return _make_finding(
         "RN011",
@@ -1097,8 +1114,12 @@ def find_attention_operand(evidence: Evidence) -> Finding | None:
         others_dtype=others[0].dtype_name,
         source=producer.text,
         source_at=producer.location,
+        reason=producer.reason,
         at=evidence.user_frame.location,
         target=str(others[0].dtype),
+        casts=" and ".join(f"`{_brackets(label)}.to({others[0].dtype})`" for label in odd_labels),
+        is_in_user_line=evidence.frames[odd.frame_index] is evidence.user_frame,
+        is_cast=producer.kind == "cast" and producer.is_proven,
     )
 
 
@@ -1403,7 +1424,7 @@ def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
         modes = [
             setting for setting in evidence.settings if _setting_dtype(str(setting)) is not None
         ]
-        if not modes:
+        if not modes or not runs_under_autocast(evidence.frames, evidence.model):
             return None
         text = f"{modes[0]} runs the training forward under autocast"
         dtype = _setting_dtype(str(modes[0]))
@@ -1588,6 +1609,7 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         "RN001",
         evidence,
         hook=producer.hook,
+        reason=producer.reason,
         item=_item_cast(producer, str(weight.dtype)),
         promoted="" if promotion is None else _brackets(promotion.operand),
         promoted_at="" if promotion is None else promotion.location,
@@ -1597,6 +1619,7 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         passed=passed,
         is_in_user_line=not is_item and _is_in_user_line(evidence, operand, producer),
         passed_at=passed_at,
+        others=_cast_other_arguments(evidence, operand, weight, passed),
         kind=_proven_kind(producer),
         producer=producer.text if is_known else passed,
         producer_at=producer.location if is_known else passed_at,
@@ -1612,6 +1635,38 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         target=str(weight.dtype),
         **_explain_weights(evidence, operand, weight, producer),
     )
+
+
+def _cast_other_arguments(
+    evidence: Evidence, operand: Operand, weight: Operand, passed: str
+) -> str:
+    """Returns code that casts the other arguments with the dtype of an operand, if the user's line
+    calls a model whose weights all have one dtype: each of these arguments would fail in turn.
+    """
+    frame = evidence.user_frame
+    call = frame.expression
+    is_uniform = {key for key in evidence.dtype_counts if key.is_floating_point} == {weight.dtype}
+    if not isinstance(call, ast.Call) or not is_uniform or evidence.model is None:
+        return ""
+    if read_function(call.func, frame) is evidence.module or evidence.module is evidence.model:
+        return ""
+    texts = [ast.unparse(argument.value) for argument in _keywords(call)]
+    if passed not in texts:
+        return ""
+    casts = []
+    for argument, text in zip(_keywords(call), texts):
+        value = read_value(argument.value, frame)
+        is_input = text != passed and not _NO_INPUT.search(argument.arg or text)
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or not is_input:
+            continue
+        if value.dtype == operand.dtype:
+            casts.append(f" and `{_brackets(text)}.to({weight.dtype})`")
+    return "".join(casts)
+
+
+def _keywords(call: ast.Call) -> list[ast.keyword]:
+    """Returns the arguments of a call, those by position as keywords without a name."""
+    return [*(ast.keyword(None, argument) for argument in call.args), *call.keywords]
 
 
 def _item_cast(producer: Producer, target: str) -> str:
@@ -1778,6 +1833,7 @@ def find_mixed_operands(evidence: Evidence) -> Finding | None:
         others_dtype=others[0].dtype_name,
         source=producer.text,
         source_at=producer.location,
+        reason=producer.reason,
         passed=_passed(evidence, odd, producer),
         is_in_user_line=_is_in_user_line(evidence, odd, producer),
         at=_passed_at(evidence, producer),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...dtypes import format_dtype
 from .autocast import read_mixed_precision
@@ -120,6 +121,30 @@ def is_prepared_model(frames: Sequence[CallFrame], model: object) -> bool:
             if any(prepared is model for prepared in models):
                 return True
     return False
+
+
+def runs_under_autocast(frames: Sequence[CallFrame], model: nn.Module | None) -> bool:
+    """False if the Accelerators and Trainers in the frames run other models under autocast, but not
+    this one: a frozen encoder that was never prepared runs in the dtype of its weights.
+    """
+    trained: list[nn.Module] = []
+    has_accelerator = has_arguments = False
+    for _, value in _iterate_values(frames):
+        class_names = {kind.__name__ for kind in type(value).__mro__}
+        stored = getattr(value, "__dict__", {})
+        if "Accelerator" in class_names:
+            has_accelerator = True
+            trained += [part for part in stored.get("_models", ()) if isinstance(part, nn.Module)]
+        elif "Trainer" in class_names and isinstance(stored.get("model"), nn.Module):
+            trained.append(stored["model"])
+        has_arguments = has_arguments or "TrainingArguments" in class_names
+    if not trained or model is None:
+        return has_arguments or not has_accelerator
+    return any(
+        any(part is model for part in other.modules())
+        or any(part is other for part in model.modules())
+        for other in trained
+    )
 
 
 def find_arguments_without_autocast(frames: Sequence[CallFrame]) -> str:
