@@ -114,9 +114,12 @@ def test_what_cannot_be_checked_is_one_line(
 
 
 def test_folder_with_files_that_cannot_be_imported(tmp_path: Path) -> None:
-    """A missing package, a skipped test file and an error do not hide the other kernels."""
+    """A missing package, a skipped test file and an error do not hide the other kernels. Files that
+    fail for the same reason share one remark.
+    """
     unusable = {
         "missing.py": "import triton, no_such_package\n",
+        "missing_too.py": "import triton, no_such_package\n",
         "skipped.py": "import triton, pytest\npytest.skip('no GPU', allow_module_level=True)\n",
         "leaving.py": "import triton\nraise SystemExit(3)\n",
         "raising.py": "import triton\nraise RuntimeError('no driver')\n",
@@ -125,11 +128,75 @@ def test_folder_with_files_that_cannot_be_imported(tmp_path: Path) -> None:
         written(tmp_path, text, name)
     with pytest.raises(UsageError, match="no file of it can be imported"):
         check_target(str(tmp_path))
-    written(tmp_path, RIGHT, "usable_rows.py")
+    written(tmp_path, "import triton\n", "without_kernels.py")
+    with pytest.raises(UsageError, match=r"no @triton.jit kernel in it: .*no_such_package"):
+        check_target(str(tmp_path))
+    # unsloth reads the device of the GPU when it is imported
+    needs_gpu = "import torch\nassert torch.cuda.is_available() and torch.cuda.device(0).idx == 0\n"
+    written(tmp_path, needs_gpu + RIGHT, "usable_rows.py")
     report = check_target(str(tmp_path))
     assert report.kernels == ["row_lse"]
-    assert {Path(remark.partition(":")[0]).name for remark in report.remarks} == set(unusable)
-    assert "No module named 'no_such_package'" in "".join(report.remarks)
+    assert len(report.remarks) == 4
+    remarks = "\n".join(report.remarks)
+    assert [name for name in unusable if name not in remarks] == []
+    assert "2 files not checked, ModuleNotFoundError: No module named 'no_such_package'" in remarks
+
+
+GUESSED = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def prefix_sums(counts_ptr, out_ptr, n):
+    total = 0
+    for i in range(n):
+        tl.store(out_ptr + i, total)
+        total += tl.load(counts_ptr + i)
+
+@triton.jit
+def load_described(x_desc, out_ptr):
+    x = x_desc.load([0, 0])
+    tl.store(out_ptr + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :], x)
+
+@triton.jit
+def call_a_dtype(x_ptr, out_ptr, n):
+    top = tl.float32(0.0)
+    tl.store(out_ptr, tl.load(x_ptr) + top)
+
+@triton.jit
+def add_with_lock(x_ptr, lock_ptr, out_ptr, scale, HAS_SCALE: tl.constexpr, EVICT: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, 64), eviction_policy=EVICT)
+    while tl.atomic_cas(lock_ptr, 0, 1) == 1:
+        pass
+    if HAS_SCALE:
+        scaled = scale_block(x, scale)
+    tl.store(out_ptr + tl.arange(0, 64), scaled)
+    tl.atomic_xchg(lock_ptr, 0)
+
+@triton.jit
+def scale_block(x, scale):
+    return x * scale
+"""
+
+
+def test_failures_of_guessed_arguments(tmp_path: Path) -> None:
+    """If a kernel compiles with no guess, only a failure that no argument changes is a fault.
+
+    Cases: the prefix sums of Liger-Kernel's MoE router are of integers, its MLP kernels take tensor
+    descriptors, and its softmax of long rows calls `tl.float32`. Cut Cross-Entropy has locks.
+    """
+    report = check_target(written(tmp_path, GUESSED))
+    assert [(f.place.symbol, str(f.severity), f.code) for f in report.findings] == [
+        ("call_a_dtype", "warning", "KN009"),
+        # only where `scale_block` multiplies, and not for `scaled`, which has flags
+        ("add_with_lock", "note", "KN021"),
+    ]
+    assert "`x * scale`" in report.findings[1].message
+    assert "whatever its arguments are" in report.findings[0].render()
+    remark, advice = report.remarks
+    assert "FILE.py:build" in advice
+    assert remark.startswith("load_described: not checked")
+    assert "rows.py:14" in remark
 
 
 def test_an_unsupported_triton_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import io
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,11 @@ from .infer import infer_combinations
 from .observe import Fault, Observation, observe
 from .offsets import LaunchShape, find_offset_overflows
 from .python_floats import add_fp64_combinations, drop_repeated_failures, find_fp64_blocks
+
+# the types of the pointers of kernels that compile with no pointers to floats
+INTEGER_TYPES = ("i32", "i8")
+ARGUMENTS_UNKNOWN = "not checked, because its arguments cannot be inferred from its source"
+EVERY_CALL = "every call: the kernel does not compile, whatever its arguments are"
 
 
 @dataclass
@@ -113,15 +118,36 @@ def check(
     require_triton()
     unwrapped = unwrap_kernel(kernel)
     if signatures is None:
-        combinations = infer_combinations(unwrapped, constexprs or {})
-    else:
-        combinations = [
-            _explicit_combination(
-                unwrapped, label, types, unwrapped.with_defaults(constexprs or {})
-            )
-            for label, types in signatures.items()
-        ]
+        return _check_inferred(unwrapped, constexprs or {}, targets, binary)
+    combinations = [
+        _explicit_combination(unwrapped, label, types, unwrapped.with_defaults(constexprs or {}))
+        for label, types in signatures.items()
+    ]
     return check_combinations(unwrapped.function, combinations, targets, binary=binary)
+
+
+def _check_inferred(
+    unwrapped: UnwrappedKernel,
+    constexprs: Mapping[str, Any],
+    targets: Sequence[str | int],
+    binary: bool,
+) -> Report:
+    """Checks a kernel with the argument types that are inferred from its source. If it compiles
+    with no float pointers, it is checked with pointers to integers, such as the prefix sums in
+    Liger-Kernel's MoE router.
+    """
+    parsed_targets = [parse_target(target) for target in targets]
+    combinations = infer_combinations(unwrapped, constexprs)
+    observations = observe_combinations(unwrapped.function, combinations, parsed_targets)
+    if all(observation.failed for observation in observations):
+        integers = infer_combinations(unwrapped, constexprs, INTEGER_TYPES)
+        observations_of_integers = [
+            observation
+            for observation in observe_combinations(unwrapped.function, integers, parsed_targets)
+            if not observation.failed
+        ]
+        observations = observations_of_integers or observations
+    return _build_report(unwrapped.function, observations, parsed_targets, binary)
 
 
 def _explicit_combination(
@@ -164,24 +190,36 @@ def check_combinations(
     binary: bool = False,
 ) -> Report:
     """Checks every combination for every target."""
-    parsed_targets, distinct_combinations = (
-        [parse_target(target) for target in targets],
-        remove_duplicates(add_fp64_combinations(combinations)),
-    )
-    if not parsed_targets:
+    parsed_targets = [parse_target(target) for target in targets]
+    observations = observe_combinations(function, combinations, parsed_targets)
+    return _build_report(function, observations, parsed_targets, binary)
+
+
+def observe_combinations(
+    function: Any, combinations: Sequence[Combination], targets: Sequence[Any]
+) -> list[Observation]:
+    """Compiles every combination, also with fp64 scalars, for every target.
+
+    Raises  UsageError if there is no target
+    """
+    if not targets:
         raise UsageError("no target architecture: name at least one, such as sm_90")
-    observations = [
+    distinct_combinations = remove_duplicates(add_fp64_combinations(combinations))
+    return [
         observe(function, combination, target)
-        for target in parsed_targets
+        for target in targets
         for combination in distinct_combinations
     ]
-    findings, usages = build_findings(function, observations), list[str]()
+
+
+def _build_report(
+    function: Any, observations: Sequence[Observation], targets: Sequence[Any], binary: bool
+) -> Report:
+    findings = build_findings(function, observations)
+    usages: list[str] = []
     if binary:
-        binary_findings, usages = check_machine_code(
-            function,
-            [observation for observation in observations if not observation.failed],
-            parsed_targets,
-        )
+        compiled = [observation for observation in observations if not observation.failed]
+        binary_findings, usages = check_machine_code(function, compiled, targets)
         findings += binary_findings
     return Report(
         findings,
@@ -189,6 +227,7 @@ def check_combinations(
         len(observations),
         sum(observation.failed for observation in observations),
         usages,
+        list(_describe_unknown_arguments(function, observations)),
     )
 
 
@@ -212,7 +251,7 @@ def build_findings(function: Any, observations: Sequence[Observation]) -> list[F
     return [
         _build_finding(function, group, observations)
         for group in groups.values()
-        if not _is_due_to_guess(group, observations)
+        if not _is_due_to_guess(group)
     ]
 
 
@@ -230,18 +269,33 @@ def build_offset_findings(
     return [_build_finding(function, group, [observation]) for group in groups]
 
 
-def _is_due_to_guess(group: FaultGroup, observations: Sequence[Observation]) -> bool:
+def _is_due_to_guess(group: FaultGroup) -> bool:
     """True if a failure was probably caused by the arguments that this module guessed. This is so
-    if the failure is no dtype error, the combination was inferred from the source, and other
-    combinations compile.
+    if the combination was inferred from the source, and the failure is no dtype error and depends
+    on the arguments.
     """
-    some_compile = any(not observation.failed for observation in observations)
     return (
         group.fault.severity is None
         and not group.fault.is_dtype
+        and not group.fault.is_independent
         and group.reach == Reach.INFERRED
-        and some_compile
     )
+
+
+def _describe_unknown_arguments(
+    function: Any, observations: Sequence[Observation]
+) -> Iterator[str]:
+    """Yields a remark if the kernel was not checked, because it compiles with no arguments that
+    this module guesses.
+    """
+    if not all(observation.failed for observation in observations):
+        return
+    fault = diagnose(function.__name__, *locate_kernel(function), observations[0])
+    if _is_due_to_guess(FaultGroup(fault, [observations[0]])):
+        yield (
+            f"{function.__name__}: {ARGUMENTS_UNKNOWN}"
+            f" ({fault.file}:{fault.line}: {observations[0].message[:120]})"
+        )
 
 
 def _decide_severity(
@@ -250,14 +304,13 @@ def _decide_severity(
     if group.fault.severity is not None:
         return group.fault.severity
     if group.reach == Reach.INFERRED:
+        all_fail = all(observation.failed for observation in observations)
+        if group.fault.is_independent:
+            return Severity.WARNING if all_fail else Severity.NOTE
         # If no guess compiles, the guesses are probably wrong. It is less likely that the kernel
         # never worked. Running sums and maxima of rows are fp32 buffers by design (trl.kernels
         # keeps them across launches).
-        if (
-            not group.fault.is_dtype
-            or group.fault.is_row_statistic
-            or all(observation.failed for observation in observations)
-        ):
+        if not group.fault.is_dtype or group.fault.is_row_statistic or all_fail:
             return Severity.NOTE
         if group.fault.code == "KN003" and _one_pointer_in_fp32_compiles(function, group):
             return Severity.NOTE
@@ -318,7 +371,10 @@ def _build_finding(
         ("signature", failing[0].combination.type_summary),
         ("targets", ", ".join(dict.fromkeys(observation.target for observation in failing))),
     ]
-    details += [("reach", group.reach.description)]
+    if fault.is_independent and all(observation.failed for observation in observations):
+        details.append(("reach", EVERY_CALL))
+    else:
+        details.append(("reach", group.reach.description))
     if failing[0].failed:
         details.append(("triton", failing[0].message))
     return Finding(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 
 from ...dtypes import torch_dtype_name
 from ...finding import Severity
@@ -436,15 +437,38 @@ def _unrecognised_fault(site: FailureSite) -> Fault:
     operands = find_typed_operands(site)
     type_list = ", ".join(f"{variable_name(n)} {site.frame.dtypes[n]}" for n in operands)
     facts = (("types here", type_list),) if type_list else ()
+    is_independent = _is_independent_of_arguments(site)
+    if is_independent:
+        fix = f"no argument changes this: write `{text}` as Triton {version('triton')} has it"
+    else:
+        fix = "compare the types with Triton's message"
     return site.make_fault(
         "KN009",
         variable_name(site.node) if isinstance(site.node, ast.expr) else "",
         f"{site.kernel} does not compile at `{text}`",
         cause=site.message,
-        fix="read Triton's own message above; the types are listed here as it saw them",
+        fix=fix,
         facts=facts,
         is_dtype=False,
+        is_independent=is_independent,
     )
+
+
+def _is_independent_of_arguments(site: FailureSite) -> bool:
+    """True if the failing expression uses no variable of the kernel, as `tl.float32(0.0)`, or names
+    a function that this version of Triton does not have.
+    """
+    if re.search(r"\bbeen removed\b|^module '[\w.]+' has no attribute", site.message):
+        return True
+    if not isinstance(site.node, ast.expr):
+        return False
+    variables = {node.arg for node in site.frame.nodes() if isinstance(node, ast.arg)}
+    variables |= {
+        node.id
+        for node in site.frame.nodes()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    return not variables & set(find_names(site.node))
 
 
 def find_low_precision_sums(kernel: str, observation: Observation) -> list[Fault]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +169,8 @@ _MEMORY_CALLS = (
 _INDEX_NAME = re.compile(
     r"(^(y_true|labels?|targets?|tokens?|experts?)|(^|_)(idx|index|indices|ids|cu_seqlens|seqlens|lengths|positions))(_ptr)?$"
 )
+# options of loads, stores and tl.dot that are text -> a valid value
+_TEXT_OPTIONS = {"input_precision": "ieee", "eviction_policy": "", "cache_modifier": ""}
 _DTYPE_METHODS = ("to", "cast", "zeros", "full")
 
 
@@ -178,10 +180,13 @@ class ParameterUses:
 
     pointers: set[str] = field(default_factory=set)
     integer_pointers: set[str] = field(default_factory=set)
+    locks: set[str] = field(default_factory=set)  # pointers whose value is compared and swapped
     integers: set[str] = field(default_factory=set)
     tests: set[str] = field(default_factory=set)  # used as a condition
     sizes: set[str] = field(default_factory=set)  # used as the size of an arange or a shape
     dtypes: set[str] = field(default_factory=set)  # used as a dtype
+    # used as an option of a call, such as `input_precision=PRECISION`: parameter -> a valid value
+    options: dict[str, str] = field(default_factory=dict)
 
 
 class _UseReader(ast.NodeVisitor):
@@ -284,10 +289,15 @@ class _UseReader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name = call_name(node)
+        for keyword in node.keywords:
+            if keyword.arg in _TEXT_OPTIONS and isinstance(keyword.value, ast.Name):
+                self.uses.options[keyword.value.id] = _TEXT_OPTIONS[keyword.arg]
         if name in _MEMORY_CALLS and (node.args or node.keywords):
             address = node.args[0] if node.args else node.keywords[0].value
             if (pointer := self.base_parameter(address)) is not None:
                 self.uses.pointers.add(pointer)
+                if name == "atomic_cas":
+                    self.uses.locks.add(pointer)
                 offsets = self.find_parameters(address) - {pointer}
                 self.uses.integers |= offsets
                 self.uses.integer_pointers |= self.find_loaded_pointers(address)
@@ -330,11 +340,15 @@ class _UseReader(ast.NodeVisitor):
                 self.uses.pointers.add(pointer)
                 if name in inner.integer_pointers:
                     self.uses.integer_pointers.add(pointer)
+                if name in inner.locks:
+                    self.uses.locks.add(pointer)
                 self.uses.integers |= self.find_parameters(value) - {pointer}
             elif isinstance(value, ast.Name) and value.id in self.parameters:
                 for group in ("integers", "tests", "sizes", "dtypes"):
                     if name in getattr(inner, group):
                         getattr(self.uses, group).add(value.id)
+                if name in inner.options:
+                    self.uses.options[value.id] = inner.options[name]
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         if isinstance(node.op, (ast.FloorDiv, ast.Mod)):
@@ -377,12 +391,13 @@ def _is_float_cast(value: ast.AST) -> bool:
 
 
 def infer_combinations(
-    unwrapped: UnwrappedKernel, constexprs: Mapping[str, Any]
+    unwrapped: UnwrappedKernel,
+    constexprs: Mapping[str, Any],
+    dtypes: Sequence[str] = ("fp32", "bf16", "fp16"),
 ) -> list[Combination]:
-    """Returns combinations in which all float pointers have the same dtype, which is fp32, bf16 or
-    fp16. Each combination is returned twice, with the boolean flags switched on and switched off.
-    If a launch always passes the same dtype for a pointer, the pointer has this dtype in every
-    combination.
+    """Returns one combination for each of `dtypes`. All pointers have this dtype, except pointers
+    to indices, and pointers for which every launch passes the same dtype. Each combination is
+    returned twice, with the boolean flags switched on and switched off.
     """
     function = unwrapped.function
     uses = _UseReader(function).uses
@@ -408,7 +423,7 @@ def infer_combinations(
             for name, dtype in types.items()
             if name not in fixed_types and is_float_pointer(dtype)
         ]
-        for dtype in ("fp32", "bf16", "fp16"):
+        for dtype in dtypes:
             if flags or not any(isinstance(value, bool) for value in values.values()):
                 label = dtype
             else:
@@ -438,6 +453,8 @@ def _guess_constexpr(parameter: Any, uses: ParameterUses, flag_value: bool) -> A
     lower = name.lower()
     if name in uses.dtypes and not parameter.has_default:
         return tl.float32
+    if name in uses.options and not parameter.has_default:
+        return uses.options[name]
     if (
         parameter.has_default
         and parameter.default is not None
@@ -472,6 +489,8 @@ def _infer_type(
     if name in fixed_types:
         return fixed_types[name]
     lower = name.lower()
+    if name in uses.locks:
+        return "*i32"  # tl.atomic_cas takes int32 for its constants
     if name in uses.pointers or (lower.endswith("_ptr") and name not in uses.integers):
         is_integer = name in uses.integer_pointers or bool(_INDEX_NAME.search(lower))
         return "*i64" if is_integer else "*fp32"

@@ -511,6 +511,7 @@ class Fault:
     dtypes: tuple[str, str] | tuple[str] | tuple[()] = ()
     facts: tuple[tuple[str, str], ...] = field(default=())
     is_dtype: bool = True  # whether the failure is about dtypes
+    is_independent: bool = False  # whether the failure occurs with all arguments of the kernel
     is_row_statistic: bool = (
         False  # whether the value at fault is a single loaded number per program
     )

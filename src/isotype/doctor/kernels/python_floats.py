@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ...finding import Severity, join_names
 from .compile_inputs import Combination, Reach
-from .observe import Fault, Frame, Observation, find_names
+from .observe import Fault, Frame, Observation, call_name, find_names
 
 LABEL = "with fp64 scalars"
 
@@ -64,11 +64,19 @@ def find_fp64_blocks(kernel: str, observation: Observation) -> list[Fault]:
     if not observation.combination.counterpart:
         return []
     faults = []
-    for frame in observation.frames:
-        if not frame.is_triton_library and frame.tree is not None:
-            promotions = list(_find_promotions(frame))
-            if promotions:
-                faults.append(_build_fault(kernel, frame, promotions))
+    frames = [
+        frame
+        for frame in observation.frames
+        if not frame.is_triton_library and frame.tree is not None
+    ]
+    names = {frame.name for frame in frames}
+    for frame in frames:
+        # the promotion inside a called function is reported there
+        promotions = [
+            (line, node) for line, node in _find_promotions(frame) if call_name(node) not in names
+        ]
+        if promotions:
+            faults.append(_build_fault(kernel, frame, promotions))
     return faults
 
 

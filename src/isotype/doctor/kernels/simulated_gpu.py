@@ -220,6 +220,20 @@ class _Stream:
         return lambda *args, **kwargs: None
 
 
+class _DeviceContext:
+    """A replacement for `torch.cuda.device` and `torch.cuda.device_of`. unsloth reads `idx`."""
+
+    def __init__(self, device: object = None) -> None:
+        self.idx = 0
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
 def _device_properties(target: Any) -> SimpleNamespace:
     major, minor = divmod(int(target.arch), 10) if target.backend == "cuda" else (9, 4)
     return SimpleNamespace(
@@ -289,8 +303,8 @@ def _cuda_replacements(target: Any) -> dict[str, Any]:
         "Stream": _Stream,
         "Event": _Stream,
         "stream": lambda stream: contextlib.nullcontext(),
-        "device": lambda device: contextlib.nullcontext(),
-        "device_of": lambda tensor: contextlib.nullcontext(),
+        "device": _DeviceContext,
+        "device_of": _DeviceContext,
         "memory_allocated": lambda *args: 0,
         "max_memory_allocated": lambda *args: 0,
         "mem_get_info": lambda *args: (70 << 30, 80 << 30),

@@ -8,15 +8,17 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ...errors import IsotypeError, UsageError
-from ...finding import Finding, Severity
+from ...finding import Finding, Severity, join_names
+from ...wording import pluralise
 from ..loading import convert_import_errors, get_member, load_module, required_parameters
 from .calls import WrapperCalls, check_wrapper, split_calls, trap_launches
-from .checker import Report, check
+from .checker import ARGUMENTS_UNKNOWN, Report, check
 from .compile_inputs import (
     DEFAULT_TARGET,
     Reach,
@@ -65,8 +67,13 @@ def check_target(
         )
     for member in modules:
         _check_module(member, resolved_targets, report)
+    if any(ARGUMENTS_UNKNOWN in remark for remark in report.remarks):
+        report.remarks.append(
+            "to check a kernel whose arguments cannot be inferred, write a function build() that"
+            " returns (function, inputs), and name it: FILE.py:build"
+        )
     if not report.kernels:
-        raise UsageError(f"{text}: no @triton.jit kernel in it")
+        raise UsageError(f"{text}: no @triton.jit kernel in it{_first_remark(report.remarks)}")
     return report
 
 
@@ -74,25 +81,40 @@ def load_modules(location: str, remarks: list[str]) -> list[ModuleType]:
     """Imports the module of a path or a dotted name, with the submodules of a package. Kernels that
     are launched during the import are not run.
 
-    remarks  receives one line about each file of a folder that cannot be imported
+    remarks  receives one line about all files or submodules that cannot be imported for the same
+             reason
     Raises  UsageError for a missing file, a syntax error, or a failed import
     """
+    failures: dict[str, list[str]] = {}
     with convert_import_errors(location), trap_launches():
-        try:
-            return _import_modules(location, remarks)
-        except (IsotypeError, ModuleNotFoundError, SyntaxError):
-            raise
-        except Exception:
-            # the module may select a driver or a device when it is imported, so it is imported
-            # again with a simulated GPU
-            with simulate_gpu(parse_target(DEFAULT_TARGET)):
-                return _import_modules(location, remarks)
+        if Path(location).is_dir():
+            modules = _import_folder(location, failures)
+        else:
+            module = _import_on_any_device(partial(load_module, location, as_package_member=True))
+            modules = [module, *_import_submodules(module, failures)]
+    for reason, names in sorted(failures.items(), key=lambda item: -len(item[1])):
+        remarks.append(
+            f"{pluralise(len(names), 'file')} not checked, {reason} ({join_names(names, 3)})"
+        )
+    if not modules:
+        raise UsageError(f"{location}: no file of it can be imported{_first_remark(remarks)}")
+    return modules
 
 
-def _import_modules(location: str, remarks: list[str]) -> list[ModuleType]:
-    if not Path(location).is_dir():
-        module = load_module(location, as_package_member=True)
-        return [module, *_submodules(module)]
+def _import_on_any_device(load: Callable[[], ModuleType]) -> ModuleType:
+    """Imports a module. If this fails, the module is imported again with a simulated GPU, because
+    it may select a driver or a device when it is imported.
+    """
+    try:
+        return load()
+    except (IsotypeError, ModuleNotFoundError, SyntaxError):
+        raise
+    except Exception:
+        with simulate_gpu(parse_target(DEFAULT_TARGET)):
+            return load()
+
+
+def _import_folder(location: str, failures: dict[str, list[str]]) -> list[ModuleType]:
     files = sorted(
         file
         for file in Path(location).rglob("*.py")
@@ -103,28 +125,30 @@ def _import_modules(location: str, remarks: list[str]) -> list[ModuleType]:
     modules = []
     for file in files:
         try:
-            modules.append(load_module(str(file), as_package_member=True))
+            load = partial(load_module, str(file), as_package_member=True)
+            modules.append(_import_on_any_device(load))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # pytest.skip at the top of a file is no Exception
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            remarks.append(f"{file}: not checked, {reason}")
-    if not modules:
-        raise UsageError(f"{location}: no file of it can be imported{_first_remark(remarks)}")
+            _record_failure(failures, error, str(file))
     return modules
 
 
-def _submodules(module: ModuleType) -> Iterator[ModuleType]:
+def _import_submodules(module: ModuleType, failures: dict[str, list[str]]) -> Iterator[ModuleType]:
     for info in pkgutil.walk_packages(
         getattr(module, "__path__", []), f"{module.__name__}.", onerror=lambda name: None
     ):
         try:
-            submodule = importlib.import_module(info.name)
-        except Exception:
+            yield _import_on_any_device(partial(importlib.import_module, info.name))
+        except Exception as error:
             # an optional submodule may need a package that is not installed; the other submodules
             # are checked
-            continue
-        yield submodule
+            _record_failure(failures, error, info.name)
+
+
+def _record_failure(failures: dict[str, list[str]], error: BaseException, name: str) -> None:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    failures.setdefault(reason, []).append(name)
 
 
 def find_kernels(module: ModuleType) -> dict[str, Any]:
@@ -146,6 +170,9 @@ def find_kernels(module: ModuleType) -> dict[str, Any]:
 
 def _check_module(module: ModuleType, targets: Sequence[str], report: Report) -> None:
     for name, kernel in find_kernels(module).items():
+        if type(unwrap_kernel(kernel).function).__name__ == "GluonJITFunction":
+            report.remarks.append(f"{name}: not checked, because it is a Gluon kernel")
+            continue
         try:
             checked = check(kernel, targets=targets)
             checked.findings = [_lower_inferred(finding) for finding in checked.findings]
