@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from isotype.finding import Finding
-from tests.api import collect_evidence, decide_cause, find_unrestored_calls, run_compiled
+from tests.api import RECORD, collect_evidence, decide_cause, find_unrestored_calls, run_compiled
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -583,7 +583,7 @@ TRUTH = {
         "RN001",
         "checkpoint_sequential(layers, 2, x, use_reentrant=False).sum().backward()",
         "1.0",
-        "`0.1` returns fp32, because the weights of 0.1 are fp32",
+        "builds the weights of 0.1 in fp32, the default dtype; the weights of 1.0 are bf16",
         "else normed).to(torch.bfloat16)` at tests/doctor/run/programs/checkpoint_segments.py:17",
     ),
     "kv_cache": Truth(
@@ -742,7 +742,7 @@ TRUTH = {
         "RN001",
         "model(pixels)",
         "0",
-        "the weights of 0 are bf16, and autocast does not cast the operands of layer_norm here",
+        "made the weights of the model bf16, and autocast does not cast the operands of layer_norm",
         "`pixels.to(torch.bfloat16)` at tests/doctor/run/programs/autocast_norm.py:13",
     ),
     "frozen_encoder": Truth(
@@ -810,6 +810,13 @@ TRUTH = {
         " `accelerator.prepare(...)` (tests/doctor/run/programs/prepared_output.py:37) makes accelerate cast",
         "`latents.to(torch.bfloat16)` at tests/doctor/run/programs/prepared_output.py:30",
     ),
+    "engine_cast": Truth(
+        "RN008",
+        "average.data.lerp_(current.data, 0.1)",
+        "update",
+        "`self.module.bfloat16()` (tests/doctor/run/programs/engine_cast.py:13) made 0.weight bf16",
+        "`current.data.to(average.data.dtype)`",
+    ),
     "trainer_norms": Truth(
         "RN001",
         "Trainer(model, settings, train_dataset=rows).train()",
@@ -826,6 +833,7 @@ def run_in_process(name: str, monkeypatch, *arguments: str) -> Finding | None:
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
     default_dtype = torch.get_default_dtype()
+    RECORD.install()
     try:
         exec(code, {"__name__": "__main__"})
     except Exception as error:
@@ -833,6 +841,7 @@ def run_in_process(name: str, monkeypatch, *arguments: str) -> Finding | None:
         evidence = collect_evidence(error)
         return None if evidence is None else decide_cause(evidence)
     finally:
+        RECORD.remove()
         torch.set_default_dtype(default_dtype)
     return None
 

@@ -66,6 +66,7 @@ CAST_METHODS = {
     "bool": torch.bool,
 }
 _CONVERTING_METHODS = frozenset(("to", "type", "type_as"))
+CASTING_METHODS = frozenset((*CAST_METHODS, "to", "type"))  # of a tensor and of a module
 # methods of a tensor whose result has the dtype of the tensor
 DTYPE_KEEPING_METHODS = frozenset(
     [
@@ -224,6 +225,8 @@ def _read_attribute(owner: Any, name: str) -> Any:
     if isinstance(owner, torch.Tensor):
         if name in ("dtype", "device", "shape"):
             return getattr(owner, name)
+        if name == "data" and type(owner) in (torch.Tensor, nn.Parameter):
+            return owner.data
         if name in _DTYPE_KEEPING_ATTRIBUTES:
             return _as_result(owner)
         return UNKNOWN

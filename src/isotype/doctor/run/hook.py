@@ -14,20 +14,23 @@ from types import TracebackType
 from typing import Any
 
 from ...finding import Finding
+from .weight_record import RECORD, remove_record_frames
 
 _HOOK_ATTRIBUTE = "_is_isotype_hook"  # attribute of the exception hook of `doctor run`
 
 
 def install() -> None:
     """Sets `sys.excepthook` and `threading.excepthook`. The new hooks first call the hooks that
-    were set before. A second call of this function has no effect.
+    were set before. Also starts the record of weights. A second call of this function has no effect.
     """
+    RECORD.install()
     earlier_hook = sys.excepthook
     if not getattr(earlier_hook, _HOOK_ATTRIBUTE, False):
 
         def explain_uncaught(
             kind: type[BaseException], error: BaseException, traceback: TracebackType | None
         ) -> None:
+            remove_record_frames(traceback)
             earlier_hook(kind, error, traceback)
             explain_to_stderr(error)
 
@@ -52,7 +55,8 @@ def install_thread_hook(json_file: str | None = None) -> None:
 
 
 def install_in_notebook(shell: Any) -> None:
-    """Adds the explanation to the tracebacks of an IPython shell."""
+    """Adds the explanation to the tracebacks of an IPython shell, and starts the record of weights."""
+    RECORD.install()
 
     def show_explained(
         shell: Any,
@@ -61,6 +65,7 @@ def install_in_notebook(shell: Any) -> None:
         traceback: TracebackType | None,
         tb_offset: int | None = None,
     ) -> None:
+        remove_record_frames(traceback)
         shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
         explain_to_stderr(error)
 

@@ -31,6 +31,8 @@ class ModelNames:
         self._modules: dict[int, str] = {}
         self._tensors: dict[int, str] = {}
         self._owners: dict[int, nn.Module] = {}
+        # the address of a storage -> the ids of the parameters and buffers that lie in it
+        self._storages: dict[int, set[int]] = {}
         self._roots: dict[int, nn.Module] = {}
         self.dtype_counts: dict[int, Counter[torch.dtype]] = {}
         for root in self.roots:
@@ -55,6 +57,7 @@ class ModelNames:
     def _add_tensor(self, path: str, name: str, tensor: torch.Tensor, owner: nn.Module) -> None:
         self._tensors[id(tensor)] = ".".join(part for part in (path, name) if part)
         self._owners[id(tensor)] = owner
+        self._storages.setdefault(_storage_address(tensor), set()).add(id(tensor))
 
     def module_path(self, module: nn.Module) -> str:
         """Returns the path of a module inside its model. For the model itself, the path is the name
@@ -113,19 +116,23 @@ class ModelNames:
             yield from root.named_modules()
 
     def tensor_path(self, tensor: Any) -> str | None:
-        """Returns the path of a parameter or buffer. For a view, returns the path of the parameter
-        or buffer to which the view belongs.
+        """Returns the path of a parameter or buffer. For a view and for `parameter.data`, returns
+        the path of the parameter or buffer to which it belongs.
         """
-        if not isinstance(tensor, torch.Tensor):
-            return None
-        path = self._tensors.get(id(tensor))
-        if path is None and tensor._base is not None:
-            return self._tensors.get(id(tensor._base))
-        return path
+        return self._tensors.get(self._find_key(tensor))
 
     def tensor_owner(self, tensor: Any) -> nn.Module | None:
-        """Returns the module that owns a parameter or buffer."""
-        return self._owners.get(id(tensor))
+        """Returns the module that owns a parameter or buffer, a view of it, or its `data`."""
+        return self._owners.get(self._find_key(tensor))
+
+    def _find_key(self, tensor: Any) -> int:
+        """Returns the id of the parameter or buffer to which a tensor belongs."""
+        if not isinstance(tensor, torch.Tensor) or id(tensor) in self._tensors:
+            return id(tensor)
+        if tensor._base is not None:
+            return id(tensor._base)
+        keys = self._storages.get(_storage_address(tensor), set())
+        return next(iter(keys)) if len(keys) == 1 else id(tensor)
 
     def has_weight_dtype(self, dtype: torch.dtype) -> bool:
         return any(dtype in counts for counts in self.dtype_counts.values())
@@ -152,6 +159,16 @@ class ModelNames:
                 for name, parameter in root.named_parameters()
                 if parameter.requires_grad
             )
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Returns the address of a tensor's memory. For a tensor without memory, returns a number that
+    no other tensor has.
+    """
+    try:
+        return tensor.untyped_storage().data_ptr() or -id(tensor)
+    except (NotImplementedError, RuntimeError):
+        return -id(tensor)
 
 
 def floating_weight_dtypes(module: nn.Module) -> set[torch.dtype]:

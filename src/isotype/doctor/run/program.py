@@ -93,7 +93,9 @@ def main(words: Sequence[str]) -> int:
         print(f"isotype doctor run: {error}\n  usage     {USAGE}", file=sys.stderr)
         return 2
     from .hook import explain_to_stderr, install_thread_hook
+    from .weight_record import RECORD, remove_record_frames
 
+    RECORD.install()
     sys.modules["__main__"] = module
     name = module.__file__ if request.is_module else None
     sys.argv = [name or request.target, *request.arguments]
@@ -108,6 +110,7 @@ def main(words: Sequence[str]) -> int:
         raise
     except BaseException as error:
         traceback = _skip_outer_frames(error.__traceback__, code)
+        remove_record_frames(traceback)
         if request.checks_nan:
             _skip_recorder_frames(traceback)
         error.__traceback__ = traceback

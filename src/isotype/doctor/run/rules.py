@@ -42,6 +42,7 @@ from .model_casts import (
     find_unwrapping,
 )
 from .modules import floating_weight_dtypes
+from .operand_origins import add_weight_origins, find_operand_origin
 from .producers import (
     Producer,
     Promotion,
@@ -96,7 +97,7 @@ def decide_cause(evidence: Evidence) -> Finding:
     for rule in RULES:
         finding = rule(evidence)
         if finding is not None:
-            return _check_fix(finding, evidence)
+            return _check_fix(add_weight_origins(finding, evidence), evidence)
     first_line = evidence.message.strip().partition("\n")[0]
     return _make_finding(
         "RN000",
@@ -253,6 +254,9 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
         producer = evidence.producers.get(id(operand))
         if producer is not None and not operand.path and producer.text != operand.label:
             text += f"  from {producer.text} at {producer.location}"
+        weight_origin = find_operand_origin(evidence, operand)
+        if weight_origin is not None:
+            text += f"  from {weight_origin.text} at {weight_origin.location}"
         details.append((_shorten(label), text))
     handler = find_handler(evidence.frames, evidence.names)
     if handler is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,74 +16,17 @@ from torch import nn
 
 from ...observe.origin import short_path
 from .casts import has_unread_dtype, read_cast_dtype
-from .expressions import CAST_METHODS, UNKNOWN, node_keyword, read_value
+from .expressions import CASTING_METHODS, UNKNOWN, node_keyword, read_value
 from .frames import CallFrame
 from .modules import ModelNames
+from .recorded_origins import find_recorded_origin
 from .user_files import iterate_user_files
+from .weight_origin import ADAPTER_KEYWORD, DTYPE_KEYWORDS, PREPARATION, WeightOrigin
 
 _MODULE_LOOP = re.compile(r"\.(?:named_)?(?:modules|children)\(")
-_CASTING_METHODS = frozenset((*CAST_METHODS, "to", "type"))
-# the function of PEFT that casts all weights to fp32 that are not quantised
-_PREPARATION = "prepare_model_for_kbit_training"
 _ADAPTER_FUNCTIONS = ("get_peft_model", "add_adapter", "load_adapter", "from_pretrained")
-_ADAPTER_KEYWORD = "autocast_adapter_dtype"  # of PEFT's functions; False keeps the base's dtype
-# the names of the argument of `from_pretrained` that sets the dtype
-_DTYPE_KEYWORDS = ("dtype", "torch_dtype")
 _MAX_CALLS = 3  # calls through which a passed value is followed
-_MAX_TEXT = 100  # characters of an expression that a sentence quotes
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@dataclass(frozen=True, slots=True)
-class WeightOrigin:
-    """The expression that gave a group of weights their dtype.
-
-    kind      `cast`, `preparation` (by PEFT), `checkpoint` (its dtype is kept), `loading` (in a
-              dtype that the call gives), `construction`, `default` (without a dtype), or `adapters`
-              (PEFT keeps adapters in the dtype of their base)
-    text      the source code of the expression
-    location  the file and line of the expression
-    call      the call, for the last five kinds
-    """
-
-    kind: str
-    text: str
-    location: str
-    call: ast.Call | None = None
-
-    def describe(self, weights: str, dtype_name: str) -> str:
-        """Returns what the expression did to `weights`, as a part of a sentence."""
-        actions = {
-            "checkpoint": f"keeps {weights} in {dtype_name}, the dtype of the checkpoint",
-            "loading": f"loads {weights} in {dtype_name}",
-            "construction": f"builds {weights} in {dtype_name}",
-            "adapters": f"builds {weights} in {dtype_name}, the dtype of the base",
-            "default": f"builds {weights} in {dtype_name}, the default dtype",
-        }
-        action = actions.get(self.kind, f"made {weights} {dtype_name}")
-        text = self.text
-        if len(text) > _MAX_TEXT:
-            text = f"{text[:_MAX_TEXT]}..."
-        return f"`{text}` ({self.location}) {action}"
-
-    def with_dtype(self, dtype: torch.dtype) -> str:
-        """Returns the source code of the call with another dtype, or "" if there is no call."""
-        if self.call is None:
-            return ""
-        if self.kind == "default":
-            return f"{self.text}.to({dtype})"
-        function = self.call.func
-        if self.kind == "adapters":
-            keywords = [key for key in self.call.keywords if key.arg != _ADAPTER_KEYWORD]
-            call = ast.Call(function, self.call.args, keywords)  # the default is fp32
-            return " ".join(ast.unparse(call).split())
-        is_cast = self.kind == "construction" and node_keyword(self.call, "dtype") is None
-        if is_cast and isinstance(function, ast.Attribute):
-            return f"{ast.unparse(function.value)}.to({dtype})"
-        keywords = [key for key in self.call.keywords if key.arg not in _DTYPE_KEYWORDS]
-        keywords.append(ast.keyword("dtype", ast.parse(str(dtype), mode="eval").body))
-        call = ast.Call(function, self.call.args, keywords)
-        return " ".join(ast.unparse(call).split())
 
 
 class _Source:
@@ -195,6 +138,9 @@ def find_weight_origin(
     """Returns the expression of the user's code that gave the weights of a module their dtype.
     Returns None if the code shows no such expression, or more than one of a kind.
     """
+    recorded = find_recorded_origin(module.modules(), dtype)
+    if recorded is not None:
+        return recorded
     program = _Program(frames)
     path = names.module_path(module)
     for is_read in (True, False):
@@ -230,6 +176,9 @@ def find_model_origin(
     preparation, or the call that loaded the model. Returns None if the code shows no such call, or
     more than one.
     """
+    recorded = find_recorded_origin(model.modules(), dtype)
+    if recorded is not None and recorded.kind not in ("default", "construction"):
+        return recorded
     program = _Program(frames)
     preparations = []
     if dtype == torch.float32:
@@ -262,7 +211,7 @@ def _iterate_weight_casts(
         match node:
             case ast.Assign([ast.Attribute(_, "data")], ast.Call(ast.Attribute()) as value):
                 call = value
-            case ast.Call(ast.Attribute(_, name)) if name in _CASTING_METHODS:
+            case ast.Call(ast.Attribute(_, name)) if name in CASTING_METHODS:
                 is_statement = isinstance(source.parents.get(id(node)), ast.Expr)
                 if is_statement or _is_of_module_loop(source, node):
                     call = node
@@ -301,7 +250,7 @@ def _called_name(call: ast.Call) -> str:
 
 
 def _iterate_preparations(program: _Program, module: nn.Module) -> Iterator[WeightOrigin]:
-    for source, call in program.calls.get(_PREPARATION, []):
+    for source, call in program.calls.get(PREPARATION, []):
         if not any(program.is_other_model(source, part, module) for part in call.args[:1]):
             yield _make_origin("preparation", call, source)
 
@@ -310,7 +259,7 @@ def _iterate_narrow_adapters(program: _Program) -> Iterator[WeightOrigin]:
     """Yields the calls of PEFT that keep adapters in the dtype of their base."""
     for name in _ADAPTER_FUNCTIONS:
         for source, call in program.calls.get(name, []):
-            value = node_keyword(call, _ADAPTER_KEYWORD)
+            value = node_keyword(call, ADAPTER_KEYWORD)
             frame = program.frame_at(source, call)
             if value is not None and read_value(value, frame) is not True:
                 yield _make_origin("adapters", call, source, call)
@@ -473,7 +422,7 @@ def _kind_of_loading(
     """Returns how a call of `from_pretrained` gives a dtype, or "" if it gives another one. Without
     an argument for it, transformers keeps the dtype of the checkpoint.
     """
-    keywords = [node_keyword(call, name) for name in _DTYPE_KEYWORDS]
+    keywords = [node_keyword(call, name) for name in DTYPE_KEYWORDS]
     keyword = next((keyword for keyword in keywords if keyword is not None), None)
     asked = "auto" if keyword is None else read_value(keyword, frame)
     if asked == "auto":

@@ -1,0 +1,63 @@
+"""Finds the calls of the user's code that gave the weights in a failing expression their dtypes, and
+names them in a finding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from ...finding import Finding
+from .evidence import Evidence, Operand
+from .modules import floating_weight_dtypes
+from .recorded_origins import find_recorded_origin, find_tensor_origin
+from .weight_origin import WeightOrigin
+
+# the causes in which two values differ in dtype; their sentence says what made each of them
+_CODES = ("RN001", "RN008", "RN011", "RN016", "RN017", "RN022", "RN023")
+
+
+def find_operand_origin(evidence: Evidence, operand: Operand) -> WeightOrigin | None:
+    """Returns the call that gave a parameter or buffer its dtype. Returns None for other operands,
+    and for weights that were built in the default dtype and never cast.
+    """
+    owner = evidence.names.tensor_owner(operand.tensor)
+    if owner is None:
+        return None
+    origin = find_tensor_origin(owner, operand.path, operand.dtype)
+    return None if origin is None or origin.kind == "default" else origin
+
+
+def add_weight_origins(finding: Finding, evidence: Evidence) -> Finding:
+    """Adds to the cause of a finding which calls gave the weights their dtypes, if two operands
+    differ in dtype, and the cause does not name these calls.
+    """
+    if finding.code not in _CODES or len(evidence.floating_dtypes) < 2:
+        return finding
+    cause = finding.cause or ""
+    for weights, origin, dtype_name in _iterate_origins(evidence):
+        if origin.location not in cause:
+            cause += f"; {origin.describe(weights, dtype_name)}"
+    return dataclasses.replace(finding, cause=cause)
+
+
+def _iterate_origins(evidence: Evidence) -> Iterator[tuple[str, WeightOrigin, str]]:
+    """Yields the weights of the failing expression, or those of a module that computed an operand,
+    with the call that gave them their dtype, and its name.
+    """
+    for operand in evidence.operands:
+        if not operand.dtype.is_floating_point:
+            continue
+        origin = find_operand_origin(evidence, operand)
+        if origin is not None:
+            yield operand.path, origin, operand.dtype_name
+            continue
+        producer = evidence.producers.get(id(operand))
+        if producer is None or producer.hook:
+            continue
+        module = producer.module
+        if module is None or floating_weight_dtypes(module) != {operand.dtype}:
+            continue
+        origin = find_recorded_origin(module.modules(), operand.dtype)
+        if origin is not None and origin.kind != "default":
+            yield f"the weights of {producer.path}", origin, operand.dtype_name

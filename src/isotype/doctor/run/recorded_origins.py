@@ -1,0 +1,152 @@
+"""Reads from the record of a run which call of the user's code gave weights their dtype."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...observe.origin import is_library_file
+from .expressions import CASTING_METHODS, node_keyword, read_value
+from .frames import CallFrame
+from .weight_origin import ADAPTER_KEYWORD, DTYPE_KEYWORDS, PREPARATION, WeightOrigin
+from .weight_record import RECORD, WeightEvent
+
+
+def find_recorded_origin(modules: Iterable[nn.Module], dtype: torch.dtype) -> WeightOrigin | None:
+    """Returns the call that gave most weights of these modules their dtype. Only weights in `dtype`
+    count. Returns None if the record does not contain this call.
+    """
+    counts: Counter[tuple[str, str, str]] = Counter()
+    origins = {}
+    for event, size in _iterate_last_events(modules, dtype):
+        origin = read_origin(event)
+        if origin is not None:
+            key = (origin.kind, origin.text, origin.location)
+            counts[key] += size
+            origins[key] = origin
+    return origins[max(counts, key=lambda key: counts[key])] if counts else None
+
+
+def find_tensor_origin(owner: nn.Module, path: str, dtype: torch.dtype) -> WeightOrigin | None:
+    """Returns the call that gave a parameter or buffer of a module its dtype.
+
+    path  the path of the parameter or buffer, which ends with its name
+    """
+    events = RECORD.events_of(owner).get(path.rpartition(".")[2], [])
+    event = _find_last_event(events, dtype)
+    return None if event is None else read_origin(event)
+
+
+def _iterate_last_events(
+    modules: Iterable[nn.Module], dtype: torch.dtype
+) -> Iterator[tuple[WeightEvent, int]]:
+    """Yields the event that gave each weight its dtype, with the number of elements."""
+    for module in modules:
+        events = RECORD.events_of(module)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype == dtype:
+                event = _find_last_event(events.get(name, []), dtype)
+                if event is not None:
+                    yield event, max(parameter.numel(), 1)
+
+
+def _find_last_event(events: Sequence[WeightEvent], dtype: torch.dtype) -> WeightEvent | None:
+    """Returns the event that gave a weight the dtype that it has now. Returns None if other code
+    changed it later, such as `parameter.data = ...`.
+    """
+    if not events:
+        return None
+    if events[-1].dtype == dtype:
+        return events[-1]
+    # PEFT builds adapters in fp32, casts them to the dtype of the base, and back in place
+    earlier = [event for event in events if event.dtype == dtype]
+    last_call = _find_user_call(events[-1])
+    if earlier and last_call is not None and _find_user_call(earlier[-1]) == last_call:
+        return earlier[-1]
+    return None
+
+
+def _find_user_call(event: WeightEvent) -> tuple[CodeType, int] | None:
+    """Returns the code and the instruction of the innermost frame of the user's code."""
+    for code, instruction, _ in event.calls:
+        if not is_library_file(code.co_filename):
+            return code, instruction
+    return None
+
+
+def read_origin(event: WeightEvent) -> WeightOrigin | None:
+    """Returns the innermost call of the user's code in which an event happened."""
+    codes = [call.code for call in event.calls]
+    index = next((i for i, code in enumerate(codes) if not is_library_file(code.co_filename)), None)
+    if index is None:
+        return None
+    text, location, call = _read_call(*event.calls[index][:2])
+    frame = _make_frame(*event.calls[index])
+    kind = _find_kind(event, call, frame, codes[:index])
+    function = ""
+    if kind == "library":
+        inner = _make_frame(*event.calls[0])
+        function = f"{inner.code.co_qualname} ({inner.location})"
+    has_call = kind not in ("cast", "library", "preparation")
+    return WeightOrigin(kind, text, location, call if has_call else None, function)
+
+
+@functools.cache
+def _read_call(code: CodeType, instruction: int) -> tuple[str, str, ast.Call | None]:
+    """Returns the source code and the place of a call that has ended, and its syntax tree. If the
+    instruction is no call, returns the source code of the statement.
+    """
+    frame = _make_frame(code, instruction, {})
+    call = frame.expression
+    if not isinstance(call, ast.Call):
+        return frame.text, frame.location, None
+    return " ".join(ast.unparse(call).split()), frame.location_of(call), call
+
+
+def _find_kind(
+    event: WeightEvent,
+    call: ast.Call | None,
+    frame: CallFrame,
+    library_codes: Sequence[CodeType],
+) -> str:
+    """Returns the kind of an origin.
+
+    call           the call of the user's code, in `frame`
+    library_codes  the code of the functions of libraries that this call was running
+    """
+    functions = {code.co_name for code in library_codes}
+    keywords = [] if call is None else [node_keyword(call, name) for name in DTYPE_KEYWORDS]
+    dtypes = [read_value(keyword, frame) for keyword in keywords if keyword is not None]
+    if PREPARATION in functions:
+        return "preparation"
+    if "from_pretrained" in functions:
+        is_transformers = any(
+            code.co_name == "from_pretrained"
+            and f"{os.sep}transformers{os.sep}" in code.co_filename
+            for code in library_codes
+        )
+        return "checkpoint" if "auto" in dtypes or (is_transformers and not dtypes) else "loading"
+    if event.is_cast:
+        if call is not None and node_keyword(call, ADAPTER_KEYWORD) is not None:
+            return "adapters"
+        return "cast" if functions <= CASTING_METHODS else "library"
+    if call is not None and ast.unparse(call.func).endswith("load_state_dict"):
+        return "assignment"
+    return "default" if event.dtype == event.default_dtype and not dtypes else "construction"
+
+
+def _make_frame(code: CodeType, instruction: int, global_variables: dict[str, Any]) -> CallFrame:
+    """Returns a frame of a call that has ended, without its local variables."""
+    empty = (None, None, None, None)
+    position = next(islice(code.co_positions(), instruction // 2, None), empty)
+    line = position[0] or code.co_firstlineno
+    return CallFrame(code, line, position, {}, global_variables)

@@ -1,0 +1,74 @@
+"""The call of the user's code that gave weights their dtype."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+import torch
+
+from .expressions import node_keyword
+
+# the function of PEFT that casts all weights to fp32 that are not quantised
+PREPARATION = "prepare_model_for_kbit_training"
+ADAPTER_KEYWORD = "autocast_adapter_dtype"  # of PEFT's functions; False keeps the base's dtype
+# the names of the argument of `from_pretrained` that sets the dtype
+DTYPE_KEYWORDS = ("dtype", "torch_dtype")
+_MAX_TEXT = 100  # characters of an expression that a sentence quotes
+
+
+@dataclass(frozen=True, slots=True)
+class WeightOrigin:
+    """The expression that gave a group of weights their dtype.
+
+    kind      `cast`, `preparation` (by PEFT), `library` (a cast in a function of a library),
+              `checkpoint` (its dtype is kept), `loading` (in a dtype that the call gives),
+              `assignment` (of the tensors of a checkpoint), `construction`, `default` (without a
+              dtype), or `adapters` (PEFT keeps adapters in the dtype of their base)
+    text      the source code of the expression
+    location  the file and line of the expression
+    call      the call, for the kinds that build or load weights
+    function  the library's function that casts, and its place, for the kind `library`
+    """
+
+    kind: str
+    text: str
+    location: str
+    call: ast.Call | None = None
+    function: str = ""
+
+    def describe(self, weights: str, dtype_name: str) -> str:
+        """Returns what the expression did to `weights`, as a part of a sentence."""
+        actions = {
+            "checkpoint": f"keeps {weights} in {dtype_name}, the dtype of the checkpoint",
+            "loading": f"loads {weights} in {dtype_name}",
+            "construction": f"builds {weights} in {dtype_name}",
+            "adapters": f"builds {weights} in {dtype_name}, the dtype of the base",
+            "default": f"builds {weights} in {dtype_name}, the default dtype",
+            "assignment": f"gives {weights} {dtype_name}, the dtype of the checkpoint",
+            "library": f"made {weights} {dtype_name}, in {self.function}",
+        }
+        action = actions.get(self.kind, f"made {weights} {dtype_name}")
+        text = self.text
+        if len(text) > _MAX_TEXT:
+            text = f"{text[:_MAX_TEXT]}..."
+        return f"`{text}` ({self.location}) {action}"
+
+    def with_dtype(self, dtype: torch.dtype) -> str:
+        """Returns the source code of the call with another dtype, or "" if there is no call."""
+        if self.call is None:
+            return ""
+        if self.kind == "default":
+            return f"{self.text}.to({dtype})"
+        function = self.call.func
+        if self.kind == "adapters":
+            keywords = [key for key in self.call.keywords if key.arg != ADAPTER_KEYWORD]
+            call = ast.Call(function, self.call.args, keywords)  # the default is fp32
+            return " ".join(ast.unparse(call).split())
+        is_cast = self.kind == "construction" and node_keyword(self.call, "dtype") is None
+        if is_cast and isinstance(function, ast.Attribute):
+            return f"{ast.unparse(function.value)}.to({dtype})"
+        keywords = [key for key in self.call.keywords if key.arg not in DTYPE_KEYWORDS]
+        keywords.append(ast.keyword("dtype", ast.parse(str(dtype), mode="eval").body))
+        call = ast.Call(function, self.call.args, keywords)
+        return " ".join(ast.unparse(call).split())

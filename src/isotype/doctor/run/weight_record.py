@@ -1,0 +1,205 @@
+"""Records the calls that build, load and cast the weights of modules while a program runs. After an
+error, the record shows which line of the program gave a weight its dtype, also if the function of
+this line has returned.
+
+A call costs time only when a program registers a parameter or a buffer, or casts or moves a module.
+This module does not import torch, so that a program starts without delay.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import CodeType, FrameType, ModuleType, TracebackType
+from typing import Any, NamedTuple
+
+_MAX_CALLS = 32  # frames outside of PyTorch that are kept for a call
+_MAX_EVENTS = 4  # events that are kept for a weight; the first and the last ones
+_METHODS = ("_apply", "register_parameter", "register_buffer")
+
+
+class RunningCode(NamedTuple):
+    """A frame that was running: its code, the index of its instruction, and its global variables.
+    The local variables are not kept.
+    """
+
+    code: CodeType
+    instruction: int
+    global_variables: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightEvent:
+    """A call that registered a weight, or changed its dtype.
+
+    is_cast        whether the weight existed before in another dtype
+    default_dtype  the default dtype of PyTorch at this time
+    calls          the frames that do not belong to PyTorch, the innermost first
+    """
+
+    is_cast: bool
+    dtype: Any
+    default_dtype: Any
+    calls: tuple[RunningCode, ...]
+
+
+class WeightRecord:
+    """Holds the events of each parameter and buffer of the modules that a program builds. It does
+    not keep the modules alive.
+    """
+
+    def __init__(self) -> None:
+        self._events: MutableMapping[Any, dict[str, list[WeightEvent]]] = {}
+        self._state = threading.local()
+        self._originals: dict[str, Callable[..., Any]] = {}
+        self._torch: Any = None
+        self._torch_folder = ""
+
+    def install(self) -> None:
+        """Starts to record. If torch is not imported yet, starts after its import."""
+        if self._originals:
+            return
+        if "torch" not in sys.modules:
+            if not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
+                sys.meta_path.insert(0, _TorchFinder(self))
+            return
+        import torch
+        from torch.utils.weak import WeakIdKeyDictionary
+
+        self._torch = torch
+        self._torch_folder = os.path.dirname(torch.__file__) + os.sep
+        self._events = WeakIdKeyDictionary()
+        self._originals = {name: getattr(torch.nn.Module, name) for name in _METHODS}
+        wrappers = (self._record_cast, self._record_parameter, self._record_buffer)
+        for name, wrap in zip(_METHODS, wrappers):
+            setattr(torch.nn.Module, name, wrap(self._originals[name]))
+
+    def remove(self) -> None:
+        """Stops to record, and forgets all events."""
+        for name, method in self._originals.items():
+            setattr(self._torch.nn.Module, name, method)
+        self._originals = {}
+        self._events = {}
+
+    def events_of(self, module: Any) -> dict[str, list[WeightEvent]]:
+        """Returns the events of the parameters and buffers that a module owns, by their names. The
+        oldest event comes first.
+        """
+        return self._events.get(module, {})
+
+    def _record_cast(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `Module._apply`, with which `to`, `half`, `float` and the like cast a module."""
+
+        @functools.wraps(original)
+        def _apply(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self._state, "is_casting", False):
+                return original(module, *args, **kwargs)  # a part of the module that is cast
+            before = [(*key, tensor.dtype) for key, tensor in _iterate_weights(module)]
+            self._state.is_casting = True
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self._state.is_casting = False
+                self._add_casts(before)
+
+        return _apply
+
+    def _add_casts(self, before: list[tuple[Any, str, Any]]) -> None:
+        event = None
+        for owner, name, dtype in before:
+            tensor = owner._parameters.get(name, owner._buffers.get(name))
+            if tensor is None or tensor.dtype == dtype:
+                continue
+            if event is None or event.dtype != tensor.dtype:
+                event = self._make_event(tensor.dtype, sys._getframe(1), is_cast=True)
+            self._add(owner, name, event)
+
+    def _record_parameter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def register_parameter(module: Any, name: str, *args: Any, **kwargs: Any) -> None:
+            original(module, name, *args, **kwargs)
+            self._add_registration(module, name, module._parameters.get(name))
+
+        return register_parameter
+
+    def _record_buffer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def register_buffer(module: Any, name: str, *args: Any, **kwargs: Any) -> None:
+            original(module, name, *args, **kwargs)
+            self._add_registration(module, name, module._buffers.get(name))
+
+        return register_buffer
+
+    def _add_registration(self, module: Any, name: str, tensor: Any) -> None:
+        if tensor is not None and tensor.is_floating_point():
+            event = self._make_event(tensor.dtype, sys._getframe(1), is_cast=False)
+            self._add(module, name, event)
+
+    def _make_event(self, dtype: Any, frame: FrameType | None, *, is_cast: bool) -> WeightEvent:
+        calls: list[RunningCode] = []
+        while frame is not None and len(calls) < _MAX_CALLS:
+            file = frame.f_code.co_filename
+            if file != __file__ and not file.startswith((self._torch_folder, "<frozen ")):
+                calls.append(RunningCode(frame.f_code, frame.f_lasti, frame.f_globals))
+            frame = frame.f_back
+        return WeightEvent(is_cast, dtype, self._torch.get_default_dtype(), tuple(calls))
+
+    def _add(self, module: Any, name: str, event: WeightEvent) -> None:
+        events = self._events.setdefault(module, {}).setdefault(name, [])
+        if len(events) == _MAX_EVENTS:
+            events.pop(1)
+        events.append(event)
+
+
+RECORD = WeightRecord()
+
+
+def _iterate_weights(module: Any) -> Iterator[tuple[tuple[Any, str], Any]]:
+    """Yields each floating-point parameter and buffer of a module, with its owner and its name."""
+    for owner in module.modules():
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is not None and tensor.is_floating_point():
+                yield (owner, name), tensor
+
+
+class _TorchFinder:
+    """Finds torch where the other finders of `sys.meta_path` find it, and starts the record at the
+    end of its import.
+    """
+
+    def __init__(self, record: WeightRecord) -> None:
+        self.record = record
+
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_install(module: ModuleType) -> None:
+            execute(module)
+            self.record.install()
+
+        spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
+        return spec
+
+
+def remove_record_frames(traceback: TracebackType | None) -> None:
+    """Removes the frames of this module from the inside of a traceback."""
+    while traceback is not None:
+        link = traceback.tb_next
+        while link is not None and link.tb_frame.f_code.co_filename == __file__:
+            link = link.tb_next
+        traceback.tb_next = link
+        traceback = link

@@ -1,0 +1,80 @@
+"""The record of the calls that give weights their dtypes."""
+
+import gc
+import sys
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+from tests.api import RECORD, find_recorded_origin, remove_record_frames
+
+
+@pytest.fixture(autouse=True)
+def record():
+    RECORD.install()
+    yield
+    RECORD.remove()
+
+
+def cast_layers(model):
+    for layer in model:
+        layer.to(torch.bfloat16)
+
+
+def origin_of(module, dtype=torch.bfloat16):
+    return find_recorded_origin(module.modules(), dtype)
+
+
+def test_last_cast_of_a_helper_is_named():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
+    cast_layers(model)
+    origin = origin_of(model)
+    assert (origin.kind, origin.text) == ("cast", "layer.to(torch.bfloat16)")
+    assert origin.location.endswith(f":{cast_layers.__code__.co_firstlineno + 2}")
+    assert origin_of(model, torch.float16) is None
+
+
+def test_move_without_a_new_dtype_is_no_cast():
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    model.to("cpu")
+    assert origin_of(model).text == "nn.Linear(2, 2, dtype=torch.bfloat16)"
+
+
+def test_dtype_that_was_set_in_place_has_no_recorded_line():
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert origin_of(model) is None
+
+
+def test_cast_by_a_library_names_its_function():
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
+    config = peft.LoraConfig(r=2, target_modules=["0"])
+    adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    adapter = origin_of(adapted.base_model.model[0].lora_A)
+    assert adapter.kind == "adapters"
+    assert adapter.text == "peft.get_peft_model(model, config, autocast_adapter_dtype=False)"
+    adapted = peft.get_peft_model(nn.Sequential(nn.Linear(4, 4)).half(), config)
+    assert origin_of(adapted.base_model.model[0].lora_A, torch.float32).kind == "default"
+
+
+def test_traceback_does_not_contain_the_record():
+    try:
+        nn.Module().register_buffer("a.b", torch.ones(1))
+    except KeyError:
+        error = sys.exc_info()[1]
+    assert len(traceback.extract_tb(error.__traceback__)) == 3
+    remove_record_frames(error.__traceback__)
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert names == ["test_traceback_does_not_contain_the_record", "register_buffer"]
+
+
+def test_modules_are_not_kept_alive():
+    model = nn.Linear(2, 2)
+    assert len(RECORD._events) == 1
+    del model
+    gc.collect()
+    assert len(RECORD._events) == 0
