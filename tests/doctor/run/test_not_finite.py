@@ -85,11 +85,11 @@ TRUTH = {
     ),
     "lost_eps": Truth(
         2,
-        "RN030",
+        "RN037",
         "return (rewards - rewards.mean()) / (rewards.std() + 1e-8)",
-        "div gives NaN in fp16, and is finite in fp32",
-        "where fp32 has up to 1e-08",
-        "in fp32, with .float() on its inputs, and cast the result of the division back",
+        "`1e-8` is 0 in fp16, and div gives NaN",
+        "so it changes nothing in `return (rewards",
+        "write 1e-4 in place of `1e-8`, or compute this line in fp32, with .float() on the inputs",
     ),
     "fixed_loss_scale": Truth(
         1,
@@ -446,8 +446,96 @@ def test_program_without_steps_names_the_function_whose_result_it_reads(capsys, 
         read(scores.sum())
     report_end(recorder, None)
     explanation = capsys.readouterr().err
-    assert "error RN030 div gives NaN in fp16" in explanation
-    assert "where fp32 has up to 1e-08" in explanation
+    assert "error RN037 `1e-8` is 0 in fp16, and div gives NaN" in explanation
+
+
+EPS = 1e-8
+
+
+def clamp_near_one(x, limit):
+    return x.clamp(-1 + limit, 1 - limit)
+
+
+# a computation in a dtype, the numbers that are rounded away, and the change that the fix names
+LOST_NUMBERS = [
+    (
+        lambda x: torch.acos(x.clamp(-1 + EPS, 1 - EPS)),
+        torch.float32,
+        "`1 - EPS` is 1 in fp32",
+        "write 1 - torch.finfo(torch.float32).eps in place of `1 - EPS`",
+        lambda x: torch.acos(x.clamp(max=1 - torch.finfo(torch.float32).eps)),
+    ),
+    (
+        lambda x: torch.log1p(-clamp_near_one(x, 1e-6)),
+        torch.bfloat16,
+        "`1 - limit` is 1 in bf16",
+        "write 1 - torch.finfo(torch.bfloat16).eps in place of `1 - limit`",
+        lambda x: torch.log1p(-x.clamp(max=1 - torch.finfo(torch.bfloat16).eps)),
+    ),
+    (
+        lambda x: nn.functional.normalize(x - x, dim=0),
+        torch.float16,
+        "1e-12 is 0 in fp16, so nothing keeps values away from 0",
+        "use 1e-4 in place of 1e-12, such as eps=1e-4",
+        lambda x: nn.functional.normalize(x - x, dim=0, eps=1e-4),
+    ),
+    (
+        lambda x: x / (x.detach() > 2).half().sum().clamp(min=EPS),
+        torch.float16,
+        "`EPS` = 1e-08 is 0 in fp16",
+        "set `EPS` to 1e-4",
+        lambda x: x / (x.detach() > 2).half().sum().clamp(min=1e-4),
+    ),
+    (
+        lambda x: torch.acos(x * (1 - 1e-4)),
+        torch.bfloat16,
+        "`1 - 1e-4` is 1 in bf16",
+        "write 1 - torch.finfo(torch.bfloat16).eps in place of `1 - 1e-4`",
+        lambda x: torch.acos(x * (1 - torch.finfo(torch.bfloat16).eps)),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", LOST_NUMBERS)
+def test_number_without_effect_is_named_with_a_number_that_has_one(case):
+    compute, dtype, cause, fix, repaired = case
+    values = torch.tensor([0.5, 1.0], dtype=dtype)
+
+    def train(function):
+        weight = nn.Parameter(values.clone())
+        optimizer = torch.optim.SGD([weight], lr=1e-4)
+        function(weight).sum().backward()
+        optimizer.step()
+
+    error = record(lambda: train(compute))
+    assert error.finding.code == "RN037", error.finding.render()
+    assert cause in error.finding.cause
+    assert fix in error.finding.fix
+    assert record(lambda: train(repaired)) is None
+
+
+def test_eps_of_an_own_optimizer_is_named():
+    class Scaled(torch.optim.Optimizer):
+        def __init__(self, parameters, eps):
+            super().__init__(parameters, {"lr": 1e-3})
+            self.eps = eps
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad / (parameter.grad.abs() + self.eps))
+
+    def train(eps):
+        weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+        optimizer = Scaled([weight], eps)
+        weight[0].backward()
+        optimizer.step()
+
+    error = record(lambda: train(1e-8))
+    assert error.finding.code == "RN034"
+    assert "`self.eps` = 1e-08 is 0 in fp16" in error.finding.cause
+    assert error.finding.fix.startswith("set `self.eps` to 1e-4")
+    assert record(lambda: train(1e-4)) is None
 
 
 def test_results_before_a_step_are_no_fault(capsys):

@@ -39,6 +39,7 @@ from ....observe.origin import (
     read_statement,
     running_frames,
 )
+from .lost_numbers import find_expression, is_near_integer
 from .replay import CONSTANT_WRITERS
 from .report import (
     explain_call,
@@ -103,6 +104,7 @@ class Recorder(TorchFunctionMode):
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_popped = False
         self._owners: dict[tuple[int, Site | None], str] = {}
+        self._numbers: dict[tuple[Site | None, float], str] = {}
         self._restorers: list[Any] = []
 
     # start and stop
@@ -193,7 +195,10 @@ class Recorder(TorchFunctionMode):
         outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
         if not outputs or sum(tensor.numel() for tensor in [*inputs, *outputs]) > _MAX_VALUES:
             return
-        entry = Entry(function, args, kwargs, outputs, _autocast_dtypes(), innermost_site())
+        site = innermost_site()
+        numbers = self._find_numbers(args, kwargs, site)
+        autocast = _autocast_dtypes()
+        entry = Entry(function, args, kwargs, outputs, autocast, site, number_expressions=numbers)
         self.recent.append(entry)
         if all_finite(outputs):
             return
@@ -214,8 +219,19 @@ class Recorder(TorchFunctionMode):
             autocast = _autocast_dtypes()
             site = innermost_site()
             owner = self._find_owner(function, site) if isinstance(function, nn.Module) else ""
-            entry = Entry(function, args, kwargs, outputs, autocast, site, state, owner)
+            numbers = self._find_numbers(args, kwargs, site)
+            entry = Entry(function, args, kwargs, outputs, autocast, site, state, owner, numbers)
             self.entries.append(entry)
+
+    def _find_numbers(self, args: Any, kwargs: Any, site: Site | None) -> dict[float, str]:
+        """Returns the program's expressions for the numbers among the arguments that a dtype may
+        round away. Their variables exist only during the call.
+        """
+        numbers = [value for value in (*args, *kwargs.values()) if is_near_integer(value)]
+        for value in numbers:
+            if (site, value) not in self._numbers:
+                self._numbers[site, value] = find_expression(value, site)
+        return {value: self._numbers[site, value] for value in numbers}
 
     def _check_call(
         self, module: nn.Module, args: Any, kwargs: Any, result: Any, state: dict[str, Tensor]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,14 @@ from ....dtypes import format_dtype
 from ....observe.operators import Operator
 from ....observe.origin import Site, innermost_site, is_library_file, is_tool_file, running_frames
 from ....observe.tape import make_tape
+from .lost_numbers import (
+    LostNumber,
+    NumberTrial,
+    RunTrial,
+    compute_references,
+    find_expression,
+    list_lost_values,
+)
 from .shadows import Shadows
 from .step import Entry, Step, collect_tensors
 
@@ -118,6 +126,7 @@ class Event:
     site       the line of the program; in backward it is the line of the forward operator
     entry      the recorded call in which the operator runs; None in backward
     in_layer   whether the operator runs inside a layer of PyTorch or of a library, such as Linear
+    ordinal    the number of operators of the run up to this operator
     """
 
     op: Operator
@@ -133,6 +142,7 @@ class Event:
     settings: dict[str, Any] = field(default_factory=dict)
     entry: Entry | None = None
     in_layer: bool = False
+    ordinal: int = 0
 
     @property
     def is_constant(self) -> bool:
@@ -164,11 +174,15 @@ class Event:
 
 class Watch:
     """Calls each operator in the dtypes of the run and in fp32, and collects the operators whose
-    results contain NaN or inf.
+    results contain NaN or inf, and the numbers that have no effect.
+
+    trial  calls the operators in place of the watch, with another number
     """
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, names: dict[int, str], trial: NumberTrial | None = None) -> None:
         self.shadows = Shadows()
+        self.numbers: list[LostNumber] = []
+        self.trial = trial
         self.events: list[Event] = []
         self.modules: list[tuple[str, nn.Module]] = []
         self._names = names
@@ -176,10 +190,17 @@ class Watch:
         self._lost = WeakTensorKeyDictionary()
         self._ignored_labels = WeakTensorKeyDictionary()
         self.in_backward = False
+        self.is_paused = False
         self.entry: Entry | None = None
+        self._count = 0
         self.find_site: Callable[[], Site | None] = innermost_site
 
     def run(self, op: Operator, args: tuple, kwargs: dict) -> Any:
+        if self.is_paused:
+            return op.func(*args, **kwargs)
+        if self.trial is not None:
+            return self.trial.run(op, args, kwargs, self._site)
+        self._count += 1
         operands = (
             []
             if op.foreign_name and not hasattr(op.func, "_schema")
@@ -187,15 +208,37 @@ class Watch:
         )
         needs_inputs = any(op.is_written)
         inputs = self._read_inputs(operands) if needs_inputs else None
+        references = compute_references(op, args, kwargs)
         finish = self.shadows.prepare(op, args, kwargs)
         result = op.func(*args, **kwargs)
         if finish is not None:
             finish(result)
+        if references:
+            self._record_lost_numbers(op, references, result)
         self._follow_ignored_labels(op, args, result)
         for tensor in collect_tensors(result):
             if tensor.is_floating_point() and tensor.numel():
                 self._check(op, tensor, operands, inputs, args, kwargs)
         return result
+
+    def count_records(self) -> tuple[int, int]:
+        """Returns how many events and numbers there are now."""
+        return len(self.events), len(self.numbers)
+
+    def forget_records(self, counts: tuple[int, int]) -> None:
+        """Removes the events and numbers that were recorded after `count_records`."""
+        del self.events[counts[0] :], self.numbers[counts[1] :]
+
+    def find_sources(self, tensors: Sequence[Tensor]) -> list[Event]:
+        """Returns the events from which NaN or inf came to these tensors, in order."""
+        pending = [self._origins.get(tensor) for tensor in tensors]
+        sources: set[int] = set()
+        while pending:
+            event = pending.pop()
+            if event is not None and id(event) not in sources:
+                sources.add(id(event))
+                pending += [item.origin for item in event.inputs]
+        return [event for event in self.events if id(event) in sources]
 
     def _read_inputs(self, operands: Sequence[tuple[str, Tensor]]) -> list[Input]:
         return [
@@ -305,12 +348,36 @@ class Watch:
             _read_settings(op, args),
             None if self.in_backward else self.entry,
             bool(self.modules) and _is_library_module(self.modules[-1][1]),
+            self._count,
         )
+
+    def _record_lost_numbers(
+        self, op: Operator, references: list[tuple[float, Tensor | None]], result: Any
+    ) -> None:
+        expressions = {} if self.entry is None else self.entry.number_expressions
+        site = self._site()
+        for value in list_lost_values(op, references, result):
+            expression = expressions.get(value) or find_expression(value, site)
+            number = LostNumber(op.base_name, value, result.dtype, site, expression)
+            if number not in self.numbers:
+                self.numbers.append(number)
 
     def _site(self) -> Site | None:
         if self.in_backward and not self.modules:
             return _forward_site()
         return self.find_site() or (self.entry.site if self.entry is not None else None)
+
+
+@torch.no_grad()
+def _have_equal_values(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    if len(tensors) != len(others):
+        return False
+    for tensor, other in zip(tensors, others):
+        if tensor.shape != other.shape or tensor.dtype != other.dtype:
+            return False
+        if not bool(((tensor == other) | (tensor.isnan() & other.isnan())).all()):
+            return False
+    return True
 
 
 def _is_library_module(module: nn.Module) -> bool:
@@ -391,19 +458,26 @@ def _mark_nodes(tensors: Sequence[Tensor], site: Site | None) -> None:
 
 
 class Replay:
-    """Runs the recorded calls of a step again."""
+    """Runs the recorded calls of a step again.
 
-    def __init__(self, step: Step) -> None:
+    trial       calls the operators with another number
+    repeatable  ids of the calls without a gradient that give the recorded result again
+    """
+
+    def __init__(
+        self, step: Step, trial: NumberTrial | None = None, repeatable: Iterable[int] = ()
+    ) -> None:
         self.step = step
+        self.repeatable = set(repeatable)
         self.models = [entry.function for entry in step.entries if entry.is_module]
         self.paths = _name_modules(self.models)
-        self.watch = Watch(_name_tensors(self.models))
-        self.watch.find_site = lambda: innermost_site(Replay._run_entry.__code__)
+        self.watch = Watch(_name_tensors(self.models), trial)
+        self.watch.find_site = lambda: innermost_site(Replay._call.__code__)
         self._replaced: dict[int, Tensor] = {}
 
     def run_forward(self) -> None:
-        """Runs forward again. Only recorded calls whose results are part of autograd's graph are
-        run.
+        """Runs forward again: the recorded calls whose results are part of autograd's graph, and
+        the functions that compute their inputs.
         """
         with self._watching():
             self._run_entries()
@@ -413,10 +487,75 @@ class Replay:
         with torch.no_grad(), self._watching():
             self._run_entry(entry)
 
+    def run_function(self, entry: Entry) -> None:
+        """Runs a recorded call of a function again that has no part in autograd's graph, and the
+        functions that compute its inputs.
+        """
+        with self._watching():
+            for source in [*self._find_sources([entry]), entry]:
+                self._repeat_function(source)
+
+    def run_trial(self, run: Callable[[Replay], None]) -> RunTrial:
+        """Returns a function that runs the same calls through a trial."""
+
+        def run_again(trial: NumberTrial) -> None:
+            run(Replay(self.step, trial, self.repeatable))
+
+        return run_again
+
+    def find_sources_of_loss(self) -> list[Event]:
+        """Returns the events from which NaN or inf came to the losses. Other results that are not
+        finite, such as a metric, have no effect on the step.
+        """
+        losses = [self._replaced.get(id(loss), loss) for loss in self.step.losses]
+        return self.watch.find_sources(losses)
+
     def _run_entries(self) -> None:
+        entries = [entry for entry in self.step.entries if entry.takes_part]
+        sources = set(map(id, self._find_sources(entries)))
         for entry in self.step.entries:
             if entry.takes_part:
                 self._run_entry(entry)
+            elif id(entry) in sources:
+                self._repeat_function(entry)
+
+    def _find_sources(self, targets: Sequence[Entry]) -> list[Entry]:
+        """Returns the functions without a gradient that compute inputs of other calls, in order."""
+        needed = {id(t) for entry in targets for t in collect_tensors((entry.args, entry.kwargs))}
+        sources: list[Entry] = []
+        for entry in reversed(self.step.entries):
+            if entry.is_module or entry.takes_part or entry in targets:
+                continue
+            if any(id(output) in needed for output in entry.outputs):
+                needed |= {id(tensor) for tensor in collect_tensors((entry.args, entry.kwargs))}
+                sources.insert(0, entry)
+        return sources
+
+    def _repeat_function(self, entry: Entry) -> None:
+        """Runs a function again that has no part in autograd's graph. If the result is another one,
+        as that of a random function, the recorded result is used. Tensors of the program are not
+        changed.
+        """
+        numbers = self.watch.count_records()
+        args = self._replace(entry.args)
+        if entry.is_in_place:
+            args = (args[0].detach().clone(), *args[1:])
+        try:
+            with torch.no_grad():
+                outputs = self._call(entry, args)
+        except RuntimeError:
+            outputs = []
+        if self.watch.trial is None:
+            self.watch.is_paused = True
+            if _have_equal_values(outputs, entry.outputs):
+                self.repeatable.add(id(entry))
+            self.watch.is_paused = False
+        if id(entry) not in self.repeatable:
+            self.watch.forget_records(numbers)
+            return
+        for tensor, new_tensor in zip(entry.outputs, outputs):
+            if not tensor.requires_grad:
+                self._replaced[id(tensor)] = new_tensor
 
     def run_backward(self) -> None:
         """Runs forward and backward again. The gradients of the program are saved before this run
@@ -432,7 +571,13 @@ class Replay:
                 self.watch.in_backward = False
 
     def _run_entry(self, entry: Entry) -> None:
-        args = self._replace(entry.args)
+        outputs = self._call(entry, self._replace(entry.args))
+        _mark_nodes(outputs, entry.site)
+        for tensor, new_tensor in zip(entry.outputs, outputs):
+            self._replaced[id(tensor)] = new_tensor
+
+    def _call(self, entry: Entry, args: tuple) -> list[Tensor]:
+        """Calls a function as in the recorded call, and returns its floating-point results."""
         kwargs = self._replace(entry.kwargs)
         self.watch.entry = entry
         function = entry.function
@@ -448,10 +593,7 @@ class Replay:
                 for device, dtype in entry.autocast.items():
                     stack.enter_context(_autocast(device, dtype))
             result = function(*args, **kwargs)
-        outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
-        _mark_nodes(outputs, entry.site)
-        for tensor, new_tensor in zip(entry.outputs, outputs):
-            self._replaced[id(tensor)] = new_tensor
+        return [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
 
     def _replace(self, value: Any) -> Any:
         """Returns a copy of a value in which each recorded tensor is replaced by the corresponding
@@ -489,11 +631,11 @@ class Replay:
                 hook.remove()
 
 
-def watch_update(function: Callable[[], Any]) -> Watch:
+def watch_update(function: Callable[[], Any], trial: NumberTrial | None = None) -> Watch:
     """Runs an update of an optimizer, and collects the operators in it whose results contain NaN or
     inf.
     """
-    watch = Watch({})
+    watch = Watch({}, trial)
     watch.find_site = _optimizer_site
     with make_tape(watch.run):
         function()

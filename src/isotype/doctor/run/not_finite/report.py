@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from ....finding import Finding, Place
 from ....observe.origin import Site, is_library_file, read_statement, short_path
 from ....pages.finding_sheet import load_finding_formatter
 from ..causes import SHEET
-from .replay import CONSTANT_WRITERS, Event, Range, Replay, describe_input, watch_update
+from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
+from .replay import CONSTANT_WRITERS, Event, Range, Replay, Watch, describe_input, watch_update
 from .step import Entry, Step, collect_tensors
 
 _format_finding = load_finding_formatter(SHEET)
@@ -40,10 +41,11 @@ def explain_step(step: Step) -> Finding:
     if finding is not None:
         return finding
     replay = Replay(step)
+    run_again = replay.run_trial(Replay.run_forward)
     try:
         replay.run_forward()
         has_bad_loss = not all(bool(loss.isfinite().all()) for loss in step.losses)
-        event = _culprit(replay.watch.events) if has_bad_loss else None
+        event = _culprit(replay.find_sources_of_loss()) if has_bad_loss else None
         if event is None or not event.root().has_finite_inputs:
             finding = _find_bad_frozen_module(step)
             if finding is not None:
@@ -54,6 +56,7 @@ def explain_step(step: Step) -> Finding:
                 return finding
         if event is None and not has_bad_loss:
             replay = Replay(step)
+            run_again = replay.run_trial(Replay.run_backward)
             replay.run_backward()
             events = [event for event in replay.watch.events if event.is_backward]
             event = next((event for event in events if event.is_origin), None)
@@ -62,7 +65,7 @@ def explain_step(step: Step) -> Finding:
         return _unknown(step, reason)
     if event is None:
         return _unknown(step, "the step was run again and was finite")
-    return _explain_event(event, step, replay.watch.events)
+    return _explain_event(event, step, replay.watch, run_again)
 
 
 def explain_call(entry: Entry) -> Finding:
@@ -78,15 +81,13 @@ def explain_call(entry: Entry) -> Finding:
     if bad:
         return _explain_data(entry, *bad[0])
     reason = "the call was run again and was finite"
-    replay = Replay(step)
     try:
-        replay.run_frozen_module(entry)
-        event = _culprit(replay.watch.events)
+        finding = _explain_frozen_module(entry, step)
     except Exception as error:
-        event = None
+        finding = None
         reason = f"running the call again raised {type(error).__name__}: {error}"
-    if event is not None:
-        return _explain_event(event, step)
+    if finding is not None:
+        return finding
     what = f"the result of {entry.owner or entry.name}"
     place = _place(entry.site, entry.name)
     return _format_finding("RN036", place, (), what=what, name="", reason=reason, between=False)
@@ -99,21 +100,20 @@ def explain_function(entry: Entry, earlier: Sequence[Entry]) -> Finding:
     earlier  the calls before it
     """
     step = Step([*earlier, entry], [], [], 1)
-    name = _operation_name(entry)
-    lost = _find_lost_constant(entry, step) if name in _DIVISIONS_OF_TENSORS else None
-    if lost is not None:
-        return _explain_lost_constant(entry, *lost)
     event = None
     reason = "the call was run again and was finite"
-    is_in_place = entry.name.endswith("_") and not entry.name.endswith("__")
-    if not is_in_place:
-        replay = Replay(step)
+    replay = Replay(step)
+    if not entry.is_in_place:
         try:
-            replay.run_frozen_module(entry)
+            replay.run_function(entry)
             event = _culprit(replay.watch.events)
         except Exception as error:
             reason = f"running the call again raised {type(error).__name__}: {error}"
-    finding = _explain_result(entry, step) if event is None else _explain_event(event, step)
+    if event is None:
+        finding = _explain_result(entry)
+    else:
+        run_again = replay.run_trial(lambda other: other.run_function(entry))
+        finding = _explain_event(event, step, replay.watch, run_again)
     if finding is not None:
         return finding
     what = f"the result of {entry.name}"
@@ -205,7 +205,7 @@ def _find_bad_data(step: Step) -> Finding | None:
     for entry in step.entries:
         bad = [(name, t) for name, t in _named_arguments(entry) if _is_bad_data(t)]
         is_function = not entry.takes_part and not entry.is_module
-        if is_function and (finding := _explain_result(entry, step)) is not None:
+        if is_function and (finding := _explain_result(entry)) is not None:
             return finding
         if bad and entry.takes_part:
             return _explain_data(entry, *bad[0])
@@ -221,14 +221,22 @@ def _find_bad_frozen_module(step: Step) -> Finding | None:
             continue
         is_bad = any(_is_bad_data(tensor) for tensor in entry.outputs)
         if is_bad and all(_is_finite(tensor) for _, tensor in _named_arguments(entry)):
-            replay = Replay(step)
-            replay.run_frozen_module(entry)
-            event = _culprit(replay.watch.events)
-            return None if event is None else _explain_event(event, step)
+            return _explain_frozen_module(entry, step)
     return None
 
 
-def _explain_result(entry: Entry, step: Step) -> Finding | None:
+def _explain_frozen_module(entry: Entry, step: Step) -> Finding | None:
+    """Runs a recorded call of a module again and returns the finding about it."""
+    replay = Replay(step)
+    replay.run_frozen_module(entry)
+    event = _culprit(replay.watch.events)
+    if event is None:
+        return None
+    run_again = replay.run_trial(lambda other: other.run_frozen_module(entry))
+    return _explain_event(event, step, replay.watch, run_again)
+
+
+def _explain_result(entry: Entry) -> Finding | None:
     """Returns the finding about a function without a gradient that returns NaN or inf for finite
     inputs.
     """
@@ -240,9 +248,6 @@ def _explain_result(entry: Entry, step: Step) -> Finding | None:
         return None
     ranges = [Range.measure(tensor) for tensor in inputs]
     name = _operation_name(entry)
-    lost = _find_lost_constant(entry, step) if name in _DIVISIONS_OF_TENSORS else None
-    if lost is not None:
-        return _explain_lost_constant(entry, *lost)
     kind = ""
     value = f"{min(item.low for item in ranges):.3g}"
     if name in _LOGARITHMS:
@@ -266,46 +271,6 @@ def _explain_result(entry: Entry, step: Step) -> Finding | None:
         kind=kind,
         value=value,
         largest=f"{max(item.magnitude for item in ranges):.3g}",
-    )
-
-
-def _find_lost_constant(entry: Entry, step: Step) -> tuple[Entry, float] | None:
-    """Returns the sum that gave the divisor of a division, and the number that it adds, if this
-    number is 0 in the dtype of the divisor: an eps of 1e-8 is 0 in fp16.
-    """
-    divisor = entry.args[-1] if entry.args else None
-    for other in step.entries:
-        if other.name.strip("_") not in ("add", "radd", "iadd"):
-            continue
-        if not any(output is divisor for output in other.outputs):
-            continue
-        for value in other.args:
-            dtype = other.outputs[0].dtype
-            if isinstance(value, float) and value and not torch.tensor(value, dtype=dtype):
-                return other, value
-    return None
-
-
-def _explain_lost_constant(entry: Entry, total: Entry, constant: float) -> Finding:
-    """Returns the finding about a division by a sum to which a constant adds 0."""
-    result = entry.outputs[0]
-    return _format_finding(
-        "RN030",
-        _place(entry.site, ""),
-        (("line", "" if entry.site is None else _statement(entry.site)),),
-        operator="div",
-        has=format_dtype(result.dtype),
-        result=_result_text(Range.measure(result)),
-        fits=True,
-        lost=True,
-        lost_line="" if total.site is None else _statement(total.site),
-        lost_at=_location(total.site),
-        lost_value=f"{constant:g}",
-        line="" if entry.site is None else _statement(entry.site),
-        at=_location(entry.site),
-        dtype=str(result.dtype),
-        device=result.device.type,
-        autocast=bool(entry.autocast),
     )
 
 
@@ -398,13 +363,17 @@ def _is_masked_softmax(event: Event, root: Event) -> bool:
     return is_softmax and not root.parts and root.result.infinity == "-inf"
 
 
-def _explain_event(event: Event, step: Step, events: Sequence[Event] = ()) -> Finding:
+def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) -> Finding:
     """Returns the finding about an operator.
 
-    events  all operators whose results are not finite
+    watch      the run in which the result of the operator was not finite
+    run_again  runs the step through a trial
     """
+    proof = prove_lost_numbers(watch.numbers, event.op.base_name, event.ordinal, run_again)
+    if proof and not _are_smaller_than_underflow(proof, event):
+        return _explain_lost_numbers(event, step, proof)
     if event.parts:
-        return _explain_overflow(event, step, events)
+        return _explain_overflow(event, step, watch.events)
     kind, facts = _classify(event, step)
     return _format_finding(
         "RN033",
@@ -423,15 +392,79 @@ def _explain_event(event: Event, step: Step, events: Sequence[Event] = ()) -> Fi
     )
 
 
+def _explain_lost_numbers(
+    event: Event, step: Step, replacements: dict[LostNumber, Replacement]
+) -> Finding:
+    """Returns the finding about the numbers of a line whose rounding is the reason for NaN or
+    inf.
+    """
+    number = next(iter(replacements))
+    line = "" if number.site is None else _statement(number.site)
+    is_library_line = number.site is not None and is_library_file(number.site.file)
+    details = [("line", line), *_details(event, step)[1:]]
+    limit = float(torch.finfo(event.dtype).max)
+    return _format_finding(
+        "RN037",
+        _place(number.site, event.module),
+        tuple(details),
+        operator=_operator_text(event),
+        result=_result_text(event.result),
+        backward=event.is_backward,
+        line=_line(event),
+        at=_location(event.site),
+        parts=event.parts and event.exact.magnitude <= limit,
+        has=format_dtype(number.dtype),
+        autocast=any(entry.autocast for entry in step.entries),
+        device=_device_type(step),
+        owner=_owner_text(event),
+        library=is_library_line,
+        **_number_facts(replacements),
+    )
+
+
+def _are_smaller_than_underflow(numbers: Collection[LostNumber], event: Event) -> bool:
+    """Whether an earlier operator already turned values into 0 that are larger than an eps. A bound
+    replaces these values, an eps only adds to them.
+    """
+    lost = _find_underflow(event)
+    if lost is None or any(n.is_bound or n.nearest for n in numbers):
+        return False
+    if any(n.operator == lost.op.base_name for n in numbers):
+        return False
+    return lost.exact.magnitude > 2 * max(abs(n.value) for n in numbers)
+
+
+def _find_underflow(event: Event) -> Event | None:
+    """Returns the operator that turned a divisor, or the input of a logarithm, into 0."""
+    if event.op.base_name not in _DIVISIONS | _LOGARITHMS:
+        return None
+    # the divisor is the last input
+    return next((item.lost for item in event.inputs[::-1] if item.lost is not None), None)
+
+
+def _number_facts(replacements: dict[LostNumber, Replacement]) -> dict[str, Any]:
+    """Returns the values for the texts about the numbers of one line that have no effect."""
+    number = next(iter(replacements))
+    changes = [n.describe_change(replacement.text) for n, replacement in replacements.items()]
+    bounds = [str(n.nearest) for n in replacements if n.is_bound]
+    return {
+        "becomes": " and ".join(n.describe() for n in replacements),
+        "bound": " and ".join(dict.fromkeys(bounds)),
+        "change": " and ".join(changes),
+        "number_line": "" if number.site is None else _statement(number.site),
+        "number_at": _location(number.site),
+    }
+
+
+def _device_type(step: Step) -> str:
+    outputs = [tensor for entry in step.entries for tensor in entry.outputs]
+    return next((str(t.device.type) for t in [*step.losses, *outputs]), "cpu")
+
+
 def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Finding:
-    lost = next((item.lost for item in event.inputs if item.lost is not None), None)
-    divides = event.op.base_name in _DIVISIONS or event.op.base_name in _LOGARITHMS
-    if not divides:
-        lost = None
+    lost = _find_underflow(event)
     line = _line(event)
     scale, scale_site = _find_loss_scale(step) if event.is_backward else (None, None)
-    outputs = [tensor for entry in step.entries for tensor in entry.outputs]
-    device = next((str(t.device.type) for t in [*step.losses, *outputs]), "cpu")
     is_library_line = event.site is not None and is_library_file(event.site.file)
     limit = float(torch.finfo(event.dtype).max)
     return _format_finding(
@@ -457,7 +490,7 @@ def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Find
         line=line,
         at=_location(event.site),
         dtype=str(event.dtype),
-        device=device,
+        device=_device_type(step),
         scaler=event.site is not None and "grad_scaler" in event.site.file,
         autocast=any(entry.autocast for entry in step.entries),
         loss_scale="" if scale is None else f"{scale:g}",
@@ -675,7 +708,11 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
         return _format_finding(
             "RN036", place, (), what="a weight", name="", reason=reason, between=True
         )
-    watch = watch_update(lambda: _repeat_update(optimizer, group, parameter))
+
+    def repeat_update() -> None:
+        _repeat_update(optimizer, group, parameter)
+
+    watch = watch_update(repeat_update)
     event = next((event for event in watch.events if event.is_origin), None)
     gradient = Range.measure(parameter.grad) if parameter.grad is not None else Range(0, 0)
     dtype = parameter.dtype
@@ -704,6 +741,14 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
         and gradient.magnitude * float(group.get("lr", 0)) > torch.finfo(dtype).max / 1e6
     ):
         kind = "large"
+    proof = prove_lost_numbers(
+        watch.numbers,
+        event.op.base_name,
+        event.ordinal,
+        lambda trial: watch_update(repeat_update, trial),
+    )
+    if proof and not kind:
+        facts |= _number_facts(proof)
     details = [(item.label, describe_input(item)) for item in event.inputs]
     details.append(("result", f"{event.result}"))
     details.append(("step", str(number)))
@@ -715,7 +760,7 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
         result=_result_text(event.result),
         parts=event.parts,
         kind=kind,
-        line=f"`{_line(event)}`",
+        line=_line(event),
         at=_location(event.site),
         **facts,
     )

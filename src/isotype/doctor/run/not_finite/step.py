@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Entry:
     autocast         device -> dtype of autocast during the call
     random_state     the state of the generators before a module's call; None for a function
     owner            the program's expression for the module, or for the model that contains it
+    number_expressions  number among the arguments of a function -> the program's expression for it
     """
 
     function: Any
@@ -32,6 +33,14 @@ class Entry:
     site: Site | None
     random_state: dict[str, Tensor] | None = None
     owner: str = ""
+    number_expressions: dict[float, str] = field(default_factory=dict)
+
+    @property
+    def is_in_place(self) -> bool:
+        """True for functions such as `add_` and `__iadd__`."""
+        name = self.name
+        is_operator = name.startswith("__i") and name.endswith("__") and name != "__invert__"
+        return is_operator or (name.endswith("_") and not name.endswith("__"))
 
     @property
     def is_module(self) -> bool:

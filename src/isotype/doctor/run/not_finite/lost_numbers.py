@@ -1,0 +1,324 @@
+"""Finds Python numbers that have no effect because of rounding, such as an eps of 1e-8, which is 0
+in fp16, or the bound `1 - 1e-6` of a clamp, which is 1 in bf16.
+
+If such a number was to keep an operand away from a point at which a later operator has no finite
+result, this later operator is the first whose result is not finite. To prove that the number is the
+cause, the step runs again with a larger number in its place.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....dtypes import format_dtype
+from ....observe.operators import Operator
+from ....observe.origin import Site, read_statement, running_frames
+
+_BOUNDS = frozenset(
+    ("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "hardtanh", "threshold", "logit")
+)
+_CONSTANTS = frozenset(("fill", "full", "full_like", "masked_fill", "new_full", "scalar_tensor"))
+_SUMS = frozenset(("add", "sub", "rsub"))
+# a factor of 1e-8 has an effect even if it is rounded to 0: only factors near 1 are meant
+_FACTORS = frozenset(("mul", "div"))
+_OPERATORS = _BOUNDS | _CONSTANTS | _SUMS | _FACTORS
+_LARGEST_DISTANCE = 0.01  # of such a number from the nearest integer; bf16 rounds 0.998 to 1
+_MAX_TRIALS = 8  # lines of one step that are tried
+
+
+@dataclass(frozen=True, slots=True)
+class LostNumber:
+    """A number of the program that has no effect in the dtype of a result.
+
+    operator    the operator that gets it, such as `clamp`
+    site        the line that calls the operator
+    expression  the expression of the program that has this value, or ""
+    """
+
+    operator: str
+    value: float
+    dtype: torch.dtype
+    site: Site | None
+    expression: str
+
+    @property
+    def nearest(self) -> int:
+        """The integer that has the same effect in this dtype."""
+        return round(self.value)
+
+    @property
+    def is_bound(self) -> bool:
+        return self.operator in _BOUNDS
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether the expression is a number or a computation, and not a name or an attribute."""
+        return self.expression != "" and not self.expression.replace(".", "").isidentifier()
+
+    def describe(self) -> str:
+        """Returns what the number becomes in the dtype, such as "`1 - 1e-6` is 1 in bf16"."""
+        text = repr(self.value)
+        if self.expression:
+            text = f"`{self.expression}`" if self.is_literal else f"`{self.expression}` = {text}"
+        dtype_name = format_dtype(self.dtype)
+        if _is_rounded_to_edge(self.value, self.dtype):
+            return f"{text} is {self.nearest} in {dtype_name}"
+        return f"{text} is rounded away in {dtype_name}"
+
+    def describe_change(self, replacement: str) -> str:
+        if not self.expression:
+            return f"use {replacement} in place of {self.value!r}, such as eps={replacement}"
+        if self.is_literal:
+            return f"write {replacement} in place of `{self.expression}`"
+        return f"set `{self.expression}` to {replacement}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A number that the dtype can hold, and the code for it."""
+
+    value: float
+    text: str
+
+
+def compute_references(
+    op: Operator, args: tuple, kwargs: dict
+) -> list[tuple[float, Tensor | None]]:
+    """Must be called before the operator runs, because it may overwrite its inputs. Returns the
+    numbers of the call that may be rounded away, each with the result of the nearest integer.
+    """
+    return [
+        (value, _run_with_number(op, args, kwargs, index, float(round(value))))
+        for index, value in _numbers_near_integers(op, args)
+    ]
+
+
+def list_lost_values(
+    op: Operator, references: list[tuple[float, Tensor | None]], result: Any
+) -> list[float]:
+    """Returns the numbers of a call that have no more effect than the nearest integer."""
+    return [value for value, reference in references if _is_lost(op, value, result, reference)]
+
+
+def _numbers_near_integers(op: Operator, args: tuple) -> Iterator[tuple[int, float]]:
+    """Yields the position and the value of each number of a call that is close to an integer, and
+    is no integer.
+    """
+    if op.base_name not in _OPERATORS:
+        return
+    for index, argument in enumerate(args):
+        value = _read_number(op, index, argument)
+        if value is None or not is_near_integer(value):
+            continue
+        if round(value) != 0 or op.base_name not in _FACTORS:
+            yield index, value
+
+
+def is_near_integer(value: Any) -> bool:
+    """Whether a value is a number close to 0, 1 or -1, but none of them."""
+    if not isinstance(value, float) or not abs(value) < 1 + _LARGEST_DISTANCE:
+        return False
+    return 0 < abs(value - round(value)) < _LARGEST_DISTANCE
+
+
+def _read_number(op: Operator, index: int, argument: Any) -> float | None:
+    """Returns the value of an argument if it is a number, or a constant tensor with the bound of a
+    clamp.
+    """
+    if isinstance(argument, float):
+        return argument
+    if index == 0 or op.base_name not in _BOUNDS or not isinstance(argument, Tensor):
+        return None
+    is_constant = argument.dim() == 0 and not argument.requires_grad
+    return float(argument) if is_constant and argument.is_floating_point() else None
+
+
+@torch.no_grad()
+def _run_with_number(
+    op: Operator, args: tuple, kwargs: dict, index: int, number: float
+) -> Tensor | None:
+    """Returns the result of an operator with another number. The inputs keep their values."""
+    changed = list(args)
+    for position, is_written in enumerate(op.is_written[: len(args)]):
+        if is_written and isinstance(changed[position], Tensor):
+            changed[position] = changed[position].clone()
+    changed[index] = _replace_number(changed[index], number)
+    result = op.func(*changed, **kwargs)
+    return result if isinstance(result, Tensor) else None
+
+
+def _replace_number(argument: Any, number: float) -> Any:
+    return torch.full_like(argument, number) if isinstance(argument, Tensor) else number
+
+
+def _is_lost(op: Operator, value: float, result: Any, reference: Tensor | None) -> bool:
+    """Whether a number has no effect on values at 0, 1 or -1. At these points logarithms, divisions
+    and inverse functions have no finite result or derivative.
+    """
+    if reference is None or not isinstance(result, Tensor):
+        return False
+    if not result.is_floating_point() or result.shape != reference.shape:
+        return False
+    if op.base_name in _BOUNDS or op.base_name in _CONSTANTS:
+        is_edge = result == round(value)
+        return _is_rounded_to_edge(value, result.dtype) and bool(is_edge.any())
+    is_edge = (result == 0) | (result == 1) | (result == -1)
+    return bool((is_edge & (result == reference)).any())
+
+
+def _is_rounded_to_edge(value: float, dtype: torch.dtype) -> bool:
+    return float(torch.tensor(value, dtype=dtype)) == round(value)
+
+
+class TrialEnd(BaseException):
+    """Ends a trial after the operator whose result is in question."""
+
+
+class NumberTrial:
+    """Runs the operators of a step with other numbers in place of the lost numbers of one line,
+    until a given operator, and records whether the result of this operator is finite.
+    """
+
+    def __init__(
+        self, replacements: dict[LostNumber, Replacement], operator: str, ordinal: int
+    ) -> None:
+        self.is_finite = False
+        self._values = {
+            (number.site, number.value): replacement.value
+            for number, replacement in replacements.items()
+        }
+        self._operator = operator
+        self._ordinal = ordinal
+        self._count = 0
+
+    def run(
+        self, op: Operator, args: tuple, kwargs: dict, find_site: Callable[[], Site | None]
+    ) -> Any:
+        self._count += 1
+        changed = list(args)
+        for index, number in _numbers_near_integers(op, args):
+            value = self._values.get((find_site(), number))
+            if value is not None:
+                changed[index] = _replace_number(changed[index], value)
+        result = op.func(*changed, **kwargs)
+        if self._count == self._ordinal:
+            is_finite = isinstance(result, Tensor) and bool(result.isfinite().all())
+            self.is_finite = is_finite and op.base_name == self._operator
+            raise TrialEnd
+        return result
+
+
+# runs the operators of a step through a trial
+RunTrial = Callable[[NumberTrial], Any]
+
+
+def prove_lost_numbers(
+    numbers: Sequence[LostNumber], operator: str, ordinal: int, run_again: RunTrial
+) -> dict[LostNumber, Replacement]:
+    """Returns the numbers of the line without whose rounding an operator gives a finite result,
+    each with a number that has an effect in its place. The last lines of the step are tried first.
+
+    ordinal  the number of operators of the step up to this operator
+    """
+    by_line: dict[Site | None, list[LostNumber]] = {}
+    for number in reversed(numbers):
+        by_line.setdefault(number.site, []).insert(0, number)
+    for line_numbers in list(by_line.values())[:_MAX_TRIALS]:
+        choices = [_list_replacements(number) for number in line_numbers]
+        for index in range(max(map(len, choices))):
+            chosen = [choice[min(index, len(choice) - 1)] for choice in choices]
+            replacements = dict(zip(line_numbers, chosen))
+            trial = NumberTrial(replacements, operator, ordinal)
+            with suppress(TrialEnd):
+                run_again(trial)
+            if trial.is_finite:
+                return replacements
+    return {}
+
+
+def _list_replacements(number: LostNumber) -> list[Replacement]:
+    """Lists numbers that have an effect in the dtype, smaller effects first."""
+    limits = torch.finfo(number.dtype)
+    sign = 1.0 if number.value > number.nearest else -1.0
+    eps = f"torch.finfo({number.dtype}).eps"
+    if number.nearest:
+        text = f"{number.nearest} {'+' if sign > 0 else '-'} {eps}"
+        return [Replacement(number.nearest + sign * limits.eps, text)]
+    values = {"1e-4": 1e-4, "1e-3": 1e-3, eps: limits.eps}
+    if number.dtype != torch.float16:
+        values = {f"torch.finfo({number.dtype}).tiny": limits.tiny}
+        values |= {"1e-12": 1e-12, "1e-6": 1e-6, eps: limits.eps}
+    mark = "" if sign > 0 else "-"
+    return [Replacement(sign * value, mark + text) for text, value in values.items()]
+
+
+def find_expression(value: float, site: Site | None) -> str:
+    """Returns the expression in a statement of the program that has this value: a number, or the
+    name, attribute or item that contains it.
+    """
+    if site is None:
+        return ""
+    statement = read_statement(site).strip()
+    try:
+        tree = ast.parse(statement)
+    except SyntaxError:
+        return ""
+    frames = (frame for frame in running_frames() if frame.f_code is site.code)
+    frame = next(frames, None)
+    for node in ast.walk(tree):  # the outer expressions come first
+        if isinstance(node, ast.expr) and _evaluate_number(node, frame) == value:
+            return ast.get_source_segment(statement, node) or ""
+    return ""
+
+
+def _evaluate_number(node: ast.AST, frame: FrameType | None) -> Any:
+    """Returns the value of an expression of numbers, or None. No code of the program runs."""
+    value = _evaluate(node, frame)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _evaluate(node: ast.AST, frame: FrameType | None) -> Any:
+    match node:
+        case ast.Constant(value):
+            return value
+        case ast.Name(name) if frame is not None:
+            return frame.f_locals.get(name, frame.f_globals.get(name))
+        case ast.Attribute(owner, name):
+            return getattr(_evaluate(owner, frame), "__dict__", {}).get(name)
+        case ast.Subscript(container, ast.Constant(key)):
+            items = _evaluate(container, frame)
+            return items.get(key) if type(items) is dict else None
+        case ast.UnaryOp(ast.USub(), operand):
+            value = _evaluate_number(operand, frame)
+            return None if value is None else -value
+        case ast.BinOp(left, operator, right):
+            return _compute(operator, _evaluate_number(left, frame), _evaluate_number(right, frame))
+    return None
+
+
+def _compute(operator: ast.operator, left: Any, right: Any) -> Any:
+    if left is None or right is None:
+        return None
+    try:
+        match operator:
+            case ast.Add():
+                return left + right
+            case ast.Sub():
+                return left - right
+            case ast.Mult():
+                return left * right
+            case ast.Div():
+                return left / right
+            case ast.Pow():
+                return left**right
+    except (ArithmeticError, ValueError):
+        return None
+    return None
