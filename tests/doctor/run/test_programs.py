@@ -765,8 +765,16 @@ TRUTH = {
         "Attention",
         "the cast `x.to(self.precision)`"
         " (tests/doctor/run/programs/quantised_cache.py:16) makes `keys` fp32",
-        "set `self.precision`, to which the value is cast"
-        " (tests/doctor/run/programs/quantised_cache.py:16), to torch.bfloat16",
+        "`Int8Linear(nn.Linear(8, 8), precision=torch.bfloat16)` at"
+        " tests/doctor/run/programs/quantised_cache.py:36",
+    ),
+    "kept_buffer": Truth(
+        "RN008",
+        "torch.matmul(x, weight, out=out)",
+        "Project",
+        "(tests/doctor/run/programs/kept_buffer.py:15); its dtype comes from `torch.float16`"
+        " (tests/doctor/run/programs/kept_buffer.py:8)",
+        "torch.bfloat16 in place of `torch.float16` at tests/doctor/run/programs/kept_buffer.py:8",
     ),
     "autocast_block": Truth(
         "RN001",

@@ -237,6 +237,9 @@ class _Search:
                 return self.follow(owner, index, line)  # an output of a model, such as `.logits`
             case ast.Subscript(container, key):
                 self.key = read_value(key, frame)
+                stored = _find_stored_item(frame.scope, node, line)
+                if stored is not None:
+                    return self.follow(stored, index, stored.lineno)
                 return self.follow(container, index, line)
             case ast.BinOp(left, _, right):
                 return self.follow_widest([left, right], node, index, line)
@@ -1380,6 +1383,21 @@ def _make_frame_of(
         if frame is not None and frame.scope is function:
             return frame
     return None
+
+
+def _find_stored_item(scope: ast.AST | None, node: ast.Subscript, line: int) -> ast.expr | None:
+    """Returns the only value that a function assigns to `TABLE[key]` before a line that reads it
+    with the same key, as a table of tensors that are made once does.
+    """
+    if isinstance(node.slice, ast.Constant) or scope is None:
+        return None
+    values = [
+        binding.value
+        for binding in _walk_scope(scope)
+        if isinstance(binding, ast.Assign) and binding.lineno < line
+        if _source(binding.targets[0]) == _source(node)
+    ]
+    return values[0] if len(values) == 1 else None
 
 
 def _find_appended(scope: Any, name: str, line: int) -> ast.expr | None:

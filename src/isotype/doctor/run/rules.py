@@ -24,6 +24,7 @@ from ...pages.finding_sheet import load_finding_formatter
 from .autocast import starts_thread
 from .batches import find_batch_item
 from .causes import SHEET
+from .dtype_settings import DtypeSetting, find_dtype_setting
 from .evidence import Evidence, Operand, describe_autocast
 from .expressions import is_tensor, node_keyword, read_function, read_value
 from .frames import CallFrame
@@ -1124,6 +1125,7 @@ def find_attention_operand(evidence: Evidence) -> Finding | None:
         casts=" and ".join(f"`{_brackets(label)}.to({others[0].dtype})`" for label in odd_labels),
         is_in_user_line=evidence.frames[odd.frame_index] is evidence.user_frame,
         is_cast=producer.kind == "cast" and producer.is_proven,
+        set_by=_describe_setting(evidence, producer, odd.dtype, others[0].dtype),
     )
 
 
@@ -1293,6 +1295,9 @@ def find_write(evidence: Evidence) -> Finding | None:
     is_autocast = is_autocast and not is_explicit
     labels = dict.fromkeys(_cast_text(operand, destination) for operand in values)
     later_casts = _find_later_writes(evidence.failing_frame)
+    setting = _describe_setting_of_write(evidence, maker, values[0].dtype, destination.dtype)
+    if has_out:
+        setting = _describe_setting_of_write(evidence, source, destination.dtype, values[0].dtype)
     creation = _find_odd_storage(evidence, destination, values[0].dtype)
     loading = find_assigned_checkpoint(evidence.frames)
     if loading is not None and not _holds_tensor(evidence, loading.text, destination.tensor):
@@ -1322,9 +1327,23 @@ def find_write(evidence: Evidence) -> Finding | None:
         maker=maker.text,
         at=evidence.failing_frame.location,
         **_describe_written_cast(evidence, maker, destination),
+        **setting,
         out=has_out,
         out_at=source.location if source.text != destination.label else "",
     )
+
+
+def _describe_setting_of_write(
+    evidence: Evidence, producer: Producer, dtype: torch.dtype, wanted_dtype: torch.dtype
+) -> dict[str, Any]:
+    """Returns the line that set the dtype of an operand, and its fix if the model's weights have
+    the other dtype.
+    """
+    setting = _find_setting(evidence, producer, dtype, wanted_dtype)
+    if setting is None:
+        return {}
+    is_odd = wanted_dtype == evidence.majority_dtype
+    return {"set_by": setting.describe(), "set_fix": setting.fix if is_odd else ""}
 
 
 def _holds_tensor(evidence: Evidence, call: str, tensor: torch.Tensor | None) -> bool:
@@ -1638,6 +1657,7 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         function=evidence.operation,
         target=str(weight.dtype),
         **_explain_weights(evidence, operand, weight, producer),
+        set_by=_describe_setting(evidence, producer, operand.dtype, weight.dtype),
     )
 
 
@@ -1794,6 +1814,27 @@ def _proven_kind(producer: Producer) -> str:
     return "call" if is_unproven_cast else producer.kind
 
 
+def _find_setting(
+    evidence: Evidence, producer: Producer, dtype: torch.dtype, wanted_dtype: torch.dtype
+) -> DtypeSetting | None:
+    """Returns the line that set the dtype to which an expression casts, or in which it creates a
+    tensor, if the expression reads this dtype from a variable.
+    """
+    if not producer.is_proven or producer.kind not in ("cast", "creation"):
+        return None
+    return find_dtype_setting(
+        evidence.frames, producer.text, producer.location, dtype, wanted_dtype
+    )
+
+
+def _describe_setting(
+    evidence: Evidence, producer: Producer, dtype: torch.dtype, wanted_dtype: torch.dtype
+) -> str:
+    """Returns the line of `_find_setting` as a part of a sentence, or ""."""
+    setting = _find_setting(evidence, producer, dtype, wanted_dtype)
+    return "" if setting is None else setting.describe()
+
+
 def _find_promotion(operand: Operand, producer: Producer) -> Promotion | None:
     """Returns the operation that widened an operand, if autograd's graph confirms it."""
     if not producer.is_proven or not producer.promotions:
@@ -1843,6 +1884,7 @@ def find_mixed_operands(evidence: Evidence) -> Finding | None:
         at=_passed_at(evidence, producer),
         target=str(others[0].dtype),
         autocast=bool(evidence.autocast.is_on),
+        set_by=_describe_setting(evidence, producer, odd.dtype, others[0].dtype),
     )
 
 
