@@ -74,7 +74,7 @@ TRUTH = {
         "scaler.step(optimizer)",
         "<module>",
         "all 4 parameters of the optimizer are fp16",
-        "model.float() before the optimizer is built",
+        "leave `.half()` (tests/doctor/run/programs/scaler.py:8) out, or cast the trained parameters",
     ),
     "scaler_adapters": Truth(
         "RN006",

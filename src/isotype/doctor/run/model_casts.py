@@ -5,17 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...observe.origin import short_path
-from .casts import has_unread_dtype, read_cast_dtype
 from .expressions import read_value
 from .frames import CallFrame, make_returned_frame
 from .hooks import find_callback_registration, is_callback
+from .recorded_origins import find_cast
 from .user_files import iterate_user_files
 
 
@@ -33,76 +32,27 @@ class ModelCast:
     callback: str = ""
 
 
-def find_model_cast(
-    frames: Sequence[CallFrame], optimizer: str, dtype: torch.dtype
-) -> ModelCast | None:
-    """Returns the call that casts a model to `dtype`: in a trainer's callback, or elsewhere in the
-    user's files. Returns None if there is no such call, or more than one.
-
-    optimizer  the class of the optimizer; a cast before its construction is not meant
+def find_model_cast(frames: Sequence[CallFrame], parameter: torch.Tensor) -> ModelCast | None:
+    """Returns the call that cast a parameter to the dtype that it has now: in a trainer's callback,
+    in another function, or in the main code. Returns None if the parameter was not cast.
     """
-    names = _model_names(frames)
-    casts = list(_iterate_callback_casts(frames, names, dtype))
-    if not casts:
-        casts = list(_iterate_file_casts(frames, names, optimizer, dtype))
-    if not casts:
-        casts = list(_iterate_file_casts(frames, names, optimizer, None))
-    return casts[0] if len(casts) == 1 else None
-
-
-def _model_names(frames: Sequence[CallFrame]) -> set[str]:
-    """Returns the names of the variables that hold a module."""
-    names = {"model", "module"}
-    for frame in frames:
-        for name, value in frame.variables.items():
-            if isinstance(value, nn.Module) and name != "self":
-                names.add(name)
-    return names
-
-
-def find_only_model_cast(
-    frames: Sequence[CallFrame], dtype: torch.dtype, module: nn.Module | None = None
-) -> ModelCast | None:
-    """Returns the call in the user's files that casts a model to `dtype`, if there is only one. The
-    model must contain `module`, if this is given and the variable of the call can be read.
-    """
-    for wanted in (dtype, None):
-        casts = list(_iterate_casts_of(frames, wanted, module))
-        if casts:
-            return casts[0] if len(casts) == 1 else None
-    return None
-
-
-def _iterate_casts_of(
-    frames: Sequence[CallFrame], dtype: torch.dtype | None, module: nn.Module | None
-) -> Iterator[ModelCast]:
-    """Yields the calls in the user's files that cast a model which contains `module`."""
-    names = _model_names(frames)
-    for file, tree, module_frame in iterate_user_files(frames):
-        for node in _iterate_casts(tree, module_frame, names, dtype):
-            assert isinstance(node.func, ast.Attribute)
-            model = read_value(node.func.value, module_frame)
-            is_other = isinstance(model, nn.Module) and all(
-                p is not module for p in model.modules()
-            )
-            if module is None or not is_other:
-                function = _enclosing_function(tree, node)
-                location = f"{short_path(file)}:{node.lineno}"
-                yield ModelCast(ast.unparse(node), location, function)
-
-
-def find_assigned_checkpoint(frames: Sequence[CallFrame]) -> ModelCast | None:
-    """Returns the call `load_state_dict(..., assign=True)` of the user's files, which gives the
-    weights the dtypes of the checkpoint. Returns None if there is no such call, or more than one.
-    """
-    return _find_only_node(frames, _is_assigning_load)
-
-
-def _is_assigning_load(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return False
-    assigns = [k for k in node.keywords if k.arg == "assign" and isinstance(k.value, ast.Constant)]
-    return node.func.attr == "load_state_dict" and any(k.value.value for k in assigns)  # type: ignore[attr-defined]
+    recorded = find_cast(parameter)
+    if recorded is None:
+        return None
+    origin, code = recorded
+    if origin.kind == "library":
+        return ModelCast(origin.text, origin.location)
+    for callback in _find_callbacks(frames):
+        for name, method in vars(type(callback)).items():
+            if getattr(method, "__code__", None) is code:
+                files = [frame.file for frame in frames if frame.is_user_code]
+                location = find_callback_registration(callback, files)
+                owner = f"{type(callback).__name__}.{name}"
+                place = f"{owner}, registered at {location}" if location else owner
+                return ModelCast(origin.text, origin.location, owner, place)
+    is_running = any(frame.code is code for frame in frames)
+    function = "" if is_running or code.co_name == "<module>" else code.co_name
+    return ModelCast(origin.text, origin.location, function)
 
 
 def find_unwrapping(frames: Sequence[CallFrame]) -> ModelCast | None:
@@ -269,28 +219,6 @@ def _iterate_nodes(
                 yield ModelCast(_describe_node(node), f"{short_path(file)}:{line}")
 
 
-def _iterate_callback_casts(
-    frames: Sequence[CallFrame], names: set[str], dtype: torch.dtype
-) -> Iterator[ModelCast]:
-    files = [frame.file for frame in frames if frame.is_user_code]
-    for callback in _find_callbacks(frames):
-        for name, method in vars(type(callback)).items():
-            frame = None
-            if isinstance(method, FunctionType):
-                frame = make_returned_frame(method, {"self": callback})
-            if frame is None:
-                continue
-            for node in _iterate_casts(frame.scope, frame, names, dtype):
-                location = find_callback_registration(callback, files)
-                owner = f"{type(callback).__name__}.{name}"
-                yield ModelCast(
-                    ast.unparse(node),
-                    frame.location_of(node),
-                    owner,
-                    f"{owner}, registered at {location}" if location else owner,
-                )
-
-
 def _find_callbacks(frames: Sequence[CallFrame]) -> list[Any]:
     """Returns the callbacks of the trainers in the frames."""
     callbacks: dict[int, Any] = {}
@@ -302,58 +230,3 @@ def _find_callbacks(frames: Sequence[CallFrame]) -> list[Any]:
             if isinstance(items, list):
                 callbacks |= {id(item): item for item in items if is_callback(item)}
     return list(callbacks.values())
-
-
-def _iterate_file_casts(
-    frames: Sequence[CallFrame], names: set[str], optimizer: str, dtype: torch.dtype | None
-) -> Iterator[ModelCast]:
-    for file, tree, module_frame in iterate_user_files(frames):
-        optimizer_line = _line_of_call(tree, optimizer)
-        for node in _iterate_casts(tree, module_frame, names, dtype):
-            function = _enclosing_function(tree, node)
-            is_running = any(frame.function == function for frame in frames if frame.file == file)
-            if node.lineno < optimizer_line and (is_running or not function):
-                continue
-            location = f"{short_path(file)}:{node.lineno}"
-            yield ModelCast(ast.unparse(node), location, "" if is_running else function)
-
-
-def _iterate_casts(
-    scope: ast.AST | None, frame: CallFrame, names: set[str], dtype: torch.dtype | None
-) -> Iterator[ast.Call]:
-    """Yields the calls in a piece of code that cast a model to `dtype`. If `dtype` is None, yields
-    the casts whose dtype is a variable that cannot be read, as in `model.to(self.dtype)`.
-    """
-    if scope is None:
-        return
-    for node in ast.walk(scope):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        receiver = node.func.value
-        name = receiver.attr if isinstance(receiver, ast.Attribute) else ast.unparse(receiver)
-        if name not in names or read_cast_dtype(node, frame) != dtype:
-            continue
-        if dtype is not None or has_unread_dtype(node, frame):
-            yield node
-
-
-def _line_of_call(tree: ast.AST, name: str) -> int:
-    """Returns the first line that calls a function of this name, or 0."""
-    lines = [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name
-    ]
-    return min(lines, default=0)
-
-
-def _enclosing_function(tree: ast.AST, node: ast.AST) -> str:
-    """Returns the name of the innermost function that contains a node, or ""."""
-    functions = [
-        function
-        for function in ast.walk(tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and any(part is node for part in ast.walk(function))
-    ]
-    innermost = max(functions, key=lambda function: function.lineno, default=None)
-    return "" if innermost is None else innermost.name

@@ -125,6 +125,14 @@ class ModelNames:
         """Returns the module that owns a parameter or buffer, a view of it, or its `data`."""
         return self._owners.get(self._find_key(tensor))
 
+    def find_tensor(self, tensor: Any) -> torch.Tensor | None:
+        """Returns the parameter or buffer to which a tensor belongs: itself, or the one of which it
+        is a view or the `data`.
+        """
+        owner = self.tensor_owner(tensor)
+        name = (self.tensor_path(tensor) or "").rpartition(".")[2]
+        return None if owner is None else owner._parameters.get(name, owner._buffers.get(name))
+
     def _find_key(self, tensor: Any) -> int:
         """Returns the id of the parameter or buffer to which a tensor belongs."""
         if not isinstance(tensor, torch.Tensor) or id(tensor) in self._tensors:

@@ -21,10 +21,10 @@ def find_operand_origin(evidence: Evidence, operand: Operand) -> WeightOrigin | 
     """Returns the call that gave a parameter or buffer its dtype. Returns None for other operands,
     and for weights that were built in the default dtype and never cast.
     """
-    owner = evidence.names.tensor_owner(operand.tensor)
-    if owner is None:
+    tensor = evidence.names.find_tensor(operand.tensor)
+    if tensor is None:
         return None
-    origin = find_tensor_origin(owner, operand.path, operand.dtype)
+    origin = find_tensor_origin(tensor)
     return None if origin is None or origin.kind == "default" else origin
 
 

@@ -36,14 +36,33 @@ def find_recorded_origin(modules: Iterable[nn.Module], dtype: torch.dtype) -> We
     return origins[max(counts, key=lambda key: counts[key])] if counts else None
 
 
-def find_tensor_origin(owner: nn.Module, path: str, dtype: torch.dtype) -> WeightOrigin | None:
-    """Returns the call that gave a parameter or buffer of a module its dtype.
-
-    path  the path of the parameter or buffer, which ends with its name
-    """
-    events = RECORD.events_of(owner).get(path.rpartition(".")[2], [])
-    event = _find_last_event(events, dtype)
+def find_tensor_origin(tensor: torch.Tensor) -> WeightOrigin | None:
+    """Returns the call that gave a parameter or buffer its dtype."""
+    event = _find_last_event(RECORD.events_of_tensor(tensor), tensor.dtype)
     return None if event is None else read_origin(event)
+
+
+def find_cast(tensor: torch.Tensor) -> tuple[WeightOrigin, CodeType] | None:
+    """Returns the call that cast a parameter or buffer to the dtype that it has now, and the code of
+    the function that contains the call. Returns None if the tensor was not cast.
+    """
+    event = _find_last_event(RECORD.events_of_tensor(tensor), tensor.dtype)
+    origin = None if event is None else read_origin(event)
+    call = None if event is None else _find_user_call(event)
+    if origin is None or call is None or origin.kind not in ("cast", "library"):
+        return None
+    return origin, call[0]
+
+
+def is_cast_of_most_weights(origin: WeightOrigin, model: nn.Module) -> bool:
+    """True if a call cast most weights of a model, also if other calls cast some of them later."""
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    origins = [
+        [read_origin(event) for event in RECORD.events_of_tensor(p) if event.is_cast]
+        for p in parameters
+    ]
+    count = sum(p.numel() for p, found in zip(parameters, origins) if origin in found)
+    return count * 2 > sum(p.numel() for p in parameters)
 
 
 def _iterate_last_events(
@@ -96,8 +115,7 @@ def read_origin(event: WeightEvent) -> WeightOrigin | None:
     if kind == "library":
         inner = _make_frame(*event.calls[0])
         function = f"{inner.code.co_qualname} ({inner.location})"
-    has_call = kind not in ("cast", "library", "preparation")
-    return WeightOrigin(kind, text, location, call if has_call else None, function)
+    return WeightOrigin(kind, text, location, call, function)
 
 
 @functools.cache

@@ -32,11 +32,9 @@ from .graph import find_widening_operation
 from .hooks import find_handler
 from .losses import find_loss_node, find_loss_target
 from .model_casts import (
-    find_assigned_checkpoint,
     find_default_dtype_creation,
     find_default_dtype_setter,
     find_model_cast,
-    find_only_model_cast,
     find_state_load,
     find_state_write,
     find_unrestored_default_dtype,
@@ -56,6 +54,7 @@ from .recomputation import (
     find_inner_autocast,
     find_recomputation,
 )
+from .recorded_origins import find_tensor_origin, is_cast_of_most_weights
 from .settings import find_arguments_without_autocast, is_prepared_model, runs_under_autocast
 from .storages import StorageCreation, find_storage_creation
 from .user_files import iterate_user_files
@@ -498,7 +497,9 @@ def _describe_changes(
     region = find_inner_autocast(recomputation)
     cast = None
     if cast_dtype is not None and recomputation.module is not None:
-        cast = find_only_model_cast(frames, cast_dtype, recomputation.module)
+        weights = (p for p in recomputation.module.parameters() if p.dtype == cast_dtype)
+        weight = next(weights, None)
+        cast = None if weight is None else find_model_cast(frames, weight)
     if cast is not None and not cast.function:
         cast = None  # the main code casts the model before forward
     changes = {}
@@ -546,15 +547,17 @@ def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
         for root in evidence.names.roots
         for parameter in root.parameters()
     )
-    cast = find_only_model_cast(evidence.frames, torch.float16)
     origin = None
-    owner = evidence.names.tensor_owner(half_parameters[0]) if half_parameters else None
-    if cast is None and owner is not None:
-        origin = find_weight_origin(evidence.frames, evidence.names, owner, torch.float16)
+    if half_parameters:
+        origin = find_tensor_origin(half_parameters[0])
+        owner = evidence.names.tensor_owner(half_parameters[0])
+        if origin is None and owner is not None:
+            origin = find_weight_origin(evidence.frames, evidence.names, owner, torch.float16)
+    is_cast = origin is not None and origin.kind == "cast"
     return _make_finding(
         "RN006",
         evidence,
-        origin="" if origin is None else origin.describe("them", "fp16"),
+        origin="" if origin is None or is_cast else origin.describe("them", "fp16"),
         is_adapter=origin is not None and origin.kind == "adapters",
         rebuilt="" if origin is None else origin.with_dtype(torch.float32),
         origin_at="" if origin is None else origin.location,
@@ -565,8 +568,8 @@ def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
         has_frozen=has_frozen,
         setter=" and ".join([*setters[:2], "the loss scaler"]),
         model=model,
-        cast="" if cast is None else cast.text,
-        cast_at="" if cast is None else cast.location,
+        cast=origin.removable_text if origin is not None and is_cast else "",
+        cast_at="" if origin is None else origin.location,
     )
 
 
@@ -601,7 +604,8 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
     cast = None
     write = find_state_write(evidence.frames)
     if write is None and not states <= parameters and len(parameters) == 1:
-        cast = find_model_cast(evidence.frames, facts.class_name, next(iter(parameters)))
+        tensors = (p for group in facts.optimizer.param_groups for p in group["params"])
+        cast = find_model_cast(evidence.frames, next(tensors))
     return _make_finding(
         "RN007",
         evidence,
@@ -1299,8 +1303,8 @@ def find_write(evidence: Evidence) -> Finding | None:
     if has_out:
         setting = _describe_setting_of_write(evidence, source, destination.dtype, values[0].dtype)
     creation = _find_odd_storage(evidence, destination, values[0].dtype)
-    loading = find_assigned_checkpoint(evidence.frames)
-    if loading is not None and not _holds_tensor(evidence, loading.text, destination.tensor):
+    loading = find_operand_origin(evidence, destination)
+    if loading is not None and loading.kind != "assignment":
         loading = None
     return _make_finding(
         "RN008",
@@ -1344,21 +1348,6 @@ def _describe_setting_of_write(
         return {}
     is_odd = wanted_dtype == evidence.majority_dtype
     return {"set_by": setting.describe(), "set_fix": setting.fix if is_odd else ""}
-
-
-def _holds_tensor(evidence: Evidence, call: str, tensor: torch.Tensor | None) -> bool:
-    """True if the module on which `MODULE.load_state_dict(...)` is called owns a tensor. The
-    module is read from the variable or the attribute of the same name in a frame.
-    """
-    name = call.partition(".load_state_dict(")[0].rpartition(".")[2]
-    for frame in evidence.frames:
-        owner = frame.variables.get("self")
-        modules = owner._modules if isinstance(owner, nn.Module) else {}
-        for variables in (frame.variables, getattr(owner, "__dict__", {}), modules):
-            module = variables.get(name)
-            if isinstance(module, nn.Module) and any(p is tensor for p in module.parameters()):
-                return True
-    return False
 
 
 def _find_odd_storage(
@@ -1518,7 +1507,8 @@ def find_left_default_dtype(evidence: Evidence) -> Finding | None:
     setter = find_unrestored_default_dtype(evidence.frames)
     if not weights or setter is None:
         return None
-    if find_only_model_cast(evidence.frames, default, evidence.module) is not None:
+    origin = find_operand_origin(evidence, weights[0])
+    if origin is not None and origin.kind == "cast":
         return None  # the program asks for this dtype
     other = _first_of_other_dtype([weights[0], *operands])
     evidence.producer_of(other)  # shown with the operands
@@ -1551,14 +1541,14 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         origin = find_weight_origin(evidence.frames, evidence.names, owner, weight.dtype)
     others_origin = None
     if evidence.model is not None:
-        others_origin = find_model_origin(evidence.frames, evidence.names, evidence.model, majority)
+        others_origin = find_model_origin(evidence.frames, evidence.model, majority)
     return _make_finding(
         "RN002",
         evidence,
         narrow_input=_cast_input_of_model_cast(evidence, origin, weight, others[0]),
         line_at=evidence.user_frame.location,
         origin="" if origin is None else origin.describe("it", weight.dtype_name),
-        cast=origin.text if origin is not None and origin.kind == "cast" else "",
+        cast=origin.removable_text if origin is not None and origin.kind == "cast" else "",
         origin_at="" if origin is None else origin.location,
         rebuilt="" if origin is None else origin.with_dtype(majority),
         others_origin=""
@@ -1585,8 +1575,7 @@ def _cast_input_of_model_cast(
     """
     if origin is None or origin.kind != "cast":
         return ""
-    model_cast = find_only_model_cast(evidence.frames, weight.dtype, evidence.model)
-    if model_cast is None or model_cast.text != origin.text:
+    if evidence.model is None or not is_cast_of_most_weights(origin, evidence.model):
         return ""
     producer = evidence.producer_of(operand)
     if not _is_in_user_line(evidence, operand, producer):
@@ -1717,11 +1706,10 @@ def _explain_weights(
     model_origin = None
     is_default_before = origin is not None and origin.kind == "default"
     if weight.dtype == evidence.majority_dtype and (module is None or is_default_before):
-        loading = find_assigned_checkpoint(evidence.frames)
-        if loading is None and evidence.model is not None:
-            model_origin = find_model_origin(
-                evidence.frames, evidence.names, evidence.model, weight.dtype
-            )
+        if evidence.model is not None:
+            model_origin = find_model_origin(evidence.frames, evidence.model, weight.dtype)
+        if model_origin is not None and model_origin.kind == "assignment":
+            loading, model_origin = model_origin, None
     trainer, flag = _trainer_without_autocast(evidence, weight.dtype)
     facts: dict[str, Any] = {
         "producer_dtype": producer_dtype,
@@ -1769,7 +1757,7 @@ def _describe_origin(
     return {
         "origin": origin.describe(weights, format_dtype(dtype)),
         "origin_kind": origin.kind,
-        "cast": origin.text if origin.kind == "cast" else "",
+        "cast": origin.removable_text if origin.kind == "cast" else "",
         "origin_at": origin.location,
         "rebuilt": origin.with_dtype(wanted_dtype),
     }

@@ -27,7 +27,7 @@ class WeightOrigin:
               dtype), or `adapters` (PEFT keeps adapters in the dtype of their base)
     text      the source code of the expression
     location  the file and line of the expression
-    call      the call, for the kinds that build or load weights
+    call      the call, if the expression is one
     function  the library's function that casts, and its place, for the kind `library`
     """
 
@@ -54,9 +54,23 @@ class WeightOrigin:
             text = f"{text[:_MAX_TEXT]}..."
         return f"`{text}` ({self.location}) {action}"
 
+    @property
+    def removable_text(self) -> str:
+        """The part of a cast that a fix leaves out: `.half()` of `Model(8).half()`, and otherwise the
+        whole call.
+        """
+        match self.call:
+            case ast.Call(ast.Attribute(ast.Call() as receiver)):
+                return " ".join(ast.unparse(self.call).split()).removeprefix(
+                    " ".join(ast.unparse(receiver).split())
+                )
+        return self.text
+
     def with_dtype(self, dtype: torch.dtype) -> str:
-        """Returns the source code of the call with another dtype, or "" if there is no call."""
-        if self.call is None:
+        """Returns the source code of the call with another dtype, or "" if it casts weights that
+        exist, or is no call.
+        """
+        if self.call is None or self.kind in ("cast", "library", "preparation"):
             return ""
         if self.kind == "default":
             return f"{self.text}.to({dtype})"

@@ -1,6 +1,6 @@
-"""Finds the line of the user's code that gave the weights of a module their dtype. The line may be
-in a function that has returned: a cast of the norms in a helper, a call that loads a checkpoint, or
-the call that built the module.
+"""Finds the line of the user's code that gave the weights of a module their dtype. The record of the
+run names calls that build, load and cast modules. Other changes, such as `parameter.data = ...` in a
+helper that has returned, are searched in the source code.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import nn
 
 from ...observe.origin import short_path
 from .casts import has_unread_dtype, read_cast_dtype
-from .expressions import CASTING_METHODS, UNKNOWN, node_keyword, read_value
+from .expressions import CASTING_METHODS, UNKNOWN, read_value
 from .frames import CallFrame
 from .modules import ModelNames
 from .recorded_origins import find_recorded_origin
 from .user_files import iterate_user_files
-from .weight_origin import ADAPTER_KEYWORD, DTYPE_KEYWORDS, PREPARATION, WeightOrigin
+from .weight_origin import PREPARATION, WeightOrigin
 
 _MODULE_LOOP = re.compile(r"\.(?:named_)?(?:modules|children)\(")
 _ADAPTER_FUNCTIONS = ("get_peft_model", "add_adapter", "load_adapter", "from_pretrained")
@@ -153,41 +153,23 @@ def find_weight_origin(
             casts += list(_iterate_preparations(program, module))
         if casts:
             return casts[0] if len(casts) == 1 else None
-    adapters = list(_iterate_narrow_adapters(program)) if ".lora_" in path else []
-    if adapters:
-        return adapters[0] if len(adapters) == 1 else None
-    owners = names.containing_modules(module)
-    for is_default in (False, True):
-        if is_default and dtype != torch.get_default_dtype():
-            break
-        classes = {type(owner).__name__ for owner in owners}
-        constructions = list(_iterate_constructions(program, classes, path, dtype, is_default))
-        if not constructions and not is_default:
-            constructions = list(_iterate_typed_calls(program, type(module).__name__, dtype))
-        if constructions:
-            return constructions[0] if len(constructions) == 1 else None
-    return _find_loading(program, owners, dtype)
+    return None
 
 
 def find_model_origin(
-    frames: Sequence[CallFrame], names: ModelNames, model: nn.Module, dtype: torch.dtype
+    frames: Sequence[CallFrame], model: nn.Module, dtype: torch.dtype
 ) -> WeightOrigin | None:
-    """Returns the call of the user's code that gave most weights of a model their dtype: PEFT's
-    preparation, or the call that loaded the model. Returns None if the code shows no such call, or
-    more than one.
+    """Returns the call of the user's code that loaded or cast most weights of a model. Returns None
+    for a model that was only built.
     """
     recorded = find_recorded_origin(model.modules(), dtype)
-    if recorded is not None and recorded.kind not in ("default", "construction"):
-        return recorded
-    program = _Program(frames)
+    if recorded is not None:
+        return None if recorded.kind in ("default", "construction") else recorded
     preparations = []
     if dtype == torch.float32:
-        preparations = list(_iterate_preparations(program, next(iter(model.children()), model)))
-    if preparations:
-        return preparations[0] if len(preparations) == 1 else None
-    # the model that was called may be a part of the one that was loaded, such as its encoder
-    modules = [*model.modules(), *names.containing_modules(model)]
-    return _find_loading(program, modules, dtype)
+        module = next(iter(model.children()), model)
+        preparations = list(_iterate_preparations(_Program(frames), module))
+    return preparations[0] if len(preparations) == 1 else None
 
 
 def _make_origin(
@@ -253,16 +235,6 @@ def _iterate_preparations(program: _Program, module: nn.Module) -> Iterator[Weig
     for source, call in program.calls.get(PREPARATION, []):
         if not any(program.is_other_model(source, part, module) for part in call.args[:1]):
             yield _make_origin("preparation", call, source)
-
-
-def _iterate_narrow_adapters(program: _Program) -> Iterator[WeightOrigin]:
-    """Yields the calls of PEFT that keep adapters in the dtype of their base."""
-    for name in _ADAPTER_FUNCTIONS:
-        for source, call in program.calls.get(name, []):
-            value = node_keyword(call, ADAPTER_KEYWORD)
-            frame = program.frame_at(source, call)
-            if value is not None and read_value(value, frame) is not True:
-                yield _make_origin("adapters", call, source, call)
 
 
 def _may_concern(
@@ -335,124 +307,3 @@ def _names_class_of(classes: ast.AST, module: nn.Module) -> bool:
     parts = [ast.unparse(expression).rpartition(".")[2] for expression in expressions]
     is_name_of_tuple = any(part.isupper() for part in parts)  # such as `NORM_LAYERS`
     return is_name_of_tuple or not names.isdisjoint(parts)
-
-
-def _iterate_constructions(
-    program: _Program, classes: set[str], path: str, dtype: torch.dtype, is_default: bool
-) -> Iterator[WeightOrigin]:
-    """Yields the calls whose result is assigned to an attribute with the name of the module, such
-    as `self.score = nn.Linear(size, 1, dtype=torch.bfloat16)`.
-
-    classes     the classes of the module and of those that contain it
-    is_default  whether to yield calls of these classes without a dtype. Otherwise yields calls that
-                give this dtype
-    """
-    name = next((part for part in reversed(path.split(".")) if not part.isdigit()), "")
-    for source in program.sources:
-        for node in source.nodes:
-            match node:
-                case ast.Assign([ast.Attribute(_, attribute)], ast.Call() as call):
-                    if attribute != name:
-                        continue
-                    if is_default and _called_name(call) in classes:
-                        yield _make_origin("default", call, source, call)
-                    elif not is_default and dtype in _read_dtypes(call, program, source):
-                        yield _make_origin("construction", call, source, call)
-
-
-def _iterate_typed_calls(
-    program: _Program, class_name: str, dtype: torch.dtype
-) -> Iterator[WeightOrigin]:
-    """Yields the calls that build modules of a class in this dtype, with an argument `dtype`. They
-    may be part of an expression, such as `nn.Sequential(nn.PReLU(8, dtype=torch.float16))`, or a
-    call of `super().__init__` in this class.
-    """
-    calls = list(program.calls.get(class_name, []))
-    for source, call in program.calls.get("__init__", []):
-        parents = [parent for parent, _ in source.iterate_parents(call)]
-        if any(isinstance(part, ast.ClassDef) and part.name == class_name for part in parents):
-            calls.append((source, call))
-    for source, call in calls:
-        if dtype in _read_dtypes(call, program, source):
-            yield _make_origin("construction", call, source, call)
-
-
-def _read_dtypes(call: ast.Call, program: _Program, source: _Source) -> tuple[Any, Any]:
-    """Returns the argument `dtype` of a call, and the dtype to which the call casts."""
-    frame = program.frame_at(source, call)
-    return read_value(node_keyword(call, "dtype"), frame), read_cast_dtype(call, frame)
-
-
-def _find_loading(
-    program: _Program, modules: Sequence[nn.Module], dtype: torch.dtype
-) -> WeightOrigin | None:
-    """Returns the only call of `from_pretrained` that may have loaded one of the modules in this
-    dtype.
-    """
-    loaded = [module for module in modules if _read_checkpoint_name(module)]
-    origins = []
-    for source, call in program.calls.get("from_pretrained", []) if loaded else ():
-        match call.func:
-            case ast.Attribute(owner):
-                frame = program.frame_at(source, call)
-                kind = _kind_of_loading(call, frame, loaded, dtype)
-                if not kind or not _may_load(owner, loaded, frame):
-                    continue
-                if not _is_assigned_to_other(program, source, call, loaded):
-                    origins.append(_make_origin(kind, call, source, call))
-    return origins[0] if len(origins) == 1 else None
-
-
-def _is_assigned_to_other(
-    program: _Program, source: _Source, call: ast.Call, loaded: Sequence[nn.Module]
-) -> bool:
-    """True if the result of a call is assigned to a variable that holds another model."""
-    targets = [
-        node.targets[0] for node in [source.parents.get(id(call))] if isinstance(node, ast.Assign)
-    ]
-    return any(
-        all(program.is_other_model(source, target, module) for module in loaded)
-        for target in targets
-    )
-
-
-def _kind_of_loading(
-    call: ast.Call, frame: CallFrame, loaded: Sequence[nn.Module], dtype: torch.dtype
-) -> str:
-    """Returns how a call of `from_pretrained` gives a dtype, or "" if it gives another one. Without
-    an argument for it, transformers keeps the dtype of the checkpoint.
-    """
-    keywords = [node_keyword(call, name) for name in DTYPE_KEYWORDS]
-    keyword = next((keyword for keyword in keywords if keyword is not None), None)
-    asked = "auto" if keyword is None else read_value(keyword, frame)
-    if asked == "auto":
-        return "checkpoint" if any(_was_loaded_in(module, dtype) for module in loaded) else ""
-    is_equal = asked in (dtype, str(dtype).removeprefix("torch."))
-    return "loading" if asked is UNKNOWN or is_equal else ""
-
-
-def _read_checkpoint_name(module: nn.Module) -> str:
-    """Returns the name of the checkpoint from which a model of transformers or diffusers was
-    loaded, or "".
-    """
-    config = getattr(module, "__dict__", {}).get("config", getattr(type(module), "config", None))
-    name = getattr(config, "_name_or_path", "") or getattr(module, "name_or_path", "")
-    return name if isinstance(name, str) else ""
-
-
-def _may_load(owner: ast.expr, loaded: Sequence[nn.Module], frame: CallFrame) -> bool:
-    """True if `OWNER.from_pretrained` may return one of these models."""
-    kind = read_value(owner, frame)
-    name = ast.unparse(owner).rpartition(".")[2]
-    if name.startswith("Auto") and "Model" in name:
-        return True
-    if isinstance(kind, type):
-        return any(isinstance(module, kind) for module in loaded)
-    return any(type(module).__name__ == name for module in loaded)
-
-
-def _was_loaded_in(module: nn.Module, dtype: torch.dtype) -> bool:
-    """True if a module is a model of transformers that was loaded in this dtype."""
-    classes = [kind.__name__ for kind in type(module).__mro__]
-    config = getattr(module, "__dict__", {}).get("config")
-    return "PreTrainedModel" in classes and getattr(config, "dtype", None) == dtype

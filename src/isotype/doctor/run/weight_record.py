@@ -93,6 +93,15 @@ class WeightRecord:
         """
         return self._events.get(module, {})
 
+    def events_of_tensor(self, tensor: Any) -> list[WeightEvent]:
+        """Returns the events of a parameter or buffer, the oldest first."""
+        for module, events in self._events.items():
+            for table in (module._parameters, module._buffers):
+                for name, value in table.items():
+                    if value is tensor:
+                        return events.get(name, [])
+        return []
+
     def _record_cast(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `Module._apply`, with which `to`, `half`, `float` and the like cast a module."""
 
