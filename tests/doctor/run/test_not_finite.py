@@ -65,7 +65,7 @@ TRUTH = {
         "mean = total / count",
         "div gives NaN",
         "the backward of `mean = total / count`",
-        "clamp the divisor before the division",
+        "clamp the divisor before the division: count.clamp(min=1e-6)",
     ),
     "teacher_log": Truth(
         1,
@@ -362,6 +362,24 @@ def test_scaler_that_leaves_out_every_step_is_a_fault():
     assert "gives inf" in error.finding.message
 
 
+def test_masked_row_that_the_loss_leaves_out_is_named():
+    keys = nn.Parameter(torch.randn(2, 3))
+    optimizer = torch.optim.SGD([keys], lr=0.1)
+
+    def train(keep):
+        optimizer.zero_grad()
+        bias = torch.zeros(2, 3).masked_fill(~keep, float("-inf"))
+        attention = torch.softmax(keys + bias, -1)
+        ((attention @ keys.T)[keep.any(-1)]).sum().backward()
+        optimizer.step()
+
+    rows = torch.tensor([[True, False, True], [False, False, False]])
+    error = record(lambda: train(rows))
+    assert error.finding.message.startswith("softmax gives NaN")
+    assert "rows in which every position is -inf" in error.finding.cause
+    assert record(lambda: train(rows[:1].expand(2, 3))) is None
+
+
 def test_mask_of_infinities_is_no_fault():
     scores = nn.Parameter(torch.tensor([[2.0, 1.0, -1.0]]))
     optimizer = torch.optim.SGD([scores], lr=0.1)
@@ -392,6 +410,37 @@ def test_fix_casts_the_model_of_a_layer_and_keeps_large_values_in_fp32():
     square = record(lambda: (weight * weight).log().sum().backward())
     assert "keep its result in fp32" in square.finding.fix
     assert "9e+04 does not fit in fp16" in square.finding.fix
+
+
+def test_fix_names_no_bf16_for_a_device_without_it(monkeypatch):
+    weight = nn.Parameter(torch.full((2, 2), 300.0, dtype=torch.float16))
+    layer = nn.Linear(2, 2).half()
+    nn.init.constant_(layer.weight, 6e4)
+
+    def find_fixes():
+        losses = [
+            lambda: (weight @ weight).log().sum(),
+            lambda: layer(weight).sum(),
+            lambda: (weight.float() * 1e4).half().sum(),
+            lambda: (weight.float().mean() * 1e8).half(),
+            lambda: (weight * 300 * 0.5).sum(),
+            lambda: (weight.float() * 1e8).sum(),  # in backward
+        ]
+        return [record(lambda loss=loss: train(loss)).finding.fix for loss in losses]
+
+    def train(compute_loss):
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        compute_loss().backward()
+        optimizer.step()
+
+    assert all("bf16" in fix for fix in find_fixes())
+    device = {"kind": "cpu", "name": "Tesla T4", "bf16": "none"}
+    monkeypatch.setattr("isotype.doctor.run.not_finite.report.detect_devices", lambda: [device])
+    fixes = find_fixes()
+    assert not any("bf16" in fix for fix in fixes)
+    assert "keep the product in fp32" in fixes[0]
+    assert fixes[1].startswith("run all of Linear in fp32: Linear.to(torch.float32)")
+    assert fixes[2] == "leave this value in fp32"
 
 
 def test_fix_of_a_sum_with_the_lowest_value_leaves_room():

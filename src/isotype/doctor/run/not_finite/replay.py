@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....dtypes import format_dtype
 from ....observe.operators import Operator
@@ -29,7 +28,7 @@ from .lost_numbers import (
     find_expression,
     list_lost_values,
 )
-from .shadows import Shadows
+from .shadows import Shadows, TensorTable
 from .step import Entry, Step, collect_tensors
 
 # operators that write a constant, such as the -inf of a mask
@@ -176,7 +175,8 @@ class Watch:
     """Calls each operator in the dtypes of the run and in fp32, and collects the operators whose
     results contain NaN or inf, and the numbers that have no effect.
 
-    trial  calls the operators in place of the watch, with another number
+    hidden_events  operators of forward whose NaN or inf backward multiplies by a gradient
+    trial          calls the operators in place of the watch, with another number
     """
 
     def __init__(self, names: dict[int, str], trial: NumberTrial | None = None) -> None:
@@ -184,11 +184,12 @@ class Watch:
         self.numbers: list[LostNumber] = []
         self.trial = trial
         self.events: list[Event] = []
+        self.hidden_events: list[Event] = []
         self.modules: list[tuple[str, nn.Module]] = []
         self._names = names
-        self._origins = WeakTensorKeyDictionary()
-        self._lost = WeakTensorKeyDictionary()
-        self._ignored_labels = WeakTensorKeyDictionary()
+        self._origins: TensorTable[Event] = TensorTable()
+        self._lost: TensorTable[Event] = TensorTable()
+        self._ignored_labels: TensorTable[int] = TensorTable()
         self.in_backward = False
         self.is_paused = False
         self.entry: Entry | None = None
@@ -287,7 +288,10 @@ class Watch:
             return
         bad = [item for item in inputs if item.origin is not None]
         worst = next((item for item in bad if item.run.has_nan), bad[0])
-        self._origins[tensor] = worst.origin
+        if worst.origin is not None:
+            self._origins[tensor] = worst.origin
+        if self.in_backward and worst.origin is not None and not worst.origin.is_backward:
+            self.hidden_events.append(worst.origin)
 
     def _follow_ignored_labels(self, op: Operator, args: tuple, result: Any) -> None:
         """Marks the result of a cross-entropy whose labels are all ignored, and the sum of it."""
@@ -314,7 +318,7 @@ class Watch:
             return
         if not bool(((tensor == 0) & (shadow != 0)).any()):
             return
-        known = [self._lost[t] for _, t in operands if t in self._lost]
+        known = [event for _, t in operands if (event := self._lost.get(t)) is not None]
         if known:
             self._lost[tensor] = known[0]
             return

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ....dtypes import format_dtype
+from ....environment.versions import detect_devices
 from ....finding import Finding, Place
 from ....observe.origin import Site, is_library_file, read_statement, short_path
 from ....pages.finding_sheet import load_finding_formatter
 from ..causes import SHEET
 from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
 from .replay import CONSTANT_WRITERS, Event, Range, Replay, Watch, describe_input, watch_update
-from .step import Entry, Step, collect_tensors
+from .step import Entry, Step, all_finite, collect_tensors
 
 _format_finding = load_finding_formatter(SHEET)
 _PRODUCTS_WITH_SCALE = ("bmm", "baddbmm", "mm", "matmul")
@@ -60,6 +61,8 @@ def explain_step(step: Step) -> Finding:
             replay.run_backward()
             events = [event for event in replay.watch.events if event.is_backward]
             event = next((event for event in events if event.is_origin), None)
+            # a loss that leaves out NaN, such as one of masked rows, has gradients of 0 * NaN
+            event = event or _culprit(replay.watch.hidden_events)
     except Exception as error:
         reason = f"running the step again raised {type(error).__name__}: {error}"
         return _unknown(step, reason)
@@ -186,6 +189,7 @@ def _find_bad_weight(step: Step) -> Finding | None:
         first=step.number == 1 or not is_trained,
         overflow=value.dtype == torch.float16 and not bool(value.isnan().any()),
         number=step.number,
+        no_bf16=_lacks_bf16(value.device.type),
     )
 
 
@@ -270,6 +274,7 @@ def _explain_result(entry: Entry) -> Finding | None:
         at=_location(entry.site),
         kind=kind,
         value=value,
+        divisor="" if entry.site is None else _name_divisor(_statement(entry.site)),
         largest=f"{max(item.magnitude for item in ranges):.3g}",
     )
 
@@ -387,6 +392,7 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         kind=kind,
         value=facts.get("value", ""),
         weight=facts.get("weight", ""),
+        divisor=_name_divisor(_line(event)),
         source=facts.get("source", ""),
         largest=f"{max((item.run.magnitude for item in event.inputs), default=0):.3g}",
     )
@@ -461,6 +467,12 @@ def _device_type(step: Step) -> str:
     return next((str(t.device.type) for t in [*step.losses, *outputs]), "cpu")
 
 
+def _lacks_bf16(device_type: str) -> bool:
+    """Whether a device of this type has no bf16, such as a T4."""
+    rows = [row for row in detect_devices() if (row["kind"] == "cpu") == (device_type == "cpu")]
+    return any(row.get("bf16") == "none" for row in rows)
+
+
 def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Finding:
     lost = _find_underflow(event)
     line = _line(event)
@@ -498,6 +510,7 @@ def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Find
         scale_at=_location(scale_site),
         divisor=_choose_divisor([event, *events]) if event.is_backward else "",
         has_scaler=step.scale is not None,
+        no_bf16=_lacks_bf16(_device_type(step)),
     )
 
 
@@ -600,20 +613,35 @@ def _classify_division(event: Event) -> str:
         return "count" if is_count else "zero"
     if any(word in _line(event) for word in ("sqrt", "norm", "** 0.5", "pow(0.5")):
         return "derivative"
-    return "zero" if _has_division(_line(event)) else "edge"
+    return "zero" if _list_divisors(_line(event)) else "edge"
 
 
-def _has_division(line: str) -> bool:
-    """Whether a statement divides tensors, such as `mean = total / count`."""
+def _list_divisors(line: str) -> list[str]:
+    """Returns the divisors in a statement such as `mean = total / count`."""
     try:
         nodes = list(ast.walk(ast.parse(line)))
     except SyntaxError:
-        return False
-    names = ("div", "divide", "true_divide")
-    return any(
-        isinstance(node, ast.Div) or (isinstance(node, ast.Attribute) and node.attr in names)
-        for node in nodes
-    )
+        return []
+    divisors: list[ast.expr] = []
+    for node in nodes:
+        match node:
+            case ast.BinOp(_, ast.Div(), right):
+                divisors.append(right)
+            case ast.Call(ast.Attribute(_, "div" | "divide" | "true_divide"), [*_, last]):
+                divisors.append(last)
+    return [_format_operand(node) for node in divisors if not isinstance(node, ast.Constant)]
+
+
+def _name_divisor(line: str) -> str:
+    """Returns the divisor of a statement, or "" if the statement has none, or several."""
+    divisors = set(_list_divisors(line))
+    return divisors.pop() if len(divisors) == 1 else ""
+
+
+def _format_operand(node: ast.expr) -> str:
+    """Returns the code of an expression so that a method can be called on it."""
+    is_primary = isinstance(node, (ast.Name, ast.Call, ast.Attribute, ast.Subscript))
+    return ast.unparse(node) if is_primary else f"({ast.unparse(node)})"
 
 
 def _classify_large(step: Step) -> tuple[str, dict[str, str]]:
@@ -646,6 +674,8 @@ def _details(event: Event, step: Step) -> tuple[tuple[str, str], ...]:
     details.append(("phase", "backward" if event.is_backward else "forward"))
     if not step.losses:
         return tuple(details)  # a program without steps
+    if step.losses and not event.is_backward and all_finite(step.losses):
+        details.append(("gradient", "0 * NaN: the loss leaves this result out"))
     losses = ", ".join(f"{float(loss.detach().float().sum()):.4g}" for loss in step.losses)
     details.append(("loss", f"{losses} at step {step.number}"))
     return tuple(details)

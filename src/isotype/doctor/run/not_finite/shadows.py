@@ -8,10 +8,11 @@ in fp32. All other tensors need no shadow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....observe.operators import NARROW_FLOATS, Operator
@@ -19,18 +20,57 @@ from ....observe.operators import NARROW_FLOATS, Operator
 # operators with an argument that says that their input is narrow
 _WIDENING = ("_softmax", "_log_softmax")
 
+Value = TypeVar("Value")
+
+
+class TensorTable(Generic[Value]):
+    """Maps tensors to values. Autograd saves the result of an operator such as softmax as a new
+    tensor with the same memory: such a tensor has the value of the result.
+    """
+
+    def __init__(self) -> None:
+        self._by_tensor = WeakTensorKeyDictionary()
+        self._by_memory: dict[tuple, tuple[StorageWeakRef, Value]] = {}
+        self._limit = 1024  # entries before those of freed memory are removed
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return self.get(tensor) is not None
+
+    def __setitem__(self, tensor: Tensor, value: Value) -> None:
+        self._by_tensor[tensor] = value
+        if tensor.layout != torch.strided:
+            return
+        # the address of a storage is not used again while a weak reference to it exists
+        self._by_memory[_memory_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), value)
+        if len(self._by_memory) > self._limit:
+            alive = {key: pair for key, pair in self._by_memory.items() if not pair[0].expired()}
+            self._by_memory = alive
+            self._limit = 2 * len(alive) + 1024
+
+    def get(self, tensor: Tensor) -> Value | None:
+        value: Value | None = self._by_tensor.get(tensor)
+        if value is not None or tensor.layout != torch.strided:
+            return value
+        reference, value = self._by_memory.get(_memory_key(tensor), (None, None))
+        return None if reference is None or reference.expired() else value
+
+
+def _memory_key(tensor: Tensor) -> tuple:
+    place = (tensor.untyped_storage()._cdata, tensor.storage_offset())
+    return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
 
 class Shadows:
     """Stores the fp32 copies ("shadows") of the tensors of one run."""
 
     def __init__(self) -> None:
-        self._shadows = WeakTensorKeyDictionary()
+        self._shadows: TensorTable[Tensor] = TensorTable()
 
     def get(self, tensor: Tensor) -> Tensor:
         """Returns the fp32 copy ("shadow") of a low-precision tensor. If the tensor has no such
         copy yet, its values are converted to fp32.
         """
-        shadow: Tensor | None = self._shadows.get(tensor)
+        shadow = self._shadows.get(tensor)
         if shadow is not None:
             return shadow
         return tensor.float() if tensor.dtype in NARROW_FLOATS else tensor
