@@ -61,6 +61,18 @@ def test_cast_by_a_library_names_its_function():
     assert origin_of(adapted.base_model.model[0].lora_A, torch.float32).kind == "default"
 
 
+def test_cast_in_a_trainer_names_the_call_and_the_method_that_casts(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    module = nn.Module()
+    module.layer = nn.Linear(2, 2)
+    config = transformers.TrainingArguments(str(tmp_path), bf16_full_eval=True, use_cpu=True)
+    trainer = transformers.Trainer(module, config, eval_dataset=[])
+    trainer.evaluate()
+    origin = origin_of(module)
+    assert (origin.kind, origin.text) == ("library", "trainer.evaluate()")
+    assert origin.function.startswith("Trainer.evaluation_loop (transformers/trainer.py:")
+
+
 def test_traceback_does_not_contain_the_record():
     try:
         nn.Module().register_buffer("a.b", torch.ones(1))

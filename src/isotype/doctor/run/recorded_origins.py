@@ -113,7 +113,11 @@ def read_origin(event: WeightEvent) -> WeightOrigin | None:
     kind = _find_kind(event, call, frame, codes[:index])
     function = ""
     if kind == "library":
-        inner = _make_frame(*event.calls[0])
+        inner = next(
+            frame
+            for frame in (_make_frame(*call) for call in event.calls)
+            if frame.function not in CASTING_METHODS
+        )
         function = f"{inner.code.co_qualname} ({inner.location})"
     return WeightOrigin(kind, text, location, call, function)
 
