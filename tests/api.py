@@ -270,6 +270,7 @@ INNER = {
     "isotype.tasks.language.preference": "PairLogProbs Preference answer_log_probs pair_losses",
     "isotype.tasks.language.result": "evaluate tasks_language_result_load_result=load_result",
     "isotype.testing.amp.numerics": "numerics=",
+    "isotype.testing.amp.check": "load_target",
     "isotype.testing.gate": "load_gate_target run_gate",
     "isotype.training.base": "fingerprint_of_base setting_lines",
     "isotype.training.callbacks": "Callback Moment",

@@ -160,6 +160,28 @@ def tanh_of_bf16(x, out):
     tl.store(out, tanh(tl.load(x)))
 
 
+@triton.autotune(
+    configs=[triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 32})],
+    key=["n"],
+    cache_results=True,
+)
+@triton.jit
+def tuned_copy(x, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+def test_autotuned_kernels_use_no_cache_on_disk(tmp_path, monkeypatch):
+    """The cache of flash-linear-attention's kernels needs a GPU, and must not get times of a CPU."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x = torch.randn(20)
+    out = torch.zeros_like(x)
+    with interpreted():
+        tuned_copy[(2,)](x, out, 20)
+    assert torch.equal(out, x)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_libdevice_refuses_bf16_as_a_compiler_does():
     with interpreted(), pytest.raises(Exception, match="Expect fp32 or fp64, got bf16"):
         tanh_of_bf16[(1,)](torch.zeros(1).bfloat16(), torch.zeros(1))

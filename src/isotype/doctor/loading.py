@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,6 +47,25 @@ def load_module(target: str, *, as_package_member: bool = False) -> ModuleType:
     module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def import_on_any_device(load: Callable[[], ModuleType]) -> ModuleType:
+    """Imports a module. If this fails, the module is imported again with a simulated GPU, because
+    it may select a driver or a device when it is imported. unsloth refuses to be imported without a
+    GPU.
+    """
+    try:
+        return load()
+    except (IsotypeError, ModuleNotFoundError, SyntaxError):
+        raise
+    except Exception:
+        if find_spec("triton") is None:
+            raise
+        from .kernels.compile_inputs import DEFAULT_TARGET, parse_target
+        from .kernels.simulated_gpu import simulate_gpu
+
+        with simulate_gpu(parse_target(DEFAULT_TARGET)):
+            return load()
 
 
 @contextmanager

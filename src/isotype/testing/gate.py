@@ -19,12 +19,19 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..doctor.loading import convert_import_errors, get_member, load_module, required_parameters
+from ..doctor.loading import (
+    convert_import_errors,
+    get_member,
+    import_on_any_device,
+    load_module,
+    required_parameters,
+)
 from ..errors import UsageError
 from ..finding import Finding, Severity, sort_findings
 from ..wording import pluralise
@@ -162,7 +169,8 @@ def _load(source: str) -> Any:
     key = str(Path(source).resolve()) if source.endswith(".py") else source
     if key not in _modules:
         with convert_import_errors(source):
-            _modules[key] = load_module(source, as_package_member=True)
+            load = partial(load_module, source, as_package_member=True)
+            _modules[key] = import_on_any_device(load)
     return _modules[key]
 
 
@@ -241,17 +249,16 @@ def _ask_conform(target: GateTarget, arguments: Any) -> tuple[list[Question], Re
 
 
 def _describe_worst(measurements: Sequence[Measurement]) -> str:
-    """Describes the result whose error is largest in relation to the error of the reference."""
-    comparable = [measurement for measurement in measurements if measurement.plain_error > 0]
+    """Describes the result whose error is largest in relation to the allowed error."""
     if not measurements:
         return ""
-    if not comparable:
+    worst = max(measurements, key=lambda measurement: measurement.error / measurement.allowed)
+    if not worst.error:
         return "no rounding error"
-    worst = max(comparable, key=lambda m: m.error / m.plain_error)
-    factor = worst.error / worst.plain_error
     return (
-        f"at most {factor:.2g} times the error of the reference in the same dtypes"
-        f" ({worst.result}, {worst.setting})"
+        f"at most {worst.error / worst.allowed:.2g} of the allowed error ({worst.result},"
+        f" {worst.setting}: {worst.error:.1e}, reference {worst.plain_error:.1e}, allowed"
+        f" {worst.allowed:.1e})"
     )
 
 

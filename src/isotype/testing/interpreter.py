@@ -499,11 +499,20 @@ def _diversions() -> Iterator[Replacement]:
         """
         return [0.0, 0.0, 0.0]
 
+    def skip_disk_cache(self: Any, tuning_key: Any, configs: Any, bench_fn: Any) -> bool:
+        """Neither reads nor writes the cache of `autotune(cache_results=True)`. Its key contains
+        the GPU, and the times above must not be saved for a GPU. Kernels of
+        flash-linear-attention have this cache.
+        """
+        bench_fn()
+        return False
+
     yield jit.JITFunction, "run", run
     yield jit.JITFunction, "__call__", device_function
     yield triton_interpreter.InterpretedFunction, "run", run
     yield triton_interpreter.InterpretedFunction, "__call__", device_function
     yield autotuner.Autotuner, "_bench", first_configuration
+    yield autotuner.Autotuner, "check_disk_cache", skip_disk_cache
 
 
 def _rewrite_function(function: Any) -> Any:

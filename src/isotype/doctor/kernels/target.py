@@ -13,10 +13,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ...errors import IsotypeError, UsageError
+from ...errors import UsageError
 from ...finding import Finding, Severity, join_names
 from ...wording import pluralise
-from ..loading import convert_import_errors, get_member, load_module, required_parameters
+from ..loading import (
+    convert_import_errors,
+    get_member,
+    import_on_any_device,
+    load_module,
+    required_parameters,
+)
 from .calls import WrapperCalls, check_wrapper, split_calls, trap_launches
 from .checker import ARGUMENTS_UNKNOWN, Report, check
 from .compile_inputs import (
@@ -29,7 +35,6 @@ from .compile_inputs import (
 )
 from .infer import returns_value
 from .largest import check_largest
-from .simulated_gpu import simulate_gpu
 
 
 def check_target(
@@ -90,7 +95,7 @@ def load_modules(location: str, remarks: list[str]) -> list[ModuleType]:
         if Path(location).is_dir():
             modules = _import_folder(location, failures)
         else:
-            module = _import_on_any_device(partial(load_module, location, as_package_member=True))
+            module = import_on_any_device(partial(load_module, location, as_package_member=True))
             modules = [module, *_import_submodules(module, failures)]
     for reason, names in sorted(failures.items(), key=lambda item: -len(item[1])):
         remarks.append(
@@ -99,19 +104,6 @@ def load_modules(location: str, remarks: list[str]) -> list[ModuleType]:
     if not modules:
         raise UsageError(f"{location}: no file of it can be imported{_first_remark(remarks)}")
     return modules
-
-
-def _import_on_any_device(load: Callable[[], ModuleType]) -> ModuleType:
-    """Imports a module. If this fails, the module is imported again with a simulated GPU, because
-    it may select a driver or a device when it is imported.
-    """
-    try:
-        return load()
-    except (IsotypeError, ModuleNotFoundError, SyntaxError):
-        raise
-    except Exception:
-        with simulate_gpu(parse_target(DEFAULT_TARGET)):
-            return load()
 
 
 def _import_folder(location: str, failures: dict[str, list[str]]) -> list[ModuleType]:
@@ -126,7 +118,7 @@ def _import_folder(location: str, failures: dict[str, list[str]]) -> list[Module
     for file in files:
         try:
             load = partial(load_module, str(file), as_package_member=True)
-            modules.append(_import_on_any_device(load))
+            modules.append(import_on_any_device(load))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # pytest.skip at the top of a file is no Exception
@@ -139,7 +131,7 @@ def _import_submodules(module: ModuleType, failures: dict[str, list[str]]) -> It
         getattr(module, "__path__", []), f"{module.__name__}.", onerror=lambda name: None
     ):
         try:
-            yield _import_on_any_device(partial(importlib.import_module, info.name))
+            yield import_on_any_device(partial(importlib.import_module, info.name))
         except Exception as error:
             # an optional submodule may need a package that is not installed; the other submodules
             # are checked

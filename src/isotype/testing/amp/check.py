@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from ...doctor.loading import (
     convert_import_errors,
     describe_exception,
     get_member,
+    import_on_any_device,
     load_module,
     required_parameters,
 )
@@ -455,7 +457,7 @@ def load_target(text: str) -> Target:
         source = text
         name = "build"
     with convert_import_errors(source):
-        module = load_module(source)
+        module = import_on_any_device(partial(load_module, source))
     build = get_member(module, name, source)
     if not inspect.isfunction(build) or required_parameters(build):
         raise UsageError(

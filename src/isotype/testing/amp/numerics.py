@@ -7,7 +7,8 @@ AC022         a value that is computed from a weight and is rounded before it is
 
 The error of a result is its difference from the exact result. To get the exact results, the inputs
 are rounded to the narrow dtypes, and then the reference (or the function itself) computes in fp64.
-The allowed error is `SLACK` times the error that plain PyTorch code makes with the same dtypes.
+The allowed error is `SLACK` times the error that plain PyTorch code makes with the same dtypes, or
+`SLACK` roundings to the narrowest of these dtypes if that is more.
 This plain code (called `yardstick` below) is the reference, if there is one. Otherwise it is the
 forward of the function, run as ordinary code that autograd differentiates. If neither exists,
 errors are not checked. There is no other tolerance.
@@ -70,14 +71,15 @@ class Excess:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The relative error of one result in one run, and the error of the plain code with the same
-    dtypes.
+    """The relative error of one result in one run, the error of the plain code with the same
+    dtypes, and the error that is allowed.
     """
 
     result: str
     setting: str
     error: float
     plain_error: float
+    allowed: float
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,13 @@ class Numerics:
             allowed = SLACK * max(plain_distance, rounding * size)
             if size:
                 self.measurements.append(
-                    Measurement(result, setting.describe(), errors[result], plain_distance / size)
+                    Measurement(
+                        result,
+                        setting.describe(),
+                        errors[result],
+                        plain_distance / size,
+                        allowed / size,
+                    )
                 )
             if distance > allowed:
                 relative = 0.0
