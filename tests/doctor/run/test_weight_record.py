@@ -84,6 +84,13 @@ def test_traceback_does_not_contain_the_record():
     assert names == ["test_traceback_does_not_contain_the_record", "register_buffer"]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_modules_with_other_tables_are_recorded():
+    model = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    model.half()
+    assert origin_of(model, torch.float16).text == "model.half()"
+
+
 def test_modules_are_not_kept_alive():
     model = nn.Linear(2, 2)
     assert len(RECORD._events) == 1

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import CodeType, FrameType, ModuleType, TracebackType
@@ -109,20 +110,24 @@ class WeightRecord:
         def _apply(module: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(self._state, "is_casting", False):
                 return original(module, *args, **kwargs)  # a part of the module that is cast
-            before = [(*key, tensor.dtype) for key, tensor in _iterate_weights(module)]
+            before: list[tuple[Any, str, Any]] = []
+            with suppress(Exception):  # the program must not end because of its record
+                before += [(*key, tensor.dtype) for key, tensor in _iterate_weights(module)]
             self._state.is_casting = True
             try:
                 return original(module, *args, **kwargs)
             finally:
                 self._state.is_casting = False
-                self._add_casts(before)
+                with suppress(Exception):
+                    self._add_casts(before)
 
         return _apply
 
     def _add_casts(self, before: list[tuple[Any, str, Any]]) -> None:
         event = None
         for owner, name, dtype in before:
-            tensor = owner._parameters.get(name, owner._buffers.get(name))
+            # a module of TorchScript has tables without `get`
+            tensor = {**dict(owner._parameters.items()), **dict(owner._buffers.items())}.get(name)
             if tensor is None or tensor.dtype == dtype:
                 continue
             if event is None or event.dtype != tensor.dtype:
@@ -133,7 +138,8 @@ class WeightRecord:
         @functools.wraps(original)
         def register_parameter(module: Any, name: str, *args: Any, **kwargs: Any) -> None:
             original(module, name, *args, **kwargs)
-            self._add_registration(module, name, module._parameters.get(name))
+            with suppress(Exception):
+                self._add_registration(module, name, module._parameters.get(name))
 
         return register_parameter
 
@@ -141,7 +147,8 @@ class WeightRecord:
         @functools.wraps(original)
         def register_buffer(module: Any, name: str, *args: Any, **kwargs: Any) -> None:
             original(module, name, *args, **kwargs)
-            self._add_registration(module, name, module._buffers.get(name))
+            with suppress(Exception):
+                self._add_registration(module, name, module._buffers.get(name))
 
         return register_buffer
 
