@@ -73,6 +73,7 @@ INNER = {
     "isotype.entry.presets": "presets=",
     "isotype.entry.train": "train= refuse_incomplete start",
     "isotype.environment.hub": "hub=",
+    "isotype.environment.hub_kernels": "disable_hub_kernels",
     "isotype.environment.memory_limits": "memory_limits=",
     "isotype.environment.install": "install=",
     "isotype.environment.planned_device": "plan_device planned_autocast",

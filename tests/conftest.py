@@ -37,6 +37,17 @@ os.environ.setdefault("ISOTYPE_CACHE", "none")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
+def pytest_collection() -> None:
+    """In a worker of the whole suite, Isotype imports bitsandbytes, as in a run of the command line.
+    If a test imports it first, it compiles functions, and then loads torch's inductor (2 s), and
+    every observed step looks for compiled code.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from tests.api import disable_hub_kernels
+
+        disable_hub_kernels()
+
+
 def pytest_collection_finish() -> None:
     """What the tests imported stays to the end: no garbage collection need look through it again. A
     run's last one took 0.3 s of 2.5.

@@ -359,7 +359,8 @@ def _link_siblings(parent: nn.Module, path: str) -> None:
         path.rpartition(".")[2]
     )
     for names in CROSS_GROUPS if is_cross_attention else GROUPS:
-        layers: list[Any] = [getattr(parent, name, None) for name in names]
+        # a module's __getattr__ raises an error for each name that it lacks, which is slow
+        layers: list[Any] = [parent._modules.get(name) for name in names]
         if (
             all(layer is not None and is_fused(layer) for layer in layers)
             and len({layer.in_features for layer in layers}) == 1

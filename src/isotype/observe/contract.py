@@ -51,7 +51,7 @@ from .operators import (
     SUM,
     Operator,
 )
-from .origin import AUTOGRAD, HUGGING_FACE, ISOTYPE, USER, find_caller, is_compiler_used
+from .origin import AUTOGRAD, HUGGING_FACE, ISOTYPE, USER, find_caller, is_in_compiled_region
 from .record import TABLES_RULE, Observation
 from .tape import (
     AFTER_BACKWARD,
@@ -324,8 +324,7 @@ class ContractChecker:
             )
             self.observation.count_unseen(self.role, f"operators on {wrapper.__name__}")
             return
-        # the caller is looked up only if needed, because this takes longer than the other checks
-        if is_compiler_used() and call.caller.is_compiled:
+        if is_in_compiled_region():
             self.observation.unobserved.setdefault(
                 f"compiled region in {call.module or 'no module'}",
                 "runs operator by operator while it is observed; what the compiled code of the"

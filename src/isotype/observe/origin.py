@@ -101,7 +101,6 @@ class Caller(NamedTuple):
     file: str
     line: int
     function: str
-    is_compiled: bool
 
     @property
     def file_and_line(self) -> str:
@@ -125,7 +124,6 @@ def find_caller(*, skip_deferred_frames: bool = False) -> Caller:
     frame: FrameType | None = sys._getframe(1)
     kind = file = function = ""
     line = 0
-    is_compiled = False
     is_in_optimizer = False
     while frame is not None:
         code = frame.f_code
@@ -135,7 +133,6 @@ def find_caller(*, skip_deferred_frames: bool = False) -> Caller:
                 kind = AUTOGRAD
                 file = code.co_filename
                 line = frame.f_lineno
-            is_compiled = is_compiled or code.co_name == "compile_wrapper"
         elif owner == OPTIMIZER:
             if (
                 not kind
@@ -160,23 +157,17 @@ def find_caller(*, skip_deferred_frames: bool = False) -> Caller:
         frame = frame.f_back
         if kind:
             break
-    # without the compiler no outer frame can be a compiled region
-    if not is_compiled and is_compiler_used():
-        is_compiled = _is_in_compiled_region(frame)
-    return Caller(kind or USER, file, line, function, is_compiled)
+    return Caller(kind or USER, file, line, function)
 
 
-def is_compiler_used() -> bool:
-    """Whether `torch.compile` was called in this process. transformers imports the compiler with
-    every model, so it is often loaded in programs that compile nothing.
-    """
+def is_in_compiled_region() -> bool:
+    """Whether the operator that is being dispatched runs in a region for `torch.compile`."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    # PyTorch adds each backend to this table when a function is compiled with it
-    return eval_frame is not None and bool(getattr(eval_frame, "cached_backends", True))
-
-
-def _is_in_compiled_region(frame: FrameType | None) -> bool:
-    """Whether this frame or a frame outside it runs a region for `torch.compile`."""
+    # PyTorch adds each backend to this table when `torch.compile` is called. transformers imports
+    # the compiler with every model, so it is often loaded in programs that compile nothing
+    if eval_frame is None or not getattr(eval_frame, "cached_backends", True):
+        return False
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "compile_wrapper" and _code_owner(code.co_filename) == _TORCH:

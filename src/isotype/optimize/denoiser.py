@@ -48,14 +48,11 @@ BlockForward = Callable[..., Any]  # run_two_streams or run_one_stream
 
 
 def is_block(module: nn.Module) -> bool:
-    child_names = [
-        name
-        for name in (*_TWO_STREAM_CHILDREN, *_ONE_STREAM_CHILDREN)
-        if isinstance(getattr(module, name, None), nn.Module)
-    ]
-    return type(module).__module__.startswith("diffusers.") and (
-        set(_TWO_STREAM_CHILDREN) <= set(child_names)
-        or set(_ONE_STREAM_CHILDREN) <= set(child_names)
+    if not type(module).__module__.startswith("diffusers."):
+        return False
+    child_names = {name for name, child in module._modules.items() if child is not None}
+    return child_names.issuperset(_TWO_STREAM_CHILDREN) or child_names.issuperset(
+        _ONE_STREAM_CHILDREN
     )
 
 

@@ -43,7 +43,7 @@ def denoiser_blocks(model: nn.Module) -> list[nn.Module]:
             return [
                 block
                 for block in owner.modules()
-                if members.intersection(block.modules()) == {block}
+                if block in members and members.intersection(block.modules()) == {block}
             ]
     return []
 

@@ -97,7 +97,8 @@ def reshard_units(model: nn.Module) -> None:
 
 def _fsdp_units(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
+    # a model is sharded over the processes of a group
+    if fsdp is None or not torch.distributed.is_initialized():
         return []
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 

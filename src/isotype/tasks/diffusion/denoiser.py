@@ -13,8 +13,7 @@ stored level. The classes of diffusers are not changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from ...precision.parts import Part, loading_device
 from ...precision.precision import Precision
 from ...precision.quantised_base import Quantisation
 from ...training.memory.blocks import apply_offload
+from ...training.memory.meta_results import ReuseMetaResults
 from ...training.memory.outline import quantise_outline
 from .families import Family
 from .pipeline import PipelineFolder
@@ -457,36 +457,32 @@ def _exact_forward(denoiser: nn.Module, *args: Any, **kwargs: Any) -> Any:
         levels.pending = []
 
 
-@dataclass(frozen=True)
-class ForwardCost:
-    """The cost of one forward pass of a denoiser.
+@torch.no_grad()
+def count_output_bytes(run: Callable[[], Any]) -> int:
+    """Returns the bytes of the results of all operators of a forward pass, including views.
 
-    output_bytes  bytes of the results of all its operators, including views
-    blocks        FLOPs of each block for matrix products, convolutions and attention
+    run  a function that runs a forward pass on the meta device
     """
+    counter = _OutputBytes()
+    with ReuseMetaResults(), counter:
+        run()
+    return counter.total
 
-    output_bytes: int
-    blocks: Sequence[float] = ()
 
-    @classmethod
-    def measure(cls, denoiser: nn.Module, run: Callable[[], Any]) -> ForwardCost:
-        """Measures a forward pass.
+@torch.no_grad()
+def count_block_flops(denoiser: nn.Module, run: Callable[[], Any]) -> list[float]:
+    """Returns the FLOPs of each block of `denoiser` for matrix products, convolutions and
+    attention.
 
-        run  a function that runs a forward pass of `denoiser` on the meta device
-        """
-        blocks = set(denoiser_blocks(denoiser))
-        with (
-            torch.no_grad(),
-            _OutputBytes() as output_counter,
-            FlopCounterMode(display=False) as flop_counter,
-        ):
-            run()
-        flops = flop_counter.get_flop_counts()
-        root = type(denoiser).__name__
-        names = [name for name, module in denoiser.named_modules() if module in blocks]
-        return cls(
-            output_counter.total, [sum(flops.get(f"{root}.{name}", {}).values()) for name in names]
-        )
+    run  a function that runs a forward pass of `denoiser` on the meta device
+    """
+    blocks = set(denoiser_blocks(denoiser))
+    with FlopCounterMode(display=False) as flop_counter:
+        run()
+    flops = flop_counter.get_flop_counts()
+    root = type(denoiser).__name__
+    names = [name for name, module in denoiser.named_modules() if module in blocks]
+    return [sum(flops.get(f"{root}.{name}", {}).values()) for name in names]
 
 
 class _OutputBytes(TorchDispatchMode):
@@ -494,7 +490,7 @@ class _OutputBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.total: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))

@@ -5,8 +5,9 @@ step.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +23,6 @@ from ...training.memory.plan import plan_persistent_memory
 from ...training.task import ModelOutline, eval_mode
 from .batches import Batch
 from .denoiser import (
-    ForwardCost,
     build_denoiser,
     load_frozen_base,
     outline_base,
@@ -195,9 +195,9 @@ def empty_batch(
     )
 
 
-def measure_forward_cost(run: ResolvedRun, controls: int) -> ForwardCost:
-    """Measures the cost of a forward on one training picture. The denoiser has no adapter and
-    computes in fp32.
+def outline_forward(run: ResolvedRun, controls: int) -> tuple[nn.Module, Callable[[], Any]]:
+    """Returns a denoiser on the meta device and a function that runs its forward on one training
+    picture. The denoiser has no adapter and computes in fp32.
 
     controls  the number of pictures before the edit of a row
     """
@@ -209,4 +209,4 @@ def measure_forward_cost(run: ResolvedRun, controls: int) -> ForwardCost:
         for name, tensor in batch.text.items()
     }
     batch = replace(batch, text=text)
-    return ForwardCost.measure(denoiser, lambda: run.losses(denoiser, batch, dtype="fp32"))
+    return denoiser, lambda: run.losses(denoiser, batch, dtype="fp32")

@@ -36,14 +36,14 @@ from ...training.task import (
 from .batch_maker import BatchMaker
 from .batches import Batch, PictureStream, PlacedRow, Row, group_by_shape
 from .data import PictureData
-from .denoiser import ForwardCost
+from .denoiser import count_block_flops, count_output_bytes
 from .description import lora_metadata, picture_card
 from .facts import header_details, header_rows, plan_facts, plan_lines, run_records
 from .loss import evaluate
 from .model import (
     empty_batch,
     load_model,
-    measure_forward_cost,
+    outline_forward,
     outline_model,
     run_largest_sample,
     second_denoiser_bytes,
@@ -167,17 +167,26 @@ class DiffusionTask:
             compute_loss_sum=partial(self.loss_sum, dtype=precision.loss),
             run_evaluation=evaluation if evaluation_rows else None,
             run_sample=partial(run_largest_sample, self.run, other_bytes) if other_bytes else None,
-            block_flops=lambda _: [rows * flops for flops in self._forward_cost.blocks],
+            block_flops=lambda _: [rows * flops for flops in self._block_flops],
         )
 
     def max_step_bytes(self, model: nn.Module, precision: Precision) -> int:
         train = self.config.train
         persistent_bytes = plan_persistent_memory(model, train, precision).persistent_bytes
-        return persistent_bytes + 3 * train.batch_size * self._forward_cost.output_bytes
+        return persistent_bytes + 3 * train.batch_size * self._output_bytes
 
     @cached_property
-    def _forward_cost(self) -> ForwardCost:
-        return measure_forward_cost(self.run, self.data.control_count)
+    def _output_bytes(self) -> int:
+        """The bytes of the results of all operators of a forward on one training picture."""
+        _, run_forward = outline_forward(self.run, self.data.control_count)
+        return count_output_bytes(run_forward)
+
+    @cached_property
+    def _block_flops(self) -> list[float]:
+        """The FLOPs of each block of the denoiser for one training picture. They are counted only
+        for a plan, because counting them takes longer than the forward itself.
+        """
+        return count_block_flops(*outline_forward(self.run, self.data.control_count))
 
     def checks(self) -> Mapping[str, tuple[Check, ...]]:
         return {}
