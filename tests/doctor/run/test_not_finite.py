@@ -69,11 +69,11 @@ TRUTH = {
     ),
     "teacher_log": Truth(
         1,
-        "RN033",
+        "RN030",
         "loss = (p * (p.log() - q.log())).sum(-1).mean()",
         "log gives -inf",
-        "gets 0, whose logarithm is -inf",
-        "clamp its input",
+        "they became 0 in `p = teacher(x).softmax(-1)`",
+        "for the logarithm of a softmax use log_softmax",
     ),
     "frozen_encoder": Truth(
         1,
@@ -561,6 +561,53 @@ def test_number_without_effect_is_named_with_a_number_that_has_one(case):
     assert cause in error.finding.cause
     assert fix in error.finding.fix
     assert record(lambda: train(repaired)) is None
+
+
+def test_setting_that_is_not_finite_is_named():
+    def train():
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW([weight], lr=1e-3)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float("nan"))
+        weight.sum().backward()
+        optimizer.step()
+
+    finding = record(train).finding
+    assert finding.cause == "the setting lr of the parameter group is nan"
+    assert "max(1, warmup_steps)" in finding.fix
+
+
+def test_rows_that_were_not_initialised_are_named():
+    table = nn.Embedding(4, 2)
+    with torch.no_grad():
+        table.weight[2:] = float("nan")
+
+    def train():
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        table(torch.tensor([0, 1])).sum().backward()
+        optimizer.step()
+
+    finding = record(train).finding
+    assert finding.code == "RN032"
+    assert "4 of 8 values of weight (fp32), in the rows 2, 3, are NaN" in finding.cause
+
+
+def test_statistics_without_a_gradient_and_integers_in_fp16_are_explained():
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
+
+    def use_groups(size):
+        with torch.no_grad():
+            rewards = torch.rand(3).view(-1, size)
+            advantages = (rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        (advantages.flatten() * weight).sum().backward()
+
+    finding = record(lambda: use_groups(1)).finding
+    assert finding.message.startswith("std gives NaN")
+    assert "of a single value" in finding.cause
+    assert record(lambda: use_groups(3)) is None
+
+    positions = torch.arange(70000, 70003)
+    finding = record(lambda: (positions.half() * weight).cos().sum().backward()).finding
+    assert "leave these integers in fp32" in finding.fix
 
 
 def test_eps_of_an_own_optimizer_is_named():

@@ -89,7 +89,7 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries: deque[Entry] = deque(maxlen=_MAX_ENTRIES)
+        self.entries: deque[Entry] = deque()
         self.number = 1
         self.suspect: Step | None = None
         self.has_step = False
@@ -178,7 +178,7 @@ class Recorder(TorchFunctionMode):
         if not self.has_step and self.bad_call is None:
             with self.pause():
                 self._follow_values(func, args, kwargs, result)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _count_values((args, kwargs)) <= _MAX_VALUES:
             self._record(func, args, kwargs, result)
         return result
 
@@ -221,7 +221,14 @@ class Recorder(TorchFunctionMode):
             owner = self._find_owner(function, site) if isinstance(function, nn.Module) else ""
             numbers = self._find_numbers(args, kwargs, site)
             entry = Entry(function, args, kwargs, outputs, autocast, site, state, owner, numbers)
+            if len(self.entries) == _MAX_ENTRIES:
+                # calls without a gradient, such as those of a sampling loop, are removed first
+                del self.entries[self._index_without_gradient()]
             self.entries.append(entry)
+
+    def _index_without_gradient(self) -> int:
+        indices = (index for index, entry in enumerate(self.entries) if not entry.takes_part)
+        return next(indices, 0)
 
     def _find_numbers(self, args: Any, kwargs: Any, site: Site | None) -> dict[float, str]:
         """Returns the program's expressions for the numbers among the arguments that a dtype may
@@ -427,6 +434,10 @@ class Recorder(TorchFunctionMode):
         self.uninstall()
         self.suspect = suspect
         yield
+
+
+def _count_values(value: Any) -> int:
+    return sum(tensor.numel() for tensor in collect_tensors(value))
 
 
 def _has_bad_values(tensor: Tensor) -> bool:

@@ -176,7 +176,19 @@ def _find_bad_weight(step: Step) -> Finding | None:
         for model in _models(step)
         for n, p in model.named_parameters()
     )
-    other_tensors = f", and so are {len(bad) - 1} other tensors" if len(bad) > 1 else ""
+    others = f", and so are {len(bad) - 1} other tensors" if len(bad) > 1 else ""
+    is_first = step.number == 1 or not is_trained
+    return _explain_bad_weight(name, value, step.number, is_first=is_first, others=others)
+
+
+def _explain_bad_weight(
+    name: str, value: Tensor, number: int, *, is_first: bool, others: str = ""
+) -> Finding:
+    """Returns the finding about a weight that contains NaN or inf before a step.
+
+    is_first  whether no update could have written NaN or inf
+    """
+    value = value.detach()
     return _format_finding(
         "RN032",
         Place(symbol=name),
@@ -185,12 +197,22 @@ def _find_bad_weight(step: Step) -> Finding | None:
         has=format_dtype(value.dtype),
         count=int((~value.isfinite()).sum()),
         total=value.numel(),
-        others=other_tensors,
-        first=step.number == 1 or not is_trained,
+        rows=_list_bad_rows(value),
+        others=others,
+        first=is_first,
         overflow=value.dtype == torch.float16 and not bool(value.isnan().any()),
-        number=step.number,
+        number=number,
         no_bf16=_lacks_bf16(value.device.type),
     )
+
+
+def _list_bad_rows(tensor: Tensor) -> str:
+    """Returns the numbers of the rows with NaN or inf, such as "10, 11"."""
+    bad = ~tensor.isfinite()
+    rows = bad.flatten(1).any(1) if tensor.dim() > 1 else bad.flatten()
+    numbers = [int(row) for row in rows.nonzero().flatten()]
+    text = ", ".join(map(str, numbers[:8]))
+    return f"{text} and {len(numbers) - 8} more" if len(numbers) > 8 else text
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -259,7 +281,8 @@ def _explain_result(entry: Entry) -> Finding | None:
     elif name in _DIVISIONS_OF_TENSORS:
         kind = "zero"
     elif name in _STATISTICS:
-        kind = _classify_count([tensor.numel() for tensor in inputs])
+        results = max(entry.outputs[0].numel(), 1)
+        kind = _classify_count([tensor.numel() // results for tensor in inputs])
     details = [
         ("input", f"{format_dtype(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]  {item}")
         for tensor, item in zip(inputs, ranges)
@@ -303,13 +326,7 @@ def _named_arguments(entry: Entry) -> list[tuple[str, Tensor]]:
 
 def _explain_data(entry: Entry, name: str, tensor: Tensor) -> Finding:
     bad = ~tensor.isfinite()
-    rows = (
-        bad.flatten(1).any(1).nonzero().flatten() if tensor.dim() > 1 else bad.nonzero().flatten()
-    )
     label = _argument_text(entry, name)
-    row_list = ", ".join(str(int(row)) for row in rows[:8])
-    if len(rows) > 8:
-        row_list += f" and {len(rows) - 8} more"
     return _format_finding(
         "RN031",
         _place(entry.site, ""),
@@ -319,7 +336,7 @@ def _explain_data(entry: Entry, name: str, tensor: Tensor) -> Finding:
         has=f"{format_dtype(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]",
         count=int(bad.sum()),
         total=tensor.numel(),
-        rows=row_list,
+        rows=_list_bad_rows(tensor),
         at=f"{entry.name} at {_location(entry.site)}",
         what="NaN" if bool(tensor.isnan().any()) else "inf",
     )
@@ -496,6 +513,7 @@ def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Find
         layer=event.module if event.in_layer or is_library_line else "",
         owner=_owner_text(event),
         lost=lost is not None,
+        logarithm=event.op.base_name in _LOGARITHMS,
         lost_line="" if lost is None else _line(lost),
         lost_at="" if lost is None else _location(lost.site),
         lost_value="" if lost is None else f"{lost.exact.magnitude:.3g}",
@@ -505,6 +523,7 @@ def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Find
         device=_device_type(step),
         scaler=event.site is not None and "grad_scaler" in event.site.file,
         autocast=any(entry.autocast for entry in step.entries),
+        integers=event.op.is_to_call and not event.inputs,
         loss_scale="" if scale is None else f"{scale:g}",
         scale_line="" if scale_site is None else _statement(scale_site),
         scale_at=_location(scale_site),
@@ -591,9 +610,12 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
             return "labels", {"value": str(ignored_label)}
         return _classify_division(event), {}
     if name in _EXPONENTIALS and event.inputs:
-        return "exponential", {}
+        weight = event.inputs[0].path.removeprefix("parameter ")
+        is_parameter = event.inputs[0].path.startswith("parameter ")
+        return "exponential", {"weight": weight if is_parameter else ""}
     if name in _STATISTICS:
-        kind = _classify_count([math.prod(item.shape) for item in event.inputs])
+        results = max(event.result.count, 1)
+        kind = _classify_count([math.prod(item.shape) // results for item in event.inputs])
         if kind:
             return kind, {}
     if any(item.run.magnitude > _HUGE for item in event.inputs):
@@ -755,6 +777,8 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
         "learning_rate": f"{float(group.get('lr', 0)):g}",
         "largest": f"{gradient.magnitude:.3g}",
     }
+    if event is None and not _have_bad_states(optimizer, parameter):
+        return _explain_bad_weight(name, parameter, number, is_first=number == 1)
     if event is None:
         reason = f"the update of {name} was run again with its gradient and was finite"
         return _format_finding(
@@ -779,6 +803,10 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
     )
     if proof and not kind:
         facts |= _number_facts(proof)
+    setting_name = _find_bad_setting(group)
+    if setting_name:
+        kind = "setting"
+        facts |= {"setting": setting_name, "eps": str(group[setting_name])}
     details = [(item.label, describe_input(item)) for item in event.inputs]
     details.append(("result", f"{event.result}"))
     details.append(("step", str(number)))
@@ -794,6 +822,27 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
         at=_location(event.site),
         **facts,
     )
+
+
+def _have_bad_states(optimizer: Optimizer, parameter: Tensor) -> bool:
+    states = collect_tensors(list(optimizer.state.get(parameter, {}).values()))
+    return not all(map(_is_finite, states))
+
+
+def _find_bad_setting(group: dict[str, Any]) -> str:
+    """Returns the name of a setting of a parameter group that is NaN or inf, such as a learning
+    rate that a schedule computes.
+    """
+    for name, value in group.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if name != "params" and any(_is_bad_number(number) for number in numbers):
+            return name
+    return ""
+
+
+def _is_bad_number(value: Any) -> bool:
+    is_number = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return is_number and not math.isfinite(float(value))
 
 
 def _repeat_update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
