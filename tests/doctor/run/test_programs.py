@@ -138,7 +138,7 @@ TRUTH = {
         "RN011",
         "return F.scaled_dot_product_attention(q, k, v)",
         "attention",
-        "torch.outer(torch.arange(5.0), self.inverse)",
+        "`self.inverse` made q and k fp32 (tests/doctor/run/programs/rotary_attention.py:31)",
         "`q.to(torch.bfloat16)` and `k.to(torch.bfloat16)` at",
     ),
     "vae_latents": Truth(
@@ -271,7 +271,7 @@ TRUTH = {
         "RN001",
         "return self.linear(sample)",
         "embedding.linear",
-        "torch.outer(step.float(), torch.arange(8.0))",
+        "the explicit cast `step.float()` makes it fp32",
         "`sample.to(torch.float16)`",
     ),
     "quantile": Truth(
@@ -662,8 +662,8 @@ TRUTH = {
         "RN001",
         "model(noisy).sum().backward()",
         "Linear",
-        "`get_sigmas(torch.tensor([0, 2]))` is fp32"
-        " (tests/doctor/run/programs/library_attribute.py:19)",
+        "`torch.linspace(1.0, 0.1, 4)` creates a tensor in fp32"
+        " (tests/doctor/run/programs/library_attribute.py:9)",
         "`noisy.to(torch.bfloat16)`",
     ),
     "narrow_adapters": Truth(
@@ -707,7 +707,8 @@ TRUTH = {
         "RN013",
         "rewards = self.gather(rewards).cpu().numpy()",
         "log",
-        "`self.gather(rewards).cpu()` is bf16",
+        "`torch.ones(3, dtype=torch.bfloat16)` (tests/doctor/run/programs/gathered_metric.py:19)"
+        " creates it in bf16",
         "`self.gather(rewards).cpu().float()` before the conversion",
     ),
     "typed_activation": Truth(
@@ -775,6 +776,39 @@ TRUTH = {
         "(tests/doctor/run/programs/kept_buffer.py:15); its dtype comes from `torch.float16`"
         " (tests/doctor/run/programs/kept_buffer.py:8)",
         "torch.bfloat16 in place of `torch.float16` at tests/doctor/run/programs/kept_buffer.py:8",
+    ),
+    "cached_prefix": Truth(
+        "RN011",
+        "return self.model(ids, past_key_values=self.prefix(), use_cache=True).logits",
+        "model.model.layers.0.self_attn",
+        "`self.table.weight` made key and value fp32"
+        " (tests/doctor/run/programs/cached_prefix.py:27), because `cache.update(",
+        "`key.expand(1, -1, -1, -1).to(torch.bfloat16)` at"
+        " tests/doctor/run/programs/cached_prefix.py:29, and the same",
+    ),
+    "output_fields": Truth(
+        "RN001",
+        "return self.head(encoded.pooled)",
+        "head",
+        "the explicit cast `states.float()` makes it fp32"
+        " (tests/doctor/run/programs/output_fields.py:23)",
+        "`encoded.pooled.to(torch.bfloat16)` at tests/doctor/run/programs/output_fields.py:36",
+    ),
+    "rotary_default": Truth(
+        "RN011",
+        "return F.scaled_dot_product_attention(queries, keys, values)",
+        "Attention",
+        "its dtype is the default of `rotate(queries, keys, table)`"
+        " (tests/doctor/run/programs/rotary_default.py:22)",
+        "`queries.to(torch.bfloat16)` and `keys.to(torch.bfloat16)` at",
+    ),
+    "dataset_targets": Truth(
+        "RN010",
+        "loss.backward()",
+        "<module>",
+        "`batch['y']` is fp64, from `torch.tensor(np.array([index / 4]))`",
+        "`torch.tensor(np.array([index / 4]), dtype=torch.float32)` at"
+        " tests/doctor/run/programs/dataset_targets.py:16",
     ),
     "autocast_block": Truth(
         "RN001",

@@ -75,9 +75,9 @@ def find_dtype_setting(
     wanted_dtype    the dtype that the rebuilt call asks for
     """
     program = _Program(frames, dtype)
-    for place in program.expressions_at(text, location):
+    for place in program.find_calls(text, location):
         node = _read_dtype_expression(place.node)
-        if node is not None and _as_dtype(node) is None:
+        if node is not None and _read_dtype(node) is None:
             return program.follow(_Place(node, place.file, place.scopes), wanted_dtype)
     return None
 
@@ -94,7 +94,7 @@ def _read_dtype_expression(call: ast.expr) -> ast.expr | None:
     return arguments[-1] if is_cast and arguments else None
 
 
-def _as_dtype(node: ast.expr | None) -> torch.dtype | None:
+def _read_dtype(node: ast.expr | None) -> torch.dtype | None:
     """Returns the dtype of an expression such as `torch.float16`."""
     match node:
         case ast.Attribute(ast.Name("torch"), name):
@@ -130,7 +130,7 @@ class _Program:
             is_scope = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
             self._collect(child, file, (*scopes, child) if is_scope else scopes)  # type: ignore[arg-type]
 
-    def expressions_at(self, text: str, location: str) -> Iterator[_Place]:
+    def find_calls(self, text: str, location: str) -> Iterator[_Place]:
         for place in self.places:
             if place.location == location and " ".join(ast.unparse(place.node).split()) == text:
                 yield place
@@ -140,7 +140,7 @@ class _Program:
         last: tuple[_Place, ast.Call, str, bool] | None = None
         assigned = False
         for _ in range(_MAX_STEPS):
-            constant = _as_dtype(place.node)
+            constant = _read_dtype(place.node)
             if constant is not None:
                 if constant != self.dtype:
                     return None
@@ -183,7 +183,7 @@ class _Program:
 
     def choose(self, nodes: Sequence[ast.expr]) -> ast.expr | None:
         """Returns the only expression that is the dtype whose setting is searched."""
-        matches = [node for node in nodes if _as_dtype(node) == self.dtype]
+        matches = [node for node in nodes if _read_dtype(node) == self.dtype]
         return matches[0] if len(matches) == 1 else None
 
     def find_item(self, place: _Place, name: str, key: object) -> _Place | None:

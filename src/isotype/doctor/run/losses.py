@@ -116,7 +116,9 @@ def find_loss_target(frames: Sequence[CallFrame], loss: LossNode) -> LossTarget 
             if call[0] == frames[index].file and name == _unparse(_target_argument(call[1]))
         ]
     if len(calls) != 1:
-        return None
+        if variable is None:
+            return None
+        return LossTarget(_unparse(variable), f"the call of {loss.name}", index, variable)
     file, call = calls[0]
     argument = _target_argument(call)
     text = "" if argument is None else _unparse(argument)

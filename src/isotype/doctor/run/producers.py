@@ -14,7 +14,9 @@ of this dtype.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any
@@ -49,6 +51,8 @@ _AUTOCAST_FUNCTIONS = frozenset(
     + ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
     + ("scaled_dot_product_attention", "chain_matmul")
 )
+# calls that create integers, which later operations make floats
+_INTEGER_CREATION = re.compile(r"torch\.(?:randint\(|arange\((?!.*(?:dtype|\d\.)))")
 _MAX_STEPS = 60  # operations that one search for the origin of a value follows
 _MAX_CALLERS = 4  # functions that have returned through which an argument is followed outward
 _MAX_DEPTH = 3  # objects inside of objects in which a stored tensor is searched
@@ -87,6 +91,8 @@ class Producer:
     hook      the hook that contains the expression; "" if no hook does
     promotions  the operations through which the dtype reached the tensor
     reason    why a call returns this dtype, as a part of a sentence; "" for most kinds
+    stored    the expression that the user's code stores in an object of a library, and its file and
+    stored_at line; "" if there is none
     """
 
     kind: str
@@ -101,6 +107,8 @@ class Producer:
     hook: str = ""
     promotions: tuple[Promotion, ...] = ()
     reason: str = ""
+    stored: str = ""
+    stored_at: str = ""
 
 
 def find_producer(
@@ -228,19 +236,13 @@ class _Search:
                 return self.follow_name(node, name, index, line)
             case ast.Attribute(ast.Name("self"), name) if _may_hold_tensor(value):
                 return self.follow_attribute(node, name, index, frame.variables.get("self"))
-            case ast.Attribute(owner, name) if is_tensor(value):
-                result = self.follow_attribute(node, name, index, read_value(owner, frame))
-                # an attribute of a library's object says nothing about the origin of its value
-                is_known = result.is_proven and result.kind != "attribute"
-                return result if is_known else self.producer("unknown", node, index)
-            case ast.Attribute(ast.Call() | ast.Name() as owner, _) if value is UNKNOWN:
+            case ast.Attribute() if is_tensor(value):
+                return self.follow_field(node, index, line)
+            case ast.Attribute(ast.Call() | ast.Name() as owner, name) if value is UNKNOWN:
+                self.key = name
                 return self.follow(owner, index, line)  # an output of a model, such as `.logits`
-            case ast.Subscript(container, key):
-                self.key = read_value(key, frame)
-                stored = _find_stored_item(frame.scope, node, line)
-                if stored is not None:
-                    return self.follow(stored, index, stored.lineno)
-                return self.follow(container, index, line)
+            case ast.Subscript():
+                return self.follow_container_item(node, index, line)
             case ast.BinOp(left, _, right):
                 return self.follow_widest([left, right], node, index, line)
             case ast.UnaryOp(_, operand):
@@ -254,6 +256,28 @@ class _Search:
             case ast.Call():
                 return self.follow_call(node, index, line)
         return self.producer("unknown", node, index)
+
+    def follow_field(self, node: ast.Attribute, index: int, line: int) -> Producer:
+        """Continues the search at a tensor that an object holds: at the assignment of the attribute
+        in the object's class, or else at the call that made the object.
+        """
+        owner = read_value(node.value, self.frame_at(index, line))
+        result = self.follow_attribute(node, node.attr, index, owner)
+        # an attribute of a library's object says nothing about the origin of its value
+        if result.is_proven and result.kind != "attribute":
+            return result
+        self.key = node.attr
+        result = self.follow(node.value, index, line)
+        return result if result.is_proven else self.producer("unknown", node, index)
+
+    def follow_container_item(self, node: ast.Subscript, index: int, line: int) -> Producer:
+        """Continues the search in the container of an item."""
+        frame = self.frame_at(index, line)
+        self.key = read_value(node.slice, frame)
+        stored = _find_stored_item(frame.scope, node, line)
+        if stored is not None:
+            return self.follow(stored, index, stored.lineno)
+        return self.follow(node.value, index, line)
 
     def follow_choice(self, node: ast.IfExp, index: int, line: int) -> Producer:
         """Continues the search in the part of `X if CONDITION else Y` that was evaluated. If the
@@ -486,6 +510,10 @@ class _Search:
         function = read_function(node.func, frame)
         if isinstance(function, nn.Module):
             return self.follow_module(function, node, index, line)
+        field = node_keyword(node, self.key) if isinstance(self.key, str) else None
+        if field is not None and isinstance(function, type):  # an object, such as an output
+            self.key = UNKNOWN
+            return self.follow(field, index, field.lineno)
         if isinstance(node.func, ast.Attribute):
             result = self.follow_method(node, node.func, index, line)
             if result is not None:
@@ -498,29 +526,29 @@ class _Search:
             if isinstance(operands[0], (ast.List, ast.Tuple)):
                 operands = list(operands[0].elts)
             return self.follow_widest(operands, node, index, line)
-        result = self.follow_returned(function, node, index, line) or self.follow_passed_function(
-            node, index, line
-        )
-        if result is not None:
-            return result
-        result = self.follow_stored_tensor(node, index, line)
-        if result is not None:
-            return result
-        arguments = _arguments(node)
-        if arguments and not frame.is_user_code:
-            # a helper of a library: its first argument, if it has the dtype
-            value = read_value(arguments[0], frame)
-            if is_tensor(value) and value.dtype == self.dtype:
-                return self.follow(arguments[0], index, line)
-            if value is UNKNOWN:
-                result = self.follow(arguments[0], index, line)
-                if result.is_proven:
-                    return result
         return (
-            self.follow_autocast(node, index, line)
+            self.follow_returned(function, node, index, line)
+            or self.follow_passed_function(node, index, line)
+            or self.follow_stored_tensor(node, index, line)
+            or self.follow_first_argument(node, index, line)
+            or self.follow_autocast(node, index, line)
             or self.follow_wide_argument(node, index, line)
             or self.producer("call", node, index)
         )
+
+    def follow_first_argument(self, node: ast.Call, index: int, line: int) -> Producer | None:
+        """Continues the search at the first argument of a helper that a library calls, if the
+        argument has the dtype.
+        """
+        frame = self.frame_at(index, line)
+        arguments = _arguments(node)
+        if not arguments or frame.is_user_code:
+            return None
+        value = read_value(arguments[0], frame)
+        if is_tensor(value) and value.dtype == self.dtype:
+            return self.follow(arguments[0], index, line)
+        result = self.follow(arguments[0], index, line) if value is UNKNOWN else None
+        return result if result is not None and result.is_proven else None
 
     def follow_stored_tensor(self, node: ast.Call, index: int, line: int) -> Producer | None:
         """Continues the search at the line of the user's code that wrote a tensor into an object
@@ -537,7 +565,36 @@ class _Search:
             result = self.follow_writes(name, owner)
             if result is not None:
                 return result
-        return None
+        return self.follow_method_calls(node.func.attr, owner) if stored else None
+
+    def follow_method_calls(self, name: str, owner: object) -> Producer | None:
+        """Continues the search at the argument that the user's code passes to a method of a
+        library's object, if the same method returns it later, as `update` of a cache does.
+        """
+        element = self.element or 0
+        results = []
+        for file, tree, module_frame in list(iterate_user_files(self.frames[: self.running_count])):
+            for call in ast.walk(tree):
+                if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                    continue
+                if call.func.attr != name or len(call.args) <= element:
+                    continue
+                index = self.add_function_frame(call, tree, module_frame, file)
+                if index is None or self.is_other_object(call.func.value, index, owner):
+                    continue
+                self.key = self.element = None
+                result = self.follow(call.args[element], index, call.lineno)
+                if result.is_proven:
+                    place = self.frames[index].location_of(call)
+                    result = replace(result, reason=f"`{_source(call)}` ({place}) stores it")
+                    stored = _source(call.args[element])
+                    results.append(replace(result, stored=stored, stored_at=place))
+        return results[0] if len({result.location for result in results}) == 1 else None
+
+    def is_other_object(self, node: ast.expr, index: int, owner: object) -> bool:
+        """True if an expression is an object of another class."""
+        value = read_value(node, self.frames[index])
+        return value is not UNKNOWN and type(value) is not type(owner)
 
     def follow_writes(self, name: str, owner: object) -> Producer | None:
         """Continues the search at the only assignment `OBJECT.NAME = ...` of the user's files that
@@ -580,13 +637,13 @@ class _Search:
                     target = target.value
                 if not isinstance(target, ast.Attribute) or target.attr != name:
                     continue
-                index = self.add_frame_of(node, tree, module_frame, file)
+                index = self.add_function_frame(node, tree, module_frame, file)
                 holder = UNKNOWN if index is None else read_value(target.value, self.frames[index])
                 is_own_class = _source(target.value) == "self" and holder is not owner
                 if index is not None and not is_own_class:
                     yield target, node.value, index
 
-    def add_frame_of(
+    def add_function_frame(
         self, node: ast.AST, tree: ast.Module, module_frame: CallFrame, file: str, depth: int = 0
     ) -> int | None:
         """Returns the index of a frame for the function that contains a node. If the function has
@@ -599,7 +656,7 @@ class _Search:
         if function is None:
             self.frames.append(module_frame)
             return len(self.frames) - 1
-        returned = _make_frame_of(function, module_frame)
+        returned = _make_function_frame(function, module_frame, self.iterate_objects())
         if returned is None or depth > _MAX_CALLERS:
             return None
         new_index = len(self.frames)
@@ -613,10 +670,17 @@ class _Search:
         ]
         if len(calls) == 1:
             call, call_file, call_tree, call_frame = calls[0]
-            outer = self.add_frame_of(call, call_tree, call_frame, call_file, depth + 1)
+            outer = self.add_function_frame(call, call_tree, call_frame, call_file, depth + 1)
             if outer is not None:
                 self.callers[new_index] = (outer, call, call.lineno)
         return new_index
+
+    def iterate_objects(self) -> Iterator[object]:
+        """Yields the modules of the models, and the objects that variables of the frames hold."""
+        for root in self.names.roots:
+            yield from root.modules()
+        for frame in self.frames[: self.running_count]:
+            yield from frame.variables.values()
 
     def follow_wide_argument(self, node: ast.Call, index: int, line: int) -> Producer | None:
         """Continues the search at the arguments of a library's function, if the widest of its
@@ -654,11 +718,14 @@ class _Search:
             if dtype is None and not has_unread_dtype(node, frame):  # changes only the device
                 return self.follow(method.value, index, line)
             return self.producer("cast", node, index, is_proven=dtype == self.dtype)
-        has_returned = index in self.callers
-        if owner is UNKNOWN and has_returned and method.attr in DTYPE_KEEPING_METHODS:
+        if owner is UNKNOWN and method.attr in DTYPE_KEEPING_METHODS:
             return self.follow(method.value, index, line)
         if owner is torch and method.attr in CREATION_FUNCTIONS:
             is_proven = is_tensor(result) and result.dtype == self.dtype
+            if not is_proven and method.attr == "as_tensor" and len(node.args) == 1:
+                kept = self.follow(node.args[0], index, line)  # a tensor stays as it is
+                if kept.is_proven:
+                    return kept
             return self.producer("creation", node, index, is_proven=is_proven)
         return None
 
@@ -803,7 +870,7 @@ class _Search:
         if isinstance(function, MethodType):
             names = names[1:]
         frame = self.frame_at(index, line)
-        values = {}
+        values = _read_defaults(function)
         for name, argument in zip(names, call.args):
             if isinstance(argument, ast.Starred):
                 break
@@ -948,7 +1015,8 @@ class _Search:
             result = self.follow(binding.value, new_index, binding.lineno)
             if result.is_proven:
                 return result
-            if result.kind == "creation" and result.text in _source(binding.value):
+            is_float = not _INTEGER_CREATION.match(result.text)
+            if result.kind == "creation" and is_float and result.text in _source(binding.value):
                 creations.append(result)
         is_stored = isinstance(read_value(node, self.frames[index]), torch.Tensor)
         if is_stored and len(creations) == 1:
@@ -1159,8 +1227,9 @@ class _Search:
                 return result
             functions += list(_item_functions_of_call(call, self.frames[call_index]))
         result = self.follow_item_functions(functions, element, index, line)
-        is_plain_name = isinstance(iterable, ast.Name) and not functions and element is None
-        if result is None and is_plain_name:
+        if result is None and isinstance(iterable, ast.Name) and not functions:
+            if element is not None:
+                self.key = element
             plain = self.follow(iterable, index, line)
             return plain if plain.is_proven else None
         return result
@@ -1370,17 +1439,27 @@ def _enclosing_function(
     return max(functions, key=lambda function: function.lineno, default=None)
 
 
-def _make_frame_of(
-    function: ast.FunctionDef | ast.AsyncFunctionDef, module_frame: CallFrame
+def _make_function_frame(
+    function: ast.FunctionDef | ast.AsyncFunctionDef,
+    module_frame: CallFrame,
+    objects: Iterable[object],
 ) -> CallFrame | None:
-    """Returns a frame for a function, or for a method of a class, of a module that was imported."""
-    candidates = []
-    for value in list(module_frame.global_variables.values()):
-        candidates += list(vars(value).values()) if isinstance(value, type) else [value]
-    for candidate in candidates:
-        is_function = isinstance(candidate, FunctionType)
-        frame = make_returned_frame(candidate, {}) if is_function else None
-        if frame is not None and frame.scope is function:
+    """Returns a frame for a function, or for a method of a class, of a module that was imported. If
+    there is one object of the class, it is `self` of the method.
+    """
+    owners: list[type | None] = [None]
+    owners += [v for v in module_frame.global_variables.values() if isinstance(v, type)]
+    for owner in owners:
+        candidates = module_frame.global_variables if owner is None else vars(owner)
+        for candidate in list(candidates.values()):
+            is_function = isinstance(candidate, FunctionType)
+            frame = make_returned_frame(candidate, {}) if is_function else None
+            if frame is None or frame.scope is not function:
+                continue
+            instances = {id(item): item for item in objects if owner and type(item) is owner}
+            if len(instances) == 1:
+                method = MethodType(candidate, next(iter(instances.values())))
+                return make_returned_frame(method, {})
             return frame
     return None
 
@@ -1509,6 +1588,16 @@ def _is_first_argument(owner: Any, call: ast.AST | None, frame: CallFrame) -> bo
     return read_value(call.args[0], frame) is owner
 
 
+def _read_defaults(function: Any) -> dict[str, Any]:
+    """Returns the default values of a function's parameters."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not isinstance(function, FunctionType):
+        return {}
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    values = dict(zip(reversed(names), reversed(function.__defaults__ or ())))
+    return {**values, **(function.__kwdefaults__ or {})}
+
+
 def _read_default(scope: Any, name: str) -> Any:
     """Returns the default value of a parameter, if it is a constant."""
     positional = [a.arg for a in (*scope.args.posonlyargs, *scope.args.args)]
@@ -1619,10 +1708,19 @@ def _code_of_result(scope: Any, values: Sequence[ast.expr]) -> Iterator[ast.AST]
 
 
 def _attribute_bindings(scope: Any, name: str) -> Iterator[ast.Assign]:
-    """Yields the assignments `self.NAME = ...` in a method."""
+    """Yields the assignments `self.NAME = ...` in a method. An assignment of a tuple to several
+    attributes counts as one of each element.
+    """
     for node in _walk_scope(scope):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == f"self.{name}":
-            yield node
+        if not isinstance(node, ast.Assign):
+            continue
+        pairs = [(node.targets[0], node.value)]
+        match node.targets[0], node.value:
+            case ast.Tuple(targets), ast.Tuple(values) if len(targets) == len(values):
+                pairs = list(zip(targets, values))
+        for target, value in pairs:
+            if ast.unparse(target) == f"self.{name}":
+                yield ast.copy_location(ast.Assign([target], value), node)
 
 
 def _walk_scope(scope: ast.AST) -> Iterator[Any]:

@@ -728,10 +728,38 @@ def find_numpy_conversion(evidence: Evidence) -> Finding | None:
             facts["value"] = _brackets(ast.unparse(owner))
             facts["at"] = evidence.user_frame.location
     if evidence.operands:
+        producer = evidence.producer_of(evidence.operands[0])
+        facts["origin"] = _describe_producer(producer, evidence.operands[0].dtype_name)
         return _make_operand_finding("RN013", evidence, evidence.operands[0], **facts)
     if "value" in facts:  # the value of a call, which no variable holds
+        node = evidence.user_frame.expression
+        assert isinstance(node, ast.Call)
+        assert isinstance(node.func, ast.Attribute)
+        index = max(i for i, f in enumerate(evidence.frames) if f is evidence.user_frame)
+        producer = find_producer(
+            node.func.value, evidence.frames, index, to_torch(facts["has"]), evidence.names
+        )
+        facts["origin"] = _describe_producer(producer, facts["has"])
         return _make_finding("RN013", evidence, evidence.user_frame, **facts)
     return None
+
+
+def _describe_producer(producer: Producer, dtype_name: str) -> str:
+    """Returns the expression that gave a tensor its dtype as a part of a sentence, if the source
+    code proves it, and otherwise "".
+    """
+    place = f"`{producer.text}` ({producer.location})"
+    if not producer.is_proven:
+        return ""
+    if producer.reason:
+        return f"{place} returns {dtype_name}, because {producer.reason}"
+    if producer.kind == "module":
+        return f"{place} returns {dtype_name}, as the weights of {producer.path} are"
+    if producer.kind == "cast":
+        return f"{place} casts it to {dtype_name}"
+    if producer.kind == "creation":
+        return f"{place} creates it in {dtype_name}"
+    return f"{place} is {dtype_name}"
 
 
 def _find_later_conversions(frame: CallFrame) -> list[str]:
@@ -859,6 +887,8 @@ def _creation_of(producer: Producer, dtype: str) -> str:
     text = producer.text
     if producer.kind != "creation" or not text.endswith(")") or "dtype=" in text:
         return ""
+    if text.startswith("torch.from_numpy("):
+        return f"{text}.to(torch.{dtype})"
     return f"{text[:-1]}, dtype=torch.{dtype})"
 
 
@@ -1008,6 +1038,8 @@ def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
         producer = find_producer(
             target.variable, evidence.frames, target.frame_index, target_dtype, evidence.names
         )
+    if producer is not None and target is not None and ":" not in target.location:
+        creation = _creation_of(producer, str(dtype).removeprefix("torch."))
     label = "target"
     if target is not None and target.text:
         label, batch = _brackets(target.text), ""
@@ -1129,6 +1161,8 @@ def find_attention_operand(evidence: Evidence) -> Finding | None:
         casts=" and ".join(f"`{_brackets(label)}.to({others[0].dtype})`" for label in odd_labels),
         is_in_user_line=evidence.frames[odd.frame_index] is evidence.user_frame,
         is_cast=producer.kind == "cast" and producer.is_proven,
+        stored=_brackets(producer.stored) if producer.stored else "",
+        stored_at=producer.stored_at,
         set_by=_describe_setting(evidence, producer, odd.dtype, others[0].dtype),
     )
 
@@ -1299,9 +1333,9 @@ def find_write(evidence: Evidence) -> Finding | None:
     is_autocast = is_autocast and not is_explicit
     labels = dict.fromkeys(_cast_text(operand, destination) for operand in values)
     later_casts = _find_later_writes(evidence.failing_frame)
-    setting = _describe_setting_of_write(evidence, maker, values[0].dtype, destination.dtype)
+    setting = _describe_write_setting(evidence, maker, values[0].dtype, destination.dtype)
     if has_out:
-        setting = _describe_setting_of_write(evidence, source, destination.dtype, values[0].dtype)
+        setting = _describe_write_setting(evidence, source, destination.dtype, values[0].dtype)
     creation = _find_odd_storage(evidence, destination, values[0].dtype)
     loading = find_operand_origin(evidence, destination)
     if loading is not None and loading.kind != "assignment":
@@ -1337,7 +1371,7 @@ def find_write(evidence: Evidence) -> Finding | None:
     )
 
 
-def _describe_setting_of_write(
+def _describe_write_setting(
     evidence: Evidence, producer: Producer, dtype: torch.dtype, wanted_dtype: torch.dtype
 ) -> dict[str, Any]:
     """Returns the line that set the dtype of an operand, and its fix if the model's weights have
