@@ -810,6 +810,23 @@ TRUTH = {
         "`torch.tensor(np.array([index / 4]), dtype=torch.float32)` at"
         " tests/doctor/run/programs/dataset_targets.py:16",
     ),
+    "autocast_off": Truth(
+        "RN001",
+        "return self.head(hidden)",
+        "head",
+        "`self.encoder(x)` (tests/doctor/run/programs/autocast_off.py:22) returns bf16, because it"
+        " runs under autocast (tests/doctor/run/programs/autocast_off.py:30); the weights of head"
+        " are fp32, and autocast, which would cast both, is switched off at"
+        " tests/doctor/run/programs/autocast_off.py:25",
+        "`hidden.to(torch.float32)` at tests/doctor/run/programs/autocast_off.py:26",
+    ),
+    "linear_probe": Truth(
+        "RN017",
+        "return torch.linalg.solve(gram, features.T @ targets)",
+        "fit",
+        "solve needs one dtype",
+        "`(features.T @ targets).to(torch.float32)` at",
+    ),
     "autocast_block": Truth(
         "RN001",
         "return self.head(hidden)",

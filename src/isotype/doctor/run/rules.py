@@ -885,7 +885,8 @@ def _creation_of(producer: Producer, dtype: str) -> str:
     was not created by such a call, or if the call already gives a dtype.
     """
     text = producer.text
-    if producer.kind != "creation" or not text.endswith(")") or "dtype=" in text:
+    is_plain = text.startswith("torch.") and text.endswith(")") and "dtype=" not in text
+    if producer.kind != "creation" or not is_plain:
         return ""
     if text.startswith("torch.from_numpy("):
         return f"{text}.to(torch.{dtype})"
@@ -1459,6 +1460,8 @@ def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
     operands = _floating(evidence)
     if not _differ(operands) or _half_dtype(operands) is None or evidence.autocast.is_on:
         return None
+    if evidence.autocast.location and evidence.autocast.is_on is False:
+        return None  # the program switches it off for this code
     region = evidence.other_region
     if region is not None and not region.runs_model and _has_cast_input(evidence, operands):
         return None  # another model runs under autocast
@@ -1677,6 +1680,7 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         is_castable=_is_cast_by_autocast(operand.dtype) and _is_cast_by_autocast(weight.dtype),
         # autocast does not cast the operands of some functions, such as norms on a CPU
         autocast=evidence.autocast.is_on is not False,
+        off_at="" if evidence.autocast.is_on else evidence.autocast.location,
         function=evidence.operation,
         target=str(weight.dtype),
         **_explain_weights(evidence, operand, weight, producer),
@@ -1880,12 +1884,21 @@ def _odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:
     return next(operand for operand in operands if operand.dtype != usual)
 
 
+def _has_no_half_kernel(evidence: Evidence) -> bool:
+    """True if the failing call is one of a function that PyTorch has for fp32 and fp64 only."""
+    call = evidence.failing_frame.expression
+    return isinstance(call, ast.Call) and ast.unparse(call.func).startswith(_FLOAT_ONLY)
+
+
 def find_mixed_operands(evidence: Evidence) -> Finding | None:
     operands = _computed(evidence)
     if not _differ(operands):
         return None
     odd = _odd_operand(evidence, operands)
     others = [operand for operand in operands if operand.dtype != odd.dtype]
+    halves = [operand for operand in operands if operand.dtype in _HALF_DTYPES]
+    if _has_no_half_kernel(evidence) and others[0] in halves:
+        odd, others = others[0], [operand for operand in operands if operand not in halves]
     producer = evidence.producer_of(odd)
     names = [operand.path or operand.label for operand in others]
     if len(names) > _MAX_GROUPS:
