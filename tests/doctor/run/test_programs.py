@@ -814,7 +814,7 @@ TRUTH = {
         "RN001",
         "return self.head(hidden)",
         "head",
-        "`self.encoder(x)` (tests/doctor/run/programs/autocast_off.py:22) returns bf16, because it"
+        "`self.encode(x)` (tests/doctor/run/programs/autocast_off.py:18) returns bf16, because it"
         " runs under autocast (tests/doctor/run/programs/autocast_off.py:30); the weights of head"
         " are fp32, and autocast, which would cast both, is switched off at"
         " tests/doctor/run/programs/autocast_off.py:25",
