@@ -21,7 +21,7 @@ import functools
 import io
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -215,9 +215,21 @@ def count_decisions(function: ast.AST) -> int:
     return decisions
 
 
-def bound_names(tree: ast.AST) -> Iterator[str]:
-    """The names that a module binds, each as often as it is bound."""
-    for node in ast.walk(tree):
+def walk_statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """The module and its statements at any depth. Expressions, which are most nodes of a tree, are
+    not visited.
+    """
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        yield node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            pending += getattr(node, part, ())
+
+
+def bound_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The names that the nodes of a module bind, each as often as it is bound."""
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -233,12 +245,12 @@ def read_file(path: Path) -> Reading:
     """Returns the counts of a file."""
     reading = Reading()
     text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
+    nodes = list(ast.walk(ast.parse(text)))
     reading.lines += len(text.splitlines())
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         reading.tokens += token.type not in LAYOUT_TOKENS
-    reading.names.update(bound_names(tree))
-    for node in ast.walk(tree):
+    reading.names.update(bound_names(nodes))
+    for node in nodes:
         if isinstance(node, ast.IfExp):
             reading.conditionals += 1
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -268,7 +280,7 @@ def inner_modules_in_tests(tests: Path) -> set[str]:
     for path in tests.rglob("*.py"):
         if path == tests / "api.py" or "fixtures" in path.parts:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in walk_statements(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:

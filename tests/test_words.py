@@ -55,6 +55,8 @@ def test_private_and_odd_names():
     assert words.is_oddly_named("of")
     assert not words.is_oddly_named("fusion_blocker")
     bound = list(
-        words.bound_names(ast.parse("def f(given): made = self.kept = [one for one in x]"))
+        words.bound_names(
+            ast.walk(ast.parse("def f(given): made = self.kept = [one for one in x]"))
+        )
     )
     assert sorted(bound) == ["f", "given", "kept", "made", "one"]

@@ -235,7 +235,7 @@ def declared_dtype(
 
 def is_in_fp32_layer(inner: nn.Module, name: str) -> bool:
     """Whether a module or parameter belongs to a decoder layer that computes in fp32."""
-    layers = getattr(inner, FP32_LAYERS_KEY, ())
+    layers = vars(inner).get(FP32_LAYERS_KEY, ())
     return any(f".{layer}." in f".{name}." for layer in layers)
 
 
