@@ -181,7 +181,7 @@ def test_notebook_extension_shows_both(capsys):
     [
         "nn.Linear(8, 4).to(torch.bfloat16)(torch.ones(2, 7, dtype=torch.bfloat16))",
         "{'lr': 1}['dtype']",
-        "__import__('numpy').zeros(2, dtype='bfloat16')",
+        "__import__('numpy').zeros(2, dtype='float33')",
     ],
 )
 def test_other_errors_get_no_text(failure, tmp_path):

@@ -190,6 +190,20 @@ TRUTH = {
         "`logits` is bf16",
         "numpy_metric.py:13, and `scores.cpu().float()` at line 14",
     ),
+    "numpy_adapter": Truth(
+        "RN013",
+        "return load_file(path)",
+        "read_adapter",
+        "the file holds a tensor in bf16, a dtype that NumPy does not have",
+        "read the file with `safetensors.torch.load_file` and convert with `.float().numpy()`",
+    ),
+    "numpy_buffer": Truth(
+        "RN013",
+        "rows = np.zeros((2, hidden.shape[0]), dtype=dtype)",
+        "collect",
+        "passes torch's bf16 to NumPy, which has no bf16",
+        "np.float32 as the dtype for NumPy at tests/doctor/run/programs/numpy_buffer.py:11",
+    ),
     "missing_kernel": Truth(
         "RN014",
         "q, _ = torch.linalg.qr(weight)",

@@ -34,6 +34,11 @@ MENTIONS_DTYPE = re.compile(
 )
 # messages of oneDNN, which also appear for operands of different dtypes
 _HIDES_DTYPE = re.compile("could not create a primitive")
+# messages of NumPy about a dtype of torch, or about the name of a dtype that NumPy does not have
+NUMPY_DTYPE = re.compile(
+    r"(?:Cannot interpret|data type) '(?:torch\.(?=\w)|(?=bfloat16'|float8_))(?P<name>\w+)'"
+    r" (?:as a data type|not understood)"
+)
 # words of messages about the other properties of tensors
 _OTHER_SUBJECTS = re.compile(
     r"out of memory|shapes? (?:of|cannot|mismatch)|same device|No such file"
@@ -267,8 +272,11 @@ def _compiled_location(error: BaseException) -> tuple[str, int] | None:
 def _concerns_torch(evidence: Evidence) -> bool:
     """True if the operation that failed used tensors. Other errors are not explained."""
     is_torch_file = "/torch/" in evidence.failing_frame.file.replace("\\", "/")
-    is_conversion = "unsupported ScalarType" in evidence.message  # to NumPy
-    return bool(evidence.operands) or is_torch_file or evidence.in_backward or is_conversion
+    message = evidence.message
+    is_conversion = "unsupported ScalarType" in message or NUMPY_DTYPE.search(message)  # to NumPy
+    if is_conversion or evidence.in_backward:
+        return True
+    return bool(evidence.operands) or is_torch_file
 
 
 def _build_evidence(error: BaseException, frames: Sequence[CallFrame]) -> Evidence:

@@ -25,7 +25,7 @@ from .autocast import starts_thread
 from .batches import find_batch_item
 from .causes import SHEET
 from .dtype_settings import DtypeSetting, find_dtype_setting
-from .evidence import Evidence, Operand, describe_autocast
+from .evidence import NUMPY_DTYPE, Evidence, Operand, describe_autocast
 from .expressions import is_tensor, node_keyword, read_function, read_value
 from .frames import CallFrame
 from .graph import find_widening_operation
@@ -74,6 +74,7 @@ _FLOAT_ONLY = (
 )
 _MAX_GROUPS = 4  # classes of modules that one row of the report counts, or operands in a title
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
+_NUMPY_FLOATS = ("float16", "float32", "float64")
 _WRITING_OPERATIONS = frozenset(
     ("index_put", "index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
     + ("index_add", "index_copy", "scatter", "scatter_add", "masked_scatter", "masked_scatter_")
@@ -116,7 +117,13 @@ _GENERAL_FIX = (
 
 
 def _check_fix(finding: Finding, evidence: Evidence) -> Finding:
-    """Replaces a fix that cannot be applied as it is written by a general one."""
+    """Replaces a fix that cannot be applied as it is written by a general one. A fix never edits a
+    line of a library.
+    """
+    library_files = {short_path(f.file) for f in evidence.frames if not f.is_user_code}
+    places = {match["file"] for match in _CODE_OR_PLACE.finditer(finding.fix or "")}
+    if places & library_files:
+        return dataclasses.replace(finding, fix=_GENERAL_FIX)
     for code, file, line in _iterate_located_code(finding.fix or ""):
         if not _is_applicable(code, file, line, evidence):
             return dataclasses.replace(finding, fix=_GENERAL_FIX)
@@ -712,6 +719,28 @@ def find_integer_parameter(evidence: Evidence) -> Finding | None:
         is_parameter=is_parameter,
         path=weight.path or weight.label,
         storage=weight.storage or "",
+    )
+
+
+def find_numpy_dtype(evidence: Evidence) -> Finding | None:
+    """Finds a dtype of torch, or the name of one, that was passed to NumPy."""
+    match = NUMPY_DTYPE.search(evidence.message)
+    if match is None:
+        return None
+    name = match["name"]
+    files = [frame.file.replace("\\", "/") for frame in evidence.frames]
+    call = evidence.user_frame.expression
+    text = evidence.user_frame.text if call is None else " ".join(ast.unparse(call).split())
+    reads_file = any("/safetensors/" in file for file in files) or ".get_tensor(" in text
+    return _make_finding(
+        "RN013",
+        evidence,
+        value=text,
+        has=format_dtype(name),
+        at=evidence.user_frame.location,
+        use="file" if reads_file else "dtype",
+        numpy_dtype=name if name in _NUMPY_FLOATS else "float32",
+        exists=name in _NUMPY_FLOATS,
     )
 
 
@@ -1932,6 +1961,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_stale_optimizer_states,
     find_cast_of_loaded_states,
     find_integer_parameter,
+    find_numpy_dtype,
     find_numpy_conversion,
     find_missing_kernel,
     find_float_indices,
