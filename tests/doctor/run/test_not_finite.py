@@ -610,6 +610,51 @@ def test_statistics_without_a_gradient_and_integers_in_fp16_are_explained():
     assert "leave these integers in fp32" in finding.fix
 
 
+def test_variance_that_rounding_makes_negative_and_product_with_infinity_are_explained():
+    values = nn.Parameter(torch.tensor([30.0, 31.0], dtype=torch.bfloat16))
+
+    def standardise():
+        variance = (values * values).mean() - values.mean() * values.mean()
+        variance.sqrt().backward()
+
+    finding = record(standardise).finding
+    assert "makes them negative in `variance = (values * values)" in finding.cause
+    assert finding.fix.startswith("compute `variance = (values * values)")
+
+    def mask_by_product():
+        bias = (1.0 - torch.tensor([1.0, 0.0])) * float("-inf")
+        torch.softmax(nn.Parameter(torch.ones(2)) + bias, -1).sum().backward()
+
+    finding = record(mask_by_product).finding
+    assert "multiplies 0 by inf" in finding.cause
+    assert "torch.where(mask == 0" in finding.fix
+
+
+def test_line_of_an_own_backward_is_named():
+    class StableLog(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return (x.float() + 1e-8).log()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            return gradient.to(x.dtype) / (x + 1e-8)
+
+    weight = nn.Parameter(torch.tensor([0.0, 1.0], dtype=torch.float16))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+
+    def train():
+        StableLog.apply(weight).sum().backward()
+        optimizer.step()
+
+    finding = record(train).finding
+    assert finding.code == "RN037"
+    assert source_line(finding) == "return gradient.to(x.dtype) / (x + 1e-8)"
+    assert finding.fix.startswith("write 1e-4 in place of `1e-8`")
+
+
 def test_eps_of_an_own_optimizer_is_named():
     class Scaled(torch.optim.Optimizer):
         def __init__(self, parameters, eps):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ....dtypes import format_dtype
-from ....observe.operators import Operator
+from ....observe.operators import EXACT, Operator
 from ....observe.origin import Site, innermost_site, is_library_file, is_tool_file, running_frames
 from ....observe.tape import make_tape
 from .lost_numbers import (
@@ -101,7 +101,8 @@ class Range:
 class Input:
     """Describes an input of an operator. It stores the name of the input in the operator's schema,
     its values in this run, and the values that it would have in fp32 (its shadow). If the input is a
-    loss whose labels are all ignored, `ignored_label` is the value of the labels.
+    loss whose labels are all ignored, `ignored_label` is the value of the labels. If rounding made
+    values negative, `sign_site` is the line that computed them.
     """
 
     label: str
@@ -112,6 +113,7 @@ class Input:
     path: str
     origin: Event | None = None
     lost: Event | None = None
+    sign_site: Site | None = None
     ignored_label: int | None = None
 
 
@@ -126,6 +128,7 @@ class Event:
     entry      the recorded call in which the operator runs; None in backward
     in_layer   whether the operator runs inside a layer of PyTorch or of a library, such as Linear
     ordinal    the number of operators of the run up to this operator
+    has_backward_line  whether `site` is a line that runs in backward
     """
 
     op: Operator
@@ -142,6 +145,12 @@ class Event:
     entry: Entry | None = None
     in_layer: bool = False
     ordinal: int = 0
+    has_backward_line: bool = False
+
+    @property
+    def is_derivative(self) -> bool:
+        """Whether the operator belongs to the backward of the line `site`."""
+        return self.is_backward and not self.has_backward_line
 
     @property
     def is_constant(self) -> bool:
@@ -189,6 +198,7 @@ class Watch:
         self._names = names
         self._origins: TensorTable[Event] = TensorTable()
         self._lost: TensorTable[Event] = TensorTable()
+        self._sign_sites: TensorTable[Site] = TensorTable()
         self._ignored_labels: TensorTable[int] = TensorTable()
         self.in_backward = False
         self.is_paused = False
@@ -252,6 +262,7 @@ class Watch:
                 self._names.get(id(tensor), ""),
                 self._origins.get(tensor),
                 self._lost.get(tensor),
+                self._sign_sites.get(tensor),
                 self._ignored_labels.get(tensor),
             )
             for label, tensor in operands
@@ -269,6 +280,7 @@ class Watch:
         shadow = self.shadows.get(tensor)
         is_finite = bool(tensor.isfinite().all())
         if is_finite:
+            self._follow_signs(op, tensor, shadow, operands)
             self._follow_zeros(op, tensor, shadow, operands, inputs, args)
             return
         if inputs is None:
@@ -301,6 +313,21 @@ class Watch:
         if ignored_label is not None:
             for tensor in collect_tensors(result):
                 self._ignored_labels[tensor] = ignored_label
+
+    def _follow_signs(
+        self, op: Operator, tensor: Tensor, shadow: Tensor, operands: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        """Stores the line that computed negative values which are not negative in fp32."""
+        if shadow is tensor or shadow.shape != tensor.shape:
+            return
+        if not bool(((tensor < 0) & (shadow >= 0)).any()):
+            return
+        site = self._site()
+        if op.kind == EXACT:
+            sites = (self._sign_sites.get(operand) for _, operand in operands)
+            site = next(filter(None, sites), site)
+        if site is not None:
+            self._sign_sites[tensor] = site
 
     def _follow_zeros(
         self,
@@ -353,6 +380,7 @@ class Watch:
             None if self.in_backward else self.entry,
             bool(self.modules) and _is_library_module(self.modules[-1][1]),
             self._count,
+            self.in_backward and _backward_site() is not None,
         )
 
     def _record_lost_numbers(
@@ -368,7 +396,7 @@ class Watch:
 
     def _site(self) -> Site | None:
         if self.in_backward and not self.modules:
-            return _forward_site()
+            return _backward_site() or _forward_site()
         return self.find_site() or (self.entry.site if self.entry is not None else None)
 
 
@@ -440,6 +468,13 @@ def _forward_site() -> Site | None:
             return Site(code, int(match["line"]))
     site = metadata.get(_SITE_KEY)
     return site if isinstance(site, Site) else None
+
+
+def _backward_site() -> Site | None:
+    """Returns the running line of the program in backward, such as a line of the backward of an
+    autograd Function. Operators of PyTorch's own formulas have no such line.
+    """
+    return innermost_site(Replay.run_backward.__code__)
 
 
 def _node_metadata(node: Any) -> dict[str, Any]:

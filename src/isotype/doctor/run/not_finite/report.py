@@ -27,6 +27,7 @@ _PRODUCTS_WITH_SCALE = ("bmm", "baddbmm", "mm", "matmul")
 _DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "addcdiv"))
 _DIVISIONS_OF_TENSORS = frozenset(("div", "divide", "truediv", "floordiv"))
 _LOGARITHMS = frozenset(("log", "log2", "log10", "logit", "xlogy"))
+_ROOTS = frozenset(("sqrt", "rsqrt"))
 _SOFTMAXES = frozenset(("_softmax", "_log_softmax", "_safe_softmax"))
 _EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "cosh", "sinh"))
 _STATISTICS = frozenset(("mean", "std", "var", "std_mean", "var_mean", "std_correction"))
@@ -403,7 +404,7 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         _details(event, step),
         operator=_operator_text(event),
         result=_result_text(event.result),
-        backward=event.is_backward,
+        backward=event.is_derivative,
         line=_line(event),
         at=_location(event.site),
         kind=kind,
@@ -432,7 +433,7 @@ def _explain_lost_numbers(
         tuple(details),
         operator=_operator_text(event),
         result=_result_text(event.result),
-        backward=event.is_backward,
+        backward=event.is_derivative,
         line=_line(event),
         at=_location(event.site),
         parts=event.parts and event.exact.magnitude <= limit,
@@ -492,7 +493,7 @@ def _lacks_bf16(device_type: str) -> bool:
 
 def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Finding:
     lost = _find_underflow(event)
-    line = _line(event)
+    sign_site = _find_sign_site(event)
     scale, scale_site = _find_loss_scale(step) if event.is_backward else (None, None)
     is_library_line = event.site is not None and is_library_file(event.site.file)
     limit = float(torch.finfo(event.dtype).max)
@@ -504,20 +505,22 @@ def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Find
         has=format_dtype(event.dtype),
         result=_result_text(event.result),
         largest=f"{event.exact.magnitude:.4g}",
-        backward=event.is_backward,
+        backward=event.is_derivative,
         product=event.op.base_name in _PRODUCTS_WITH_SCALE,
         cast=event.op.is_to_call,
         mask=event.exact.magnitude > 0.99 * torch.finfo(torch.float32).max,
         room=_adds_to_lowest_value(event),
-        fits=event.is_backward or event.exact.magnitude <= limit,
+        fits=event.is_derivative or event.exact.magnitude <= limit,
         layer=event.module if event.in_layer or is_library_line else "",
         owner=_owner_text(event),
         lost=lost is not None,
         logarithm=event.op.base_name in _LOGARITHMS,
-        lost_line="" if lost is None else _line(lost),
-        lost_at="" if lost is None else _location(lost.site),
+        lost_line=_line(lost) if lost is not None else _statement_or_empty(sign_site),
+        lost_at=_location(sign_site if lost is None else lost.site),
+        negative=sign_site is not None,
+        exponential=event.op.base_name in _EXPONENTIALS,
         lost_value="" if lost is None else f"{lost.exact.magnitude:.3g}",
-        line=line,
+        line=_line(event),
         at=_location(event.site),
         dtype=str(event.dtype),
         device=_device_type(step),
@@ -531,6 +534,19 @@ def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Find
         has_scaler=step.scale is not None,
         no_bf16=_lacks_bf16(_device_type(step)),
     )
+
+
+def _find_sign_site(event: Event) -> Site | None:
+    """Returns the line whose result rounding made negative, if a root or logarithm gets it."""
+    name = event.op.base_name
+    is_power = name == "pow" and not float(event.settings.get("exponent", 1)).is_integer()
+    if not event.makes_nan or not (name in _LOGARITHMS | _ROOTS or is_power):
+        return None
+    return next((item.sign_site for item in event.inputs if item.sign_site is not None), None)
+
+
+def _statement_or_empty(site: Site | None) -> str:
+    return "" if site is None else _statement(site)
 
 
 def _choose_divisor(events: Sequence[Event]) -> int:
@@ -609,18 +625,35 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
         if ignored_label is not None:
             return "labels", {"value": str(ignored_label)}
         return _classify_division(event), {}
+    kind, facts = _classify_values(event)
+    if kind:
+        return kind, facts
+    if any(item.run.magnitude > _HUGE for item in event.inputs):
+        return _classify_large(step)
+    return "", {}
+
+
+def _classify_values(event: Event) -> tuple[str, dict[str, str]]:
+    """Determines whether an exponential, a product with inf or a statistic has no finite result."""
+    name = event.op.base_name
     if name in _EXPONENTIALS and event.inputs:
         weight = event.inputs[0].path.removeprefix("parameter ")
         is_parameter = event.inputs[0].path.startswith("parameter ")
         return "exponential", {"weight": weight if is_parameter else ""}
+    if name == "mul" and event.makes_nan and _has_infinite_factor(event):
+        return "infinity", {}
     if name in _STATISTICS:
         results = max(event.result.count, 1)
         kind = _classify_count([math.prod(item.shape) // results for item in event.inputs])
         if kind:
             return kind, {}
-    if any(item.run.magnitude > _HUGE for item in event.inputs):
-        return _classify_large(step)
     return "", {}
+
+
+def _has_infinite_factor(event: Event) -> bool:
+    factors = [value for value in event.settings.values() if isinstance(value, float)]
+    is_infinite = any(map(math.isinf, factors)) or any(i.run.has_infinity for i in event.inputs)
+    return is_infinite and any(item.run.zeros for item in event.inputs)
 
 
 def _divides_by_zero(event: Event) -> bool:
@@ -630,7 +663,7 @@ def _divides_by_zero(event: Event) -> bool:
 
 
 def _classify_division(event: Event) -> str:
-    if not event.is_backward:
+    if not event.is_derivative:
         is_count = not event.inputs[-1].dtype.is_floating_point
         return "count" if is_count else "zero"
     if any(word in _line(event) for word in ("sqrt", "norm", "** 0.5", "pow(0.5")):
@@ -714,7 +747,7 @@ def _result_text(result: Range) -> str:
 
 
 def _line(event: Event) -> str:
-    return "" if event.site is None else _statement(event.site)
+    return _statement_or_empty(event.site)
 
 
 def _statement(site: Site) -> str:
