@@ -890,6 +890,39 @@ TRUTH = {
         "`self.module.bfloat16()` (tests/doctor/run/programs/engine_cast.py:13) made 0.weight bf16",
         "`current.data.to(average.data.dtype)`",
     ),
+    "mixed_units": Truth(
+        "RN028",
+        'FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)',
+        "FullyShardedDataParallel",
+        "`nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).half()`"
+        " (tests/doctor/run/programs/mixed_units.py:11) made base_model.model.0.base_layer.weight"
+        " and 3 more fp16",
+        "autocast_adapter_dtype=False)` at tests/doctor/run/programs/mixed_units.py:14",
+    ),
+    "uniform_check": Truth(
+        "RN028",
+        'raise ValueError("expected a uniform dtype of all gradients")',
+        "total_norm",
+        "(tests/doctor/run/programs/uniform_check.py:14) builds decay in fp32;"
+        " `nn.Linear(8, 8, dtype=torch.bfloat16)`",
+        "`nn.Parameter(torch.log(torch.arange(1, 9, dtype=dtype)).to(torch.bfloat16))`",
+    ),
+    "resumed_states": Truth(
+        "RN007",
+        'state["average"].lerp_(parameter.grad.float(), 0.1)',
+        "step",
+        "`optimizer.load_state_dict(self.states)` (tests/doctor/run/programs/resumed_states.py:30)"
+        " casts the states that it loads to the dtype of their parameter, bf16",
+        'optimizer.state[p].update(self.states["state"].get(i, dict()))',
+    ),
+    "kernel_check": Truth(
+        "RN020",
+        'assert x.dtype == cos.dtype == sin.dtype, f"got {x.dtype} and {cos.dtype}"',
+        "Attention",
+        "is fp32 (tests/doctor/run/programs/kernel_check.py:30); the check compares it with cos and"
+        " sin in bf16",
+        ".to(torch.bfloat16)` at tests/doctor/run/programs/kernel_check.py:30",
+    ),
     "trainer_norms": Truth(
         "RN001",
         "Trainer(model, settings, train_dataset=rows).train()",

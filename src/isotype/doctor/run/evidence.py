@@ -22,6 +22,7 @@ from .autocast import AutocastState, find_other_region, read_autocast_state
 from .compiled import run_without_compiler
 from .expressions import UNKNOWN, TensorFacts, is_tensor, read_value
 from .frames import CallFrame, collect_frames, iterate_causes
+from .mixed_weights import NEEDS_ONE_DTYPE
 from .modules import ModelNames
 from .producers import Producer, find_producer
 from .settings import OptimizerFacts, Setting, collect_settings, find_optimizer
@@ -274,7 +275,8 @@ def _concerns_torch(evidence: Evidence) -> bool:
     is_torch_file = "/torch/" in evidence.failing_frame.file.replace("\\", "/")
     message = evidence.message
     is_conversion = "unsupported ScalarType" in message or NUMPY_DTYPE.search(message)  # to NumPy
-    if is_conversion or evidence.in_backward:
+    is_about_weights = NEEDS_ONE_DTYPE.search(message) and evidence.names.roots
+    if is_conversion or is_about_weights or evidence.in_backward:
         return True
     return bool(evidence.operands) or is_torch_file
 

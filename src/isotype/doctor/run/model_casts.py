@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ...observe.origin import short_path
-from .expressions import read_value
 from .frames import CallFrame, make_returned_frame
 from .hooks import find_callback_registration, is_callback
 from .recorded_origins import find_cast
@@ -76,22 +75,6 @@ def find_state_write(frames: Sequence[CallFrame]) -> ModelCast | None:
     `optimizer.state[p] = ...`. Returns None if there is no such line, or more than one.
     """
     return _find_only_node(frames, _is_state_write)
-
-
-def find_state_load(
-    frames: Sequence[CallFrame], optimizer: torch.optim.Optimizer
-) -> tuple[ast.Call, str] | None:
-    """Returns the call of the optimizer's `load_state_dict` in the main code of the user's files,
-    and its place. Returns None if there is no such call, or more than one.
-    """
-    calls = []
-    for file, tree, module_frame in iterate_user_files(frames):
-        for node in ast.walk(tree):
-            match node:
-                case ast.Call(ast.Attribute(owner, "load_state_dict"), [_]):
-                    if read_value(owner, module_frame) is optimizer:
-                        calls.append((node, f"{short_path(file)}:{node.lineno}"))
-    return calls[0] if len(calls) == 1 else None
 
 
 def _describe_node(node: ast.AST) -> str:

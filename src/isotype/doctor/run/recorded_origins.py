@@ -25,6 +25,13 @@ def find_recorded_origin(modules: Iterable[nn.Module], dtype: torch.dtype) -> We
     """Returns the call that gave most weights of these modules their dtype. Only weights in `dtype`
     count. Returns None if the record does not contain this call.
     """
+    return next(iter(list_origins(modules, dtype)), None)
+
+
+def list_origins(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[WeightOrigin]:
+    """Returns the calls that gave the weights of these modules a dtype, that of most elements
+    first.
+    """
     counts: Counter[tuple[str, str, str]] = Counter()
     origins = {}
     for event, size in _iterate_last_events(modules, dtype):
@@ -33,7 +40,7 @@ def find_recorded_origin(modules: Iterable[nn.Module], dtype: torch.dtype) -> We
             key = (origin.kind, origin.text, origin.location)
             counts[key] += size
             origins[key] = origin
-    return origins[max(counts, key=lambda key: counts[key])] if counts else None
+    return [origins[key] for key, _ in counts.most_common()]
 
 
 def find_tensor_origin(tensor: torch.Tensor) -> WeightOrigin | None:
@@ -52,6 +59,17 @@ def find_cast(tensor: torch.Tensor) -> tuple[WeightOrigin, CodeType] | None:
     if origin is None or call is None or origin.kind not in ("cast", "library"):
         return None
     return origin, call[0]
+
+
+def find_state_load(optimizer: torch.optim.Optimizer) -> tuple[ast.Call, str] | None:
+    """Returns the last call of the user's code that loaded the states of an optimizer, and its
+    place.
+    """
+    for code, instruction, _ in RECORD.last_load_of(optimizer):
+        if not is_library_file(code.co_filename):
+            _, location, call = _read_call(code, instruction)
+            return None if call is None else (call, location)
+    return None
 
 
 def is_cast_of_most_weights(origin: WeightOrigin, model: nn.Module) -> bool:
@@ -124,13 +142,16 @@ def read_origin(event: WeightEvent) -> WeightOrigin | None:
 
 @functools.cache
 def _read_call(code: CodeType, instruction: int) -> tuple[str, str, ast.Call | None]:
-    """Returns the source code and the place of a call that has ended, and its syntax tree. If the
-    instruction is no call, returns the source code of the statement.
+    """Returns the source code and the place of a call that has ended, and its syntax tree. For an
+    assignment, such as `self.weight = nn.Parameter(...)`, returns the source code of the statement,
+    and the call whose result is assigned.
     """
     frame = _make_frame(code, instruction, {})
     call = frame.expression
     if not isinstance(call, ast.Call):
-        return frame.text, frame.location, None
+        statement = frame.statement
+        value = statement.value if isinstance(statement, ast.Assign) else None
+        return frame.text, frame.location, value if isinstance(value, ast.Call) else None
     return " ".join(ast.unparse(call).split()), frame.location_of(call), call
 
 
@@ -163,7 +184,8 @@ def _find_kind(
         return "cast" if functions <= CASTING_METHODS else "library"
     if call is not None and ast.unparse(call.func).endswith("load_state_dict"):
         return "assignment"
-    return "default" if event.dtype == event.default_dtype and not dtypes else "construction"
+    has_dtype = call is not None and "dtype" in ast.unparse(call)
+    return "default" if event.dtype == event.default_dtype and not has_dtype else "construction"
 
 
 def _make_frame(code: CodeType, instruction: int, global_variables: dict[str, Any]) -> CallFrame:

@@ -31,11 +31,11 @@ from .frames import CallFrame
 from .graph import find_widening_operation
 from .hooks import find_handler
 from .losses import find_loss_node, find_loss_target
+from .mixed_weights import NEEDS_ONE_DTYPE, group_weights
 from .model_casts import (
     find_default_dtype_creation,
     find_default_dtype_setter,
     find_model_cast,
-    find_state_load,
     find_state_write,
     find_unrestored_default_dtype,
     find_unwrapping,
@@ -54,7 +54,7 @@ from .recomputation import (
     find_inner_autocast,
     find_recomputation,
 )
-from .recorded_origins import find_tensor_origin, is_cast_of_most_weights
+from .recorded_origins import find_state_load, find_tensor_origin, is_cast_of_most_weights
 from .settings import find_arguments_without_autocast, is_prepared_model, runs_under_autocast
 from .storages import StorageCreation, find_storage_creation
 from .user_files import iterate_user_files
@@ -594,6 +594,32 @@ def _name_of_model(evidence: Evidence, parameters: Sequence[nn.Parameter]) -> st
     return ""
 
 
+def find_mixed_weights(evidence: Evidence) -> Finding | None:
+    """Finds weights of several dtypes that a function takes together, such as FSDP, which keeps the
+    weights of a module in one tensor.
+    """
+    if not NEEDS_ONE_DTYPE.search(evidence.message):
+        return None
+    models = [evidence.model, *evidence.names.roots]
+    groups = [group_weights(evidence.names, model) for model in models if model is not None]
+    mixed = next((group for group in groups if len(group) > 1), None)
+    if mixed is None:
+        return None
+    usual, odd = mixed[:2]
+    fixes = odd.rebuilt(usual.dtype)
+    return _make_finding(
+        "RN028",
+        evidence,
+        odd=format_dtype(odd.dtype),
+        usual=format_dtype(usual.dtype),
+        odd_weights=odd.describe(),
+        usual_weights=usual.describe(),
+        fixes=" and ".join(fixes),
+        places=", ".join(dict.fromkeys(origin.location for origin in odd.origins[:3])),
+        target=str(usual.dtype),
+    )
+
+
 def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
     facts = evidence.optimizer
     is_step = any(
@@ -606,7 +632,7 @@ def find_stale_optimizer_states(evidence: Evidence) -> Finding | None:
         return None  # other optimizers may choose the dtype of their states
     states = set(facts.states)
     parameters = set(facts.parameters)
-    if states <= parameters and set(facts.gradients) <= parameters and len(parameters) < 2:
+    if states <= parameters and set(facts.gradients) <= parameters and not facts.has_odd_tensor:
         return None
     cast = None
     write = find_state_write(evidence.frames)
@@ -647,7 +673,7 @@ def find_cast_of_loaded_states(evidence: Evidence) -> Finding | None:
     if facts is None or evidence.user_frame.variables.get("self") is not facts.optimizer:
         return None
     created = _dtype_of_created_state(evidence, facts.optimizer)
-    load = find_state_load(evidence.frames, facts.optimizer)
+    load = find_state_load(facts.optimizer)
     if created is None or load is None or not isinstance(load[0].func, ast.Attribute):
         return None
     return _make_finding(
@@ -1114,33 +1140,56 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
     if not isinstance(statement, ast.Assert) or not isinstance(statement.test, ast.Compare):
         return None
     sides = [statement.test.left, *statement.test.comparators]
-    values = [read_value(side, frame) for side in sides]
-    if len(sides) != 2 or not all(isinstance(value, torch.dtype) for value in values):
+    dtypes = [read_value(side, frame) for side in sides]
+    are_equalities = all(isinstance(op, (ast.Eq, ast.Is)) for op in statement.test.ops)
+    if not are_equalities or not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
         return None
-    if not isinstance(statement.test.ops[0], (ast.Eq, ast.Is)) or values[0] == values[1]:
-        return None
-    owners = [_owner_of_dtype(side, frame) for side in sides]
-    index = next((i for i, owner in enumerate(owners) if owner is not None), None)
+    index = _find_odd_side(dtypes, [_owner_of_dtype(side, frame) for side in sides], evidence)
     if index is None:
         return None
-    owner = owners[index]
+    owner = _owner_of_dtype(sides[index], frame)
     assert owner is not None
+    needed = next(dtype for dtype in dtypes if dtype != dtypes[index])
     producer = find_producer(
-        owner, evidence.frames, len(evidence.frames) - 1, values[index], evidence.names
+        owner, evidence.frames, len(evidence.frames) - 1, dtypes[index], evidence.names
     )
     is_autocast = producer.kind in ("module", "autocast") and evidence.autocast.is_on
+    others = [side.value for side in sides if _owner_of_dtype(side, frame) not in (None, owner)]  # type: ignore[attr-defined]
     return _make_finding(
         "RN020",
         evidence,
         value=ast.unparse(owner),
-        has=format_dtype(values[index]),
-        needs=format_dtype(values[1 - index]),
+        others=" and ".join(ast.unparse(other) for other in others),
+        has=format_dtype(dtypes[index]),
+        needs=format_dtype(needed),
         source=producer.text,
         source_at=producer.location,
-        autocast=is_autocast and values[index] == evidence.autocast.dtype,
-        target=str(values[1 - index]),
+        autocast=is_autocast and dtypes[index] == evidence.autocast.dtype,
+        target=str(needed),
         at=producer.location,
     )
+
+
+def _find_odd_side(
+    dtypes: Sequence[torch.dtype], owners: Sequence[ast.expr | None], evidence: Evidence
+) -> int | None:
+    """Returns the index of the side of a failed comparison whose tensor has the wrong dtype: another
+    one than a dtype that the code names, than most sides, or than most weights of the model.
+    """
+    counts = Counter(dtypes)
+    indices = [i for i, owner in enumerate(owners) if owner is not None]
+    if len(counts) < 2 or not indices:
+        return None
+    named = {dtype for dtype, owner in zip(dtypes, owners) if owner is None}
+    for is_odd in (
+        lambda i: bool(named) and dtypes[i] not in named,
+        lambda i: counts[dtypes[i]] < max(counts.values()),
+        lambda i: dtypes[i] != evidence.majority_dtype,
+    ):
+        odd = [i for i in indices if is_odd(i)]
+        if odd:
+            return odd[0]
+    return indices[0]
 
 
 def _owner_of_dtype(node: ast.expr, frame: CallFrame) -> ast.expr | None:
@@ -1309,8 +1358,9 @@ def find_custom_backward(evidence: Evidence) -> Finding | None:
     operands = _floating(evidence)
     frame = evidence.user_frame
     context = frame.variables.get("ctx", frame.variables.get("self"))
+    # the context of a forward has the same type
     is_custom_backward = isinstance(context, torch.autograd.function.BackwardCFunction)
-    if not is_custom_backward or not _differ(operands):
+    if not evidence.in_backward or not is_custom_backward or not _differ(operands):
         return None
     first = operands[0]
     second = _first_of_other_dtype(operands)
@@ -1958,6 +2008,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_changed_checkpoint,
     find_failed_recomputation,
     find_scaler_over_halves,
+    find_mixed_weights,
     find_stale_optimizer_states,
     find_cast_of_loaded_states,
     find_integer_parameter,

@@ -50,6 +50,17 @@ class OptimizerFacts:
     def class_name(self) -> str:
         return type(self.optimizer).__name__
 
+    @property
+    def has_odd_tensor(self) -> bool:
+        """Whether a gradient or a state has another dtype than its parameter."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                values = [parameter.grad, *self.optimizer.state.get(parameter, {}).values()]
+                tensors = [v for v in values if isinstance(v, torch.Tensor) and v.dim() > 0]
+                if any(tensor.dtype != parameter.dtype for tensor in tensors):
+                    return True
+        return False
+
     def __str__(self) -> str:
         return (
             f"{self.class_name}: parameters {_describe(self.parameters)}, gradients"

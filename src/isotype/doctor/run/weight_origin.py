@@ -12,6 +12,7 @@ from .expressions import node_keyword
 # the function of PEFT that casts all weights to fp32 that are not quantised
 PREPARATION = "prepare_model_for_kbit_training"
 ADAPTER_KEYWORD = "autocast_adapter_dtype"  # of PEFT's functions; False keeps the base's dtype
+ADAPTER_FUNCTIONS = ("get_peft_model", "add_adapter", "load_adapter")
 # the names of the argument of `from_pretrained` that sets the dtype
 DTYPE_KEYWORDS = ("dtype", "torch_dtype")
 _MAX_TEXT = 100  # characters of an expression that a sentence quotes
@@ -72,6 +73,11 @@ class WeightOrigin:
         """
         if self.call is None or self.kind in ("cast", "library", "preparation"):
             return ""
+        if ast.unparse(self.call.func).endswith("Parameter") and self.call.args:
+            cast = ast.Attribute(self.call.args[0], "to", ast.Load())
+            data = ast.Call(cast, [ast.parse(str(dtype), mode="eval").body], [])
+            call = ast.Call(self.call.func, [data, *self.call.args[1:]], self.call.keywords)
+            return " ".join(ast.unparse(call).split())
         if self.kind == "default":
             return f"{self.text}.to({dtype})"
         function = self.call.func

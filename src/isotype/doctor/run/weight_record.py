@@ -1,8 +1,9 @@
-"""Records the calls that build, load and cast the weights of modules while a program runs. After an
-error, the record shows which line of the program gave a weight its dtype, also if the function of
-this line has returned.
+"""Records the calls that build, load and cast the weights of modules, and that load the states of an
+optimizer, while a program runs. After an error, the record shows which line of the program gave a
+weight or a state its dtype, also if the function of this line has returned.
 
-A call costs time only when a program registers a parameter or a buffer, or casts or moves a module.
+A call costs time only when a program registers a parameter or a buffer, casts or moves a module, or
+loads states.
 This module does not import torch, so that a program starts without delay.
 """
 
@@ -58,7 +59,9 @@ class WeightRecord:
     def __init__(self) -> None:
         self._events: MutableMapping[Any, dict[str, list[WeightEvent]]] = {}
         self._state = threading.local()
+        self._loads: MutableMapping[Any, tuple[RunningCode, ...]] = {}
         self._originals: dict[str, Callable[..., Any]] = {}
+        self._load_states: Callable[..., Any] | None = None
         self._torch: Any = None
         self._torch_folder = ""
 
@@ -75,18 +78,22 @@ class WeightRecord:
 
         self._torch = torch
         self._torch_folder = os.path.dirname(torch.__file__) + os.sep
-        self._events = WeakIdKeyDictionary()
+        self._events, self._loads = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._originals = {name: getattr(torch.nn.Module, name) for name in _METHODS}
         wrappers = (self._record_cast, self._record_parameter, self._record_buffer)
         for name, wrap in zip(_METHODS, wrappers):
             setattr(torch.nn.Module, name, wrap(self._originals[name]))
+        self._load_states = torch.optim.Optimizer.load_state_dict
+        torch.optim.Optimizer.load_state_dict = self._record_load(self._load_states)  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Stops to record, and forgets all events."""
         for name, method in self._originals.items():
             setattr(self._torch.nn.Module, name, method)
-        self._originals = {}
-        self._events = {}
+        if self._load_states is not None:
+            self._torch.optim.Optimizer.load_state_dict = self._load_states
+        self._originals, self._load_states = {}, None
+        self._events, self._loads = {}, {}
 
     def events_of(self, module: Any) -> dict[str, list[WeightEvent]]:
         """Returns the events of the parameters and buffers that a module owns, by their names. The
@@ -102,6 +109,21 @@ class WeightRecord:
                     if value is tensor:
                         return events.get(name, [])
         return []
+
+    def last_load_of(self, optimizer: Any) -> tuple[RunningCode, ...]:
+        """Returns the frames of the last call that loaded the states of an optimizer, the innermost
+        first, or an empty tuple.
+        """
+        return self._loads.get(optimizer, ())
+
+    def _record_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            with suppress(Exception):  # the program must not end because of its record
+                self._loads[optimizer] = self._read_calls(sys._getframe(1))
+
+        return load_state_dict
 
     def _record_cast(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps `Module._apply`, with which `to`, `half`, `float` and the like cast a module."""
@@ -158,13 +180,18 @@ class WeightRecord:
             self._add(module, name, event)
 
     def _make_event(self, dtype: Any, frame: FrameType | None, *, is_cast: bool) -> WeightEvent:
+        default_dtype = self._torch.get_default_dtype()
+        return WeightEvent(is_cast, dtype, default_dtype, self._read_calls(frame))
+
+    def _read_calls(self, frame: FrameType | None) -> tuple[RunningCode, ...]:
+        """Returns a frame and those around it, without the frames of PyTorch."""
         calls: list[RunningCode] = []
         while frame is not None and len(calls) < _MAX_CALLS:
             file = frame.f_code.co_filename
             if file != __file__ and not file.startswith((self._torch_folder, "<frozen ")):
                 calls.append(RunningCode(frame.f_code, frame.f_lasti, frame.f_globals))
             frame = frame.f_back
-        return WeightEvent(is_cast, dtype, self._torch.get_default_dtype(), tuple(calls))
+        return tuple(calls)
 
     def _add(self, module: Any, name: str, event: WeightEvent) -> None:
         events = self._events.setdefault(module, {}).setdefault(name, [])
