@@ -824,6 +824,22 @@ TRUTH = {
         "`torch.tensor(np.array([index / 4]), dtype=torch.float32)` at"
         " tests/doctor/run/programs/dataset_targets.py:16",
     ),
+    "cross_attention": Truth(
+        "RN001",
+        "return self.cross(x, context, context)[0]",
+        "cross",
+        "(tests/doctor/run/programs/cross_attention.py:17); its dtype comes from `torch.float16`"
+        " (tests/doctor/run/programs/cross_attention.py:10)",
+        "`context.to(torch.bfloat16)` at tests/doctor/run/programs/cross_attention.py:30",
+    ),
+    "option_dtype": Truth(
+        "RN001",
+        "return model(pixels)",
+        "Conv2d",
+        "its dtype comes from `parser.add_argument('--dtype', default='float16')`"
+        " (tests/doctor/run/programs/option_dtype.py:10)",
+        "`pixels.to(torch.bfloat16)` at tests/doctor/run/programs/option_dtype.py:17",
+    ),
     "autocast_off": Truth(
         "RN001",
         "return self.head(hidden)",

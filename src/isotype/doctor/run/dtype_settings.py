@@ -108,6 +108,10 @@ def _read_dtype(node: ast.expr | None) -> torch.dtype | None:
     return None
 
 
+# the place of a call, the call, a parameter, and whether the default of the parameter decides
+_Argument = tuple[_Place, ast.Call, str, bool]
+
+
 class _Program:
     """The expressions of the user's files. `dtype` is the dtype whose setting is searched."""
 
@@ -137,7 +141,7 @@ class _Program:
 
     def follow(self, place: _Place, wanted_dtype: torch.dtype) -> DtypeSetting | None:
         """Follows an expression of a dtype through assignments and arguments to a constant."""
-        last: tuple[_Place, ast.Call, str, bool] | None = None
+        last: _Argument | None = None
         assigned = False
         for _ in range(_MAX_STEPS):
             constant = _read_dtype(place.node)
@@ -163,6 +167,13 @@ class _Program:
                     if value is None:
                         return None
                     place, assigned = value, True
+                case ast.Call(ast.Name("getattr"), [ast.Name("torch"), name_node, *_]):
+                    place = replace(place, node=name_node)
+                case ast.Attribute(ast.Name(owner), name) if owner != "self":
+                    option = self.find_option(name)
+                    if option is None:
+                        return None
+                    place, last, assigned = option
                 case ast.Name(name):
                     assignment = self.find_assignment(place, name)
                     argument = None if assignment else self.find_argument(place, name)
@@ -180,6 +191,21 @@ class _Program:
                 case _:
                     return None
         return None
+
+    def find_option(self, name: str) -> tuple[_Place, _Argument, bool] | None:
+        """Returns the default of the only option `--NAME` that the program adds to a parser of its
+        arguments, and the call that adds it.
+        """
+        options = []
+        for place in self.places:
+            match place.node:
+                case ast.Call(ast.Attribute(_, "add_argument"), arguments) as call:
+                    flags = [a.value for a in arguments if isinstance(a, ast.Constant)]
+                    default = node_keyword(call, "default")
+                    if default is not None and f"--{name}" in map(str, flags):
+                        value = replace(place, node=default)
+                        options.append((value, (place, call, "default", False), False))
+        return options[0] if len(options) == 1 else None
 
     def choose(self, nodes: Sequence[ast.expr]) -> ast.expr | None:
         """Returns the only expression that is the dtype whose setting is searched."""
@@ -270,15 +296,16 @@ class _Program:
                 yield place
 
     def find_attribute(self, place: _Place, name: str) -> _Place | None:
-        """Returns the only value that the methods of the class around an expression assign to
-        `self.NAME`.
+        """Returns the only value that the class around an expression gives to `self.NAME`, in its
+        methods or its body.
         """
         classes = [scope for scope in place.scopes if isinstance(scope, ast.ClassDef)]
         values = [
             value
             for target, value in self.assignments
-            if ast.unparse(target) == f"self.{name}"
             if classes and any(scope is classes[-1] for scope in value.scopes)
+            if ast.unparse(target) == f"self.{name}"
+            or (ast.unparse(target) == name and value.scopes[-1] is classes[-1])
         ]
         return values[0] if len(values) == 1 else None
 

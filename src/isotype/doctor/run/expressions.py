@@ -246,6 +246,9 @@ def _read_attribute(owner: Any, name: str) -> Any:
         parametrizations = owner._modules.get("parametrizations")
         if isinstance(parametrizations, nn.ModuleDict) and name in parametrizations:
             return parametrizations[name].original
+    constant = inspect.getattr_static(type(owner), name, UNKNOWN)  # of the class, such as a dtype
+    if isinstance(constant, (torch.dtype, bool, int, float, str)):
+        return constant
     if name == "dtype" and isinstance(owner, nn.Module):
         return next((p.dtype for p in owner.parameters() if p.is_floating_point()), UNKNOWN)
     return UNKNOWN

@@ -473,6 +473,15 @@ class _Search:
                     return self.follow_item(value, index, line)
             return self.producer("data", node, index)
         part = node.value if isinstance(node, ast.DictComp) else node.elt  # type: ignore[attr-defined]
+        generators = node.generators  # type: ignore[attr-defined]
+        match part, generators[0].iter, generators[0].target:
+            case ast.Call(ast.Attribute(ast.Name(name), method)), ast.Tuple(items), ast.Name(
+                target
+            ):
+                # as in `q, k = (x.transpose(1, 0) for x in (q, k))`
+                is_kept = name == target and method in DTYPE_KEEPING_METHODS
+                if is_kept and self.key in range(len(items)):
+                    return self.follow(items[self.key], index, line)
         cast = find_cast(part, frame, self.dtype)
         if cast is not None:
             return self.producer("cast", cast, index, is_proven=True)

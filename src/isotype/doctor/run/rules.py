@@ -377,14 +377,21 @@ def _passed(evidence: Evidence, operand: Operand, producer: Producer) -> str:
 def _passed_argument(evidence: Evidence, operand: Operand, producer: Producer) -> str:
     """Returns the user's expression for an operand, or "" if it is not known. A single argument
     of the user's call is this expression unless its value has another dtype, as token ids have.
+    Of several arguments, it is the only one that has the dtype of the operand.
     """
-    call = evidence.user_frame.expression
-    if producer.passed or not isinstance(call, ast.Call) or len(call.args) != 1:
+    frame = evidence.user_frame
+    call = frame.expression
+    if producer.passed or not isinstance(call, ast.Call):
         return producer.passed
-    value = read_value(call.args[0], evidence.user_frame)
-    if is_tensor(value) and value.dtype != operand.dtype:
+    if len(call.args) == 1:
+        value = read_value(call.args[0], frame)
+        is_other = is_tensor(value) and value.dtype != operand.dtype
+        return "" if is_other else ast.unparse(call.args[0])
+    if operand.path or evidence.frames[operand.frame_index] is frame:
         return ""
-    return ast.unparse(call.args[0])
+    values = {ast.unparse(part.value): read_value(part.value, frame) for part in _keywords(call)}
+    texts = [t for t, value in values.items() if is_tensor(value) and value.dtype == operand.dtype]
+    return texts[0] if len(texts) == 1 else ""
 
 
 def _is_in_user_line(evidence: Evidence, operand: Operand, producer: Producer) -> bool:
