@@ -505,6 +505,13 @@ def clamp_near_one(x, limit):
     return x.clamp(-1 + limit, 1 - limit)
 
 
+class Limits:
+    EPS = 1e-9
+
+
+LIMITS = Limits()
+
+
 # a computation in a dtype, the numbers that are rounded away, and the change that the fix names
 LOST_NUMBERS = [
     (
@@ -534,6 +541,13 @@ LOST_NUMBERS = [
         "`EPS` = 1e-08 is 0 in fp16",
         "set `EPS` to 1e-4",
         lambda x: x / (x.detach() > 2).half().sum().clamp(min=1e-4),
+    ),
+    (
+        lambda x: torch.log((x - x) + LIMITS.EPS),
+        torch.float16,
+        "`LIMITS.EPS` = 1e-09 is 0 in fp16",
+        "set `LIMITS.EPS` to 1e-4",
+        lambda x: torch.log((x - x) + 1e-4),
     ),
     (
         lambda x: torch.acos(x * (1 - 1e-4)),

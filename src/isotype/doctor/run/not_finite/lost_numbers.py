@@ -9,6 +9,7 @@ cause, the step runs again with a larger number in its place.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....dtypes import format_dtype
 from ....observe.operators import Operator
@@ -292,7 +293,7 @@ def _evaluate(node: ast.AST, frame: FrameType | None) -> Any:
         case ast.Name(name) if frame is not None:
             return frame.f_locals.get(name, frame.f_globals.get(name))
         case ast.Attribute(owner, name):
-            return getattr(_evaluate(owner, frame), "__dict__", {}).get(name)
+            return _read_attribute(_evaluate(owner, frame), name)
         case ast.Subscript(container, ast.Constant(key)):
             items = _evaluate(container, frame)
             return items.get(key) if type(items) is dict else None
@@ -302,6 +303,12 @@ def _evaluate(node: ast.AST, frame: FrameType | None) -> Any:
         case ast.BinOp(left, operator, right):
             return _compute(operator, _evaluate_number(left, frame), _evaluate_number(right, frame))
     return None
+
+
+def _read_attribute(owner: Any, name: str) -> Any:
+    """Returns an attribute that is stored in an object, in its class, or as a module in a model."""
+    modules = owner._modules if isinstance(owner, nn.Module) else {}
+    return modules.get(name) or inspect.getattr_static(owner, name, None)
 
 
 def _compute(operator: ast.operator, left: Any, right: Any) -> Any:
