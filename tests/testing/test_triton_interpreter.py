@@ -160,6 +160,27 @@ def tanh_of_bf16(x, out):
     tl.store(out, tanh(tl.load(x)))
 
 
+cast_value = tl.cast  # unsloth.kernels.utils has `triton_cast = tl.cast`
+
+
+@triton.jit
+def load_wide(x):
+    return cast_value(tl.load(x), tl.float32)
+
+
+@triton.jit
+def double(x, out):
+    tl.store(out, load_wide(x) * cast_value(2, tl.float32))
+
+
+def test_functions_of_the_language_under_other_names():
+    out = torch.zeros(1)
+    with interpreted():
+        double[(1,)](torch.full((1,), 1.5).bfloat16(), out)
+    assert out.item() == 3.0
+    assert cast_value is tl.cast
+
+
 @triton.autotune(
     configs=[triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 32})],
     key=["n"],

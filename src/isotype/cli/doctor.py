@@ -645,7 +645,7 @@ def gate(
 
         isotype doctor gate ops.py:rms_norm --against ops.py:reference
 
-        isotype doctor gate ops.py:rms_norm --against reference --largest 262144,8192 --json
+        isotype doctor gate ops.py:rms_norm --against reference --largest 524288,8192 --json
     """
     import warnings
 

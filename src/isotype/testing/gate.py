@@ -281,7 +281,9 @@ def _ask_kernels(
         report = KernelReport()
         refused: dict[str, str] = {}
         for call in split_calls(arguments):
-            call_report = check_wrapper(target.function, call, architectures)
+            call_report = check_wrapper(
+                target.function, call, architectures, reference=target.reference
+            )
             report.add(call_report)
             refused |= call_report.refused
     if not report.launches:

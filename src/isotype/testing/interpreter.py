@@ -538,8 +538,12 @@ def _run_launch(
     with ExitStack() as undo:
         undo.callback(setattr, triton.knobs.runtime, "interpret", interpreting)
         undo.callback(setattr, _active, "launches", _active.launches - 1)
+        aliases = _find_aliases(function)
         for owner, attribute, replacement in _language_replacements():
             _set_attribute(undo, owner, attribute, replacement)
+        for namespace, name, replacement in aliases:
+            undo.callback(namespace.__setitem__, name, namespace[name])
+            namespace[name] = replacement
         # the executor would patch the language again for every launch, which takes 10 ms and covers
         # only modules that the kernel's file names
         _set_attribute(
@@ -548,6 +552,30 @@ def _run_launch(
         triton_interpreter.GridExecutor(_rewrite_function(function), names, grid, hooks)(
             *args, **kwargs
         )
+
+
+@functools.cache
+def _find_aliases(function: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """Returns the names under which the module of a kernel, and the modules of the device functions
+    that it calls, hold functions of `triton.language`, and the replacements of these functions.
+    unsloth has `triton_cast = tl.cast`.
+    """
+    replacements = {
+        id(vars(owner)[attribute]): replacement
+        for owner, attribute, replacement in _language_replacements()
+        if attribute in vars(owner)
+    }
+    aliases = []
+    functions = [function]
+    for caller in functions:
+        namespace = caller.__globals__
+        for name in caller.__code__.co_names:
+            value = namespace.get(name)
+            if isinstance(value, jit.JITFunction) and value.fn not in functions:
+                functions.append(value.fn)
+            elif id(value) in replacements:
+                aliases.append((namespace, name, replacements[id(value)]))
+    return aliases
 
 
 @functools.cache

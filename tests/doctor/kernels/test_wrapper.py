@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 import torch
 
 from isotype.testing import compile_matrix
+from tests.api import check_wrapper
 
 from . import fault_kernels, wrapped
 
@@ -45,6 +46,9 @@ def test_mixed_inputs_that_the_wrapper_accepts_are_a_warning() -> None:
     with pytest.raises(AssertionError, match=r"tl.dot got"):
         compile_matrix(wrapped.mixed_dot, (a, a.clone()), targets=["sm_90"])
     compile_matrix(wrapped.mixed_dot, (a, a.clone()), targets=["sm_90"], fail_on="error")
+    # dtypes that the reference refuses too are no fault, such as those of unsloth's attention
+    assert check_wrapper(wrapped.mixed_dot, (a, a.clone())).findings
+    assert not check_wrapper(wrapped.mixed_dot, (a, a.clone()), reference=torch.matmul).findings
 
 
 def test_a_wrapper_of_an_autotuned_kernel_with_heuristics_is_compiled() -> None:
