@@ -946,6 +946,38 @@ TRUTH = {
         "made the weights of model.layers.0.input_layernorm fp32",
         "or set bf16=True in TrainingArguments",
     ),
+    "mel_frontend": Truth(
+        "RN001",
+        "encoder(features)",
+        "Conv1d",
+        "the explicit cast `waveform.to(torch.float32)` makes it fp32"
+        " (tests/doctor/run/programs/mel_frontend.py:15)",
+        "`features.to(torch.bfloat16)` at tests/doctor/run/programs/mel_frontend.py:26",
+    ),
+    "numpy_sigmas": Truth(
+        "RN017",
+        "sample(Denoiser(), torch.randn(2, 4) * sigmas[0], sigmas, lambda x: x @ factors)",
+        "<lambda>",
+        "`torch.from_numpy(np.append(sigmas, 0.0))` is fp64"
+        " (tests/doctor/run/programs/numpy_sigmas.py:13)",
+        ".to(torch.float32)`",
+    ),
+    "outside_adapter": Truth(
+        "RN011",
+        "return F.scaled_dot_product_attention(q, k, v)",
+        "Attention",
+        "`nn.Linear(8, 8, bias=False)` (tests/doctor/run/programs/outside_adapter.py:24) builds the"
+        " weights of self.adapter.k in fp32",
+        "`k.to(torch.float16)` and `v.to(torch.float16)` at",
+    ),
+    "kernel_dtype": Truth(
+        "RN020",
+        'assert left.dtype == right.dtype, f"got {left.dtype} and {right.dtype}"',
+        "1",
+        "the explicit cast `codes.to(torch.float16)` makes it fp16"
+        " (tests/doctor/run/programs/kernel_dtype.py:15)",
+        "`weight.to(torch.bfloat16)` at tests/doctor/run/programs/kernel_dtype.py:18",
+    ),
 }
 
 

@@ -26,6 +26,8 @@ class _Unknown:
 
 UNKNOWN = _Unknown()  # the value of an expression that cannot be read without running code
 
+_UNREAD = object()  # stands for an object that no variable holds any more
+
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
@@ -54,6 +56,15 @@ _FLOAT_METHODS = frozenset(
         "tanh",
         "mean",
     ]
+    + ["log2", "log10", "log1p", "expm1", "exp2", "tan", "sinh", "cosh", "erf", "logit", "sinc"]
+    + ["reciprocal", "logsumexp", "std", "var", "norm", "quantile"]
+)
+# methods that compute real numbers from complex ones
+_REAL_METHODS = frozenset(("abs", "norm", "std", "var"))
+# methods whose result has the widest dtype of the tensor and the arguments
+PROMOTING_METHODS = frozenset(
+    ("add", "sub", "mul", "div", "true_divide", "multiply", "divide", "subtract", "remainder")
+    + ("maximum", "minimum", "where", "matmul", "mm", "bmm", "dot", "outer", "addcmul", "lerp")
 )
 # method of a tensor -> the dtype to which it casts
 CAST_METHODS = {
@@ -117,6 +128,26 @@ DTYPE_KEEPING_METHODS = frozenset(
         "mul_",
         "add_",
     ]
+    + [
+        "clamp_min",
+        "clamp_max",
+        "clip",
+        "clamp_",
+        "relu_",
+        "neg_",
+        "abs_",
+        "sign",
+        "round",
+        "floor",
+    ]
+    + ["ceil", "trunc", "frac", "nan_to_num", "log2", "log10", "log1p", "expm1", "exp2", "tan"]
+    + ["sinh", "cosh", "erf", "logit", "sinc", "reciprocal", "logsumexp", "std", "var", "norm"]
+    + ["prod", "cumsum", "cumprod", "amax", "amin", "nanmean", "quantile", "dropout"]
+    + ["swapdims", "moveaxis", "ravel", "diagonal", "diag", "tril", "triu", "roll", "rot90", "tile"]
+    + ["split", "tensor_split", "unbind", "unfold", "repeat_interleave", "broadcast_to"]
+    + ["index_select", "gather", "take_along_dim", "masked_select", "index_fill", "index_add"]
+    + ["scatter", "scatter_add", "masked_scatter", "masked_fill_", "pin_memory"]
+    + ["sub_", "div_", "sqrt_", "exp_", "log_"]
 )
 _DTYPE_KEEPING_ATTRIBUTES = frozenset(("T", "mT", "H", "data", "grad"))
 CREATION_FUNCTIONS = frozenset(
@@ -173,6 +204,11 @@ def read_function(node: ast.AST, frame: CallFrame) -> Any:
     if value is not UNKNOWN or not isinstance(node, ast.Attribute):
         return value
     owner = read_value(node.value, frame)
+    if owner is UNKNOWN and isinstance(node.value, ast.Call):
+        constructor = read_value(node.value.func, frame)
+        if isinstance(constructor, type):  # as in `Scheduler().compute_sigmas`
+            method = inspect.getattr_static(constructor, node.attr, UNKNOWN)
+            return MethodType(method, _UNREAD) if isinstance(method, FunctionType) else UNKNOWN
     if owner is UNKNOWN:
         return UNKNOWN
     function = inspect.getattr_static(type(owner), node.attr, UNKNOWN)
@@ -310,6 +346,8 @@ def _read_call(node: ast.Call, frame: CallFrame) -> Any:
             return TensorFacts(CAST_METHODS[name], owner.device)
         if name in _CONVERTING_METHODS:
             return _read_conversion(node, owner, frame)
+        if name in _REAL_METHODS and owner.dtype.is_complex:
+            return TensorFacts(owner.dtype.to_real(), owner.device)
         if name in DTYPE_KEEPING_METHODS and not node_keyword(node, "dtype"):
             return _as_float(owner) if name in _FLOAT_METHODS else _as_result(owner)
         return UNKNOWN

@@ -65,6 +65,10 @@ class ModelNames:
         """
         return self._modules.get(id(module)) or type(module).__name__
 
+    def find_root(self, module: nn.Module) -> nn.Module | None:
+        """Returns the model that contains a module, or None."""
+        return self._roots.get(id(module))
+
     def previous_layer(self, module: nn.Module) -> nn.Module | None:
         """Returns the layer before a layer of a `ModuleList` or `Sequential`, or None."""
         root = self._roots.get(id(module))

@@ -4,12 +4,14 @@ names them in a finding.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from collections.abc import Iterator
 
 from ...finding import Finding
 from .evidence import Evidence, Operand
 from .modules import floating_weight_dtypes
+from .producers import Producer
 from .recorded_origins import find_recorded_origin, find_tensor_origin
 from .weight_origin import WeightOrigin
 
@@ -59,5 +61,15 @@ def _iterate_origins(evidence: Evidence) -> Iterator[tuple[str, WeightOrigin, st
         if module is None or floating_weight_dtypes(module) != {operand.dtype}:
             continue
         origin = find_recorded_origin(module.modules(), operand.dtype)
-        if origin is not None and origin.kind != "default":
-            yield f"the weights of {producer.path}", origin, operand.dtype_name
+        is_outside = evidence.names.find_root(module) is not evidence.model
+        # such as an adapter beside an fp16 model that no call cast
+        is_uncast = is_outside and operand.dtype != evidence.majority_dtype
+        if origin is not None and (origin.kind != "default" or is_uncast):
+            name = _called_module(producer) if is_outside else producer.path
+            yield f"the weights of {name}", origin, operand.dtype_name
+
+
+def _called_module(producer: Producer) -> str:
+    """Returns the source code of the module that an expression calls."""
+    node = ast.parse(producer.text, mode="eval").body
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else producer.path

@@ -25,12 +25,14 @@ import torch
 from torch import nn
 
 from ...dtypes import format_dtype
+from .arrays import find_float64_origin
 from .autocast import AutocastState, find_output_cast, read_frame_region
 from .batches import find_batch_item
 from .casts import find_cast, has_unread_dtype, read_cast_dtype
 from .expressions import (
     CREATION_FUNCTIONS,
     DTYPE_KEEPING_METHODS,
+    PROMOTING_METHODS,
     UNKNOWN,
     TensorFacts,
     is_tensor,
@@ -51,6 +53,8 @@ _AUTOCAST_FUNCTIONS = frozenset(
     + ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
     + ("scaled_dot_product_attention", "chain_matmul")
 )
+# functions that keep the dtype of a NumPy array
+_ARRAY_FUNCTIONS = frozenset(("from_numpy", "as_tensor", "tensor"))
 # calls that create integers, which later operations make floats
 _INTEGER_CREATION = re.compile(r"torch\.(?:randint\(|arange\((?!.*(?:dtype|\d\.)))")
 _MAX_STEPS = 60  # operations that one search for the origin of a value follows
@@ -170,6 +174,22 @@ def find_assigned_call(node: ast.AST, frame: CallFrame) -> ast.Call | None:
         if isinstance(binding, ast.Assign) and isinstance(binding.value, ast.Call):
             return binding.value
     return None
+
+
+def find_passed_argument(frame: CallFrame, caller: CallFrame, name: str) -> ast.expr | None:
+    """Returns the expression that the call in a caller's frame passes for a parameter. Returns None
+    if the function assigns another value to it.
+    """
+    scope = frame.scope
+    if scope is None or isinstance(scope, ast.Module) or name not in _parameter_names(scope):
+        return None
+    if _earlier_bindings(scope, name, frame.line):
+        return None
+    is_bound = not _is_first_argument(frame.variables.get("self"), caller.expression, caller)
+    argument = _argument_expression(scope, caller.expression, name, is_bound)
+    if not isinstance(argument, ast.expr) or isinstance(argument, ast.Starred):
+        return None
+    return argument
 
 
 class _Search:
@@ -373,7 +393,8 @@ class _Search:
             items = value if isinstance(value, (list, tuple)) else [value]
             if any(is_tensor(item) and item.dtype == self.dtype for item in items):
                 self.add_promotion(node, operand, index)
-                return self.follow(operand, index, line)
+                result = self.follow(operand, index, line)
+                return self.find_cast_operand(result, nodes, node, index, line) or result
         computed = self.follow_autocast(node, index, line)
         if computed is not None:
             return computed
@@ -391,6 +412,26 @@ class _Search:
                 del self.promotions[count:]
         known = [result for result in results if result.kind != "unknown"]
         return (known or results or [self.producer("call", node, index)])[0]
+
+    def find_cast_operand(
+        self, result: Producer, nodes: Sequence[ast.AST], node: ast.AST, index: int, line: int
+    ) -> Producer | None:
+        """Returns the cast of another operand of a function that has returned, if the operation
+        needs one dtype. The code cast this operand to the dtype of a table that an object holds,
+        such as the filters of a spectrogram.
+        """
+        if index < self.running_count or result.kind not in ("attribute", "creation"):
+            return None
+        is_product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
+        name = _source(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        if not is_product and name not in _AUTOCAST_FUNCTIONS:
+            return None
+        for operand in nodes:
+            if isinstance(operand, _FOLLOWED_OPERANDS):
+                other = self.follow(operand, index, line)
+                if other.kind == "cast" and other.is_proven:
+                    return other
+        return None
 
     def follow_autocast(self, node: ast.AST, index: int, line: int) -> Producer | None:
         """Returns the operation that autocast computed in the wanted dtype, if autocast was on
@@ -531,6 +572,8 @@ class _Search:
             function, type(torch.add)
         )
         if is_torch_function and node.args:
+            if any(read_value(part, frame) is self.dtype for part in _arguments(node)):
+                return self.producer("cast", node, index, is_proven=True)
             operands = list(node.args)
             if isinstance(operands[0], (ast.List, ast.Tuple)):
                 operands = list(operands[0].elts)
@@ -727,16 +770,50 @@ class _Search:
             if dtype is None and not has_unread_dtype(node, frame):  # changes only the device
                 return self.follow(method.value, index, line)
             return self.producer("cast", node, index, is_proven=dtype == self.dtype)
-        if owner is UNKNOWN and method.attr in DTYPE_KEEPING_METHODS:
-            return self.follow(method.value, index, line)
+        if owner is UNKNOWN or is_tensor(owner):
+            return self.follow_tensor_method(node, method, index, line)
         if owner is torch and method.attr in CREATION_FUNCTIONS:
             is_proven = is_tensor(result) and result.dtype == self.dtype
             if not is_proven and method.attr == "as_tensor" and len(node.args) == 1:
                 kept = self.follow(node.args[0], index, line)  # a tensor stays as it is
                 if kept.is_proven:
                     return kept
-            return self.producer("creation", node, index, is_proven=is_proven)
+            if not is_proven:
+                return self.follow_array(node, index, line)
+            return self.producer("creation", node, index, is_proven=True)
         return None
+
+    def follow_tensor_method(
+        self, node: ast.Call, method: ast.Attribute, index: int, line: int
+    ) -> Producer | None:
+        """Continues the search at the tensor of a method such as `cumsum`, or at one of the
+        operands of a method such as `mul`. An argument `dtype=` makes the method a cast.
+        """
+        promotes = method.attr in PROMOTING_METHODS
+        if not promotes and method.attr not in DTYPE_KEEPING_METHODS:
+            return None
+        frame = self.frame_at(index, line)
+        if read_value(node_keyword(node, "dtype"), frame) is self.dtype:
+            return self.producer("cast", node, index, is_proven=True)
+        if promotes:
+            return self.follow_widest([method.value, *node.args], node, index, line)
+        is_unread = read_value(method.value, frame) is UNKNOWN
+        return self.follow(method.value, index, line) if is_unread else None
+
+    def follow_array(self, node: ast.Call, index: int, line: int) -> Producer:
+        """Returns the call that makes a tensor of a NumPy array. It gives the tensor fp64, if the
+        source code shows that NumPy computed the array in fp64.
+        """
+        result = self.producer("creation", node, index)
+        keeps_array = _source(node.func).rpartition(".")[2] in _ARRAY_FUNCTIONS and node.args
+        if self.dtype != torch.float64 or not keeps_array or node_keyword(node, "dtype"):
+            return result
+        frame = replace(self.frame_at(index, line), line=line)
+        origin = find_float64_origin(node.args[0], frame)
+        if origin is None:
+            return result
+        reason = f"NumPy computes `{origin.text}` ({origin.location}) in fp64"
+        return replace(result, reason=reason, is_proven=True)
 
     def follow_module(self, module: nn.Module, node: ast.Call, index: int, line: int) -> Producer:
         """Continues the search at a call of a module: in its forward hooks, in its weights, in the

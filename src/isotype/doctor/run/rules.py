@@ -46,6 +46,7 @@ from .producers import (
     Producer,
     Promotion,
     find_constructor_argument,
+    find_passed_argument,
     find_producer,
 )
 from .recomputation import (
@@ -1160,6 +1161,8 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
     producer = find_producer(
         owner, evidence.frames, len(evidence.frames) - 1, dtypes[index], evidence.names
     )
+    is_cast = producer.kind == "cast" and producer.is_proven
+    passed, passed_at = _find_passed_argument(owner, evidence)
     is_autocast = producer.kind in ("module", "autocast") and evidence.autocast.is_on
     others = [side.value for side in sides if _owner_of_dtype(side, frame) not in (None, owner)]  # type: ignore[attr-defined]
     return _make_finding(
@@ -1174,6 +1177,9 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
         autocast=is_autocast and dtypes[index] == evidence.autocast.dtype,
         target=str(needed),
         at=producer.location,
+        is_cast=is_cast,
+        passed=passed,
+        passed_at=passed_at,
     )
 
 
@@ -1197,6 +1203,23 @@ def _find_odd_side(
         if odd:
             return odd[0]
     return indices[0]
+
+
+def _find_passed_argument(node: ast.expr, evidence: Evidence) -> tuple[str, str]:
+    """Returns the expression that a caller in the user's code passes for a parameter of the running
+    function, and its place. Callers that only pass their own parameter on are skipped. Returns ""
+    for other expressions, and for a parameter to which the function assigns another value.
+    """
+    index = len(evidence.frames) - 1
+    passed = ("", "")
+    while index > 0 and isinstance(node, ast.Name):
+        frame, caller = evidence.frames[index], evidence.frames[index - 1]
+        argument = find_passed_argument(frame, caller, node.id)
+        if argument is None or not caller.is_user_code:
+            break
+        passed = (_brackets(ast.unparse(argument)), caller.location_of(argument))
+        node, index = argument, index - 1
+    return passed
 
 
 def _owner_of_dtype(node: ast.expr, frame: CallFrame) -> ast.expr | None:
