@@ -5,6 +5,7 @@ each program was written down first; its repaired twin ends without an error.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from isotype.finding import Finding
-from tests.api import NotFiniteError, Recorder, report_end
+from tests.api import NotFiniteError, Recorder, report_end, report_failure
 from tests.warm import interpreter
 
 PROGRAMS = Path(__file__).parent / "not_finite"
@@ -473,6 +474,80 @@ def test_result_of_a_program_without_steps_is_explained_at_its_end(mode, capsys,
     assert "at step" not in explanation
 
 
+def test_error_about_nan_in_a_program_without_steps_is_explained(capsys):
+    head = nn.Linear(2, 4, bias=False).half()
+    nn.init.constant_(head.weight, 6e4)
+    hidden = torch.ones(1, 2).half()
+
+    def sample_from_module():
+        torch.multinomial(head(hidden).softmax(-1), 1)
+
+    def sample_from_function():
+        torch.multinomial(nn.functional.linear(hidden, head.weight).softmax(-1), 1)
+
+    def factor_matrix():
+        scores = hidden.float().expand(2, 2) / (hidden.float() - 1)
+        torch.linalg.svd(scores - scores)
+
+    def check_scores():
+        scores = hidden @ head.weight.T
+        assert torch.isfinite(scores).all(), "scores are not finite"
+
+    faults = {
+        sample_from_module: "addmm gives inf|mm gives inf",
+        sample_from_function: "mm gives inf",
+        factor_matrix: "div gives inf",
+        check_scores: "mm gives inf",
+    }
+    for program, message in faults.items():
+        recorder = Recorder()
+        recorder.install()
+        with torch.no_grad(), pytest.raises((RuntimeError, AssertionError)) as caught:
+            program()
+        report_failure(recorder, caught.value, None)
+        explanation = capsys.readouterr().err
+        assert re.search(message, explanation), (program.__name__, explanation)
+        assert torch._C._len_torch_function_stack() == 0
+    recorder = Recorder()
+    recorder.install()
+    scores = hidden @ head.weight.T
+    scores = torch.where(torch.isfinite(scores), scores, 0)
+    report_end(recorder, None)  # the program has replaced what it checked
+    assert "error" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("detects_anomaly", [False, True])
+def test_step_that_the_program_itself_refuses_is_explained(capsys, detects_anomaly):
+    def train(values):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=1e-3)
+        with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(detects_anomaly):
+            warnings.simplefilter("ignore")
+            for factor in values:
+                loss = (weight * factor).square().sum().sqrt() if detects_anomaly else None
+                loss = (weight * factor).log().sum() if loss is None else loss
+                if not torch.isfinite(loss):
+                    raise ValueError("Loss is nan, stopping training")
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    recorder = Recorder()
+    recorder.install()
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        train([1.0, 0.0])
+    report_failure(recorder, caught.value, None)
+    explanation = capsys.readouterr().err
+    assert "at step 2" in explanation
+    operator = "div gives inf" if detects_anomaly else "log gives -inf"
+    assert operator in explanation, explanation
+    recorder = Recorder()
+    recorder.install()
+    train([1.0, 2.0])
+    report_failure(recorder, KeyError("no such row"), None)
+    assert capsys.readouterr().err == ""
+
+
 def test_program_without_steps_and_with_finite_results_says_what_was_checked(capsys):
     recorder = Recorder()
     recorder.install()
@@ -577,6 +652,129 @@ def test_number_without_effect_is_named_with_a_number_that_has_one(case):
     assert record(lambda: train(repaired)) is None
 
 
+def moments(x):
+    mean = x.mean(-1)
+    var = x.square().mean(-1) - mean.square()
+    return torch.rsqrt(var + 1e-5)
+
+
+def moments_fp32(x):
+    return moments(x.float())
+
+
+def moments_clamped(x):
+    mean = x.mean(-1)
+    var = x.square().mean(-1) - mean.square()
+    var = var.clamp(min=1e-6)
+    return torch.rsqrt(var + 1e-5)
+
+
+def distances(x):
+    squares = x.square().sum(-1)
+    return (squares[:, None] + squares[None] - 2 * (x @ x.T)).sqrt()[0, 1:]
+
+
+def distances_clamped(x):
+    squares = x.square().sum(-1)
+    return (squares[:, None] + squares[None] - 2 * (x @ x.T)).clamp(min=1e-6).sqrt()[0, 1:]
+
+
+def angles(x):
+    cosine = (x * x.roll(1, 0)).sum(-1) / (x.norm(dim=-1) * x.roll(1, 0).norm(dim=-1))
+    return torch.acos(cosine)
+
+
+def angles_clamped(x):
+    cosine = (x * x.roll(1, 0)).sum(-1) / (x.norm(dim=-1) * x.roll(1, 0).norm(dim=-1))
+    eps = torch.finfo(torch.bfloat16).eps
+    cosine = cosine.clamp(-1 + eps, 1 - eps)
+    return torch.acos(cosine)
+
+
+def half_power(x):
+    return (x.pow(2).mean(-1) - x.mean(-1) ** 2) ** 0.5
+
+
+# a computation in bf16, the line whose rounding moves a value, what is printed, and the fixes
+MOVED_VALUES = [
+    (moments, "var = x.square()", "var = var.clamp(min=1e-6)", [moments_fp32, moments_clamped]),
+    (distances, "return (squares[:, None]", "x.clamp(min=1e-6)", [distances_clamped]),
+    (angles, "cosine = (x", "cosine = cosine.clamp(-1 + torch.finfo(", [angles_clamped]),
+    (half_power, "return (x.pow(2)", "this line and x in fp32", [lambda x: half_power(x.float())]),
+]
+
+
+@pytest.mark.parametrize("case", MOVED_VALUES)
+def test_line_that_rounds_a_value_out_of_a_domain_is_named(case):
+    compute, line, fix, repaired = case
+    rows = torch.linspace(4.7, 5.4, 16)[:, None] + 0.1 * torch.sin(torch.arange(64.0))
+    rows = rows.to(torch.bfloat16)
+
+    def train(function):
+        weight = nn.Parameter(rows.clone())
+        optimizer = torch.optim.SGD([weight], lr=1e-4)
+        function(weight).float().sum().backward()
+        optimizer.step()
+
+    finding = record(lambda: train(compute)).finding
+    assert finding.code == "RN038", finding.render()
+    assert source_line(finding).startswith(line)
+    assert "in bf16 where fp32 has" in finding.cause
+    assert fix in finding.fix
+    for function in repaired:
+        assert record(lambda function=function: train(function)) is None
+
+
+def masked_entropy(x, lowest):
+    logs = x.masked_fill(torch.arange(4) == 1, lowest).log_softmax(-1)
+    return -(logs.exp() * logs).sum()
+
+
+def replaced_entropy(x):
+    logs = x.masked_fill(torch.arange(4) == 1, float("-inf")).log_softmax(-1)
+    return -(logs.exp() * logs.masked_fill(logs.isinf(), 0)).sum()
+
+
+def masked_divergence(x, lowest):
+    mask = torch.arange(4) == 1
+    logs = x.masked_fill(mask, lowest).log_softmax(-1)
+    target = x.detach().flip(0).masked_fill(mask, lowest).log_softmax(-1)
+    return (logs.exp() * (logs - target)).sum()
+
+
+def weighted_logs(x, lowest):
+    keep = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    logs = torch.where(keep > 0, x, lowest)
+    return torch.mul(keep, logs).sum()
+
+
+# a computation with -inf on purpose, the operator, and the cause
+INFINITIES = [
+    (masked_entropy, "mul gives NaN", "multiplies 0 by -inf", "logs.masked_fill(logs.isinf(), 0)"),
+    (masked_divergence, "sub gives NaN", "subtracts -inf from -inf", "in place of -inf in `logs"),
+    (weighted_logs, "mul gives NaN", "multiplies 0 by -inf", "in `logs = torch.where"),
+]
+
+
+@pytest.mark.parametrize("case", INFINITIES)
+def test_infinity_on_purpose_that_becomes_nan_is_named_with_its_line(case):
+    compute, message, cause, fix = case
+
+    def train(function, *arguments):
+        weight = nn.Parameter(torch.tensor([1.0, -1.0, 0.5, 2.0]))
+        optimizer = torch.optim.SGD([weight], lr=1e-4)
+        function(weight, *arguments).backward()
+        optimizer.step()
+
+    finding = record(lambda: train(compute, float("-inf"))).finding
+    assert finding.message.startswith(message)
+    assert cause in finding.cause
+    assert "writes the -inf" in finding.cause
+    assert fix in finding.fix
+    assert record(lambda: train(compute, -1e4)) is None
+    assert record(lambda: train(replaced_entropy)) is None
+
+
 def test_setting_that_is_not_finite_is_named():
     def train():
         weight = nn.Parameter(torch.ones(2))
@@ -632,15 +830,15 @@ def test_variance_that_rounding_makes_negative_and_product_with_infinity_are_exp
         variance.sqrt().backward()
 
     finding = record(standardise).finding
-    assert "makes them negative in `variance = (values * values)" in finding.cause
-    assert finding.fix.startswith("compute `variance = (values * values)")
+    assert finding.cause.startswith("`variance = (values * values)")
+    assert "x.var(correction=0) is never negative" in finding.fix
 
     def mask_by_product():
         bias = (1.0 - torch.tensor([1.0, 0.0])) * float("-inf")
         torch.softmax(nn.Parameter(torch.ones(2)) + bias, -1).sum().backward()
 
     finding = record(mask_by_product).finding
-    assert "multiplies 0 by inf" in finding.cause
+    assert "multiplies 0 by an infinite number" in finding.cause
     assert "torch.where(mask == 0" in finding.fix
 
 

@@ -99,19 +99,19 @@ def _add_devices_without_bf16(finding: Finding) -> Finding:
     return replace(finding, details=(*finding.details, *rows))
 
 
-def explain_to_stderr(error: BaseException, *, json_file: str | None = None) -> None:
+def explain_to_stderr(error: BaseException, *, json_file: str | None = None) -> bool:
     """Prints the explanation of an exception, and writes the details to a file. The function prints
     nothing for an exception that is not about dtypes. If the explanation itself raises an error,
-    this error is printed in one line.
+    this error is printed in one line. Returns whether anything was printed.
     """
     if "torch" not in sys.modules or not isinstance(error, Exception):
-        return
+        return False
     with contextlib.suppress(OSError, ValueError):  # a closed stream
         sys.stdout.flush()
     try:
         explanation = _explain(error)
         if explanation is None:
-            return
+            return False
         finding, evidence = explanation
         finding = _add_devices_without_bf16(finding)
         text = finding.render()
@@ -129,10 +129,11 @@ def explain_to_stderr(error: BaseException, *, json_file: str | None = None) -> 
             " where)",
             file=sys.stderr,
         )
-        return
+        return True
     rank = os.environ.get("RANK")
     heading = "isotype doctor run" if rank is None else f"isotype doctor run, rank {rank}"
     print(f"\n{heading}\n{text}", file=sys.stderr, flush=True)
     if json_file is not None:
         with open(json_file, "w", encoding="utf-8") as stream:
             json.dump(facts, stream, indent=1)
+    return True

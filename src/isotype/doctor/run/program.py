@@ -105,7 +105,9 @@ def main(words: Sequence[str]) -> int:
     install_thread_hook(request.json_file)
     try:
         exec(code, module.__dict__)
-    except SystemExit:
+    except SystemExit as end:
+        if end.code and recorder is not None and recorder.has_step:
+            report_failure(recorder, end, request.json_file)
         report_end(recorder, request.json_file)
         raise
     except BaseException as error:
@@ -117,7 +119,8 @@ def main(words: Sequence[str]) -> int:
         sys.excepthook(type(error), error, traceback)
         if isinstance(error, KeyboardInterrupt):
             return 130
-        explain_to_stderr(error, json_file=request.json_file)
+        if not explain_to_stderr(error, json_file=request.json_file):
+            report_failure(recorder, error, request.json_file)
         return 1
     report_end(recorder, request.json_file)
     return 0
@@ -222,6 +225,20 @@ def _check_every_step() -> Any:
     recorder = Recorder()
     recorder.install()
     return recorder
+
+
+def report_failure(recorder: Any, error: BaseException, json_file: str | None) -> None:
+    """Explains the NaN or inf that `--nan` has seen before an error ended the program, such as the
+    error of `torch.multinomial` or of the program's own check of its loss.
+    """
+    if recorder is None:
+        return
+    from .hook import explain_to_stderr
+    from .not_finite.recorder import NotFiniteError
+
+    finding = recorder.finish(error)
+    if finding is not None:
+        explain_to_stderr(NotFiniteError("a result is not finite", finding), json_file=json_file)
 
 
 def report_end(recorder: Any, json_file: str | None) -> None:

@@ -58,6 +58,8 @@ _MAX_RECENT = 16  # calls of functions that are kept in a program without steps
 _READING_METHODS = frozenset(
     ("item", "tolist", "numpy", "__float__", "__format__", "__repr__", "__array__")
 )
+_CHECKS = frozenset(("isfinite", "isnan", "isinf", "isposinf"))
+_ANOMALY = "returned nan values in its"  # in the error of autograd's anomaly mode
 _MAX_SKIPPED_STEPS = 25  # a loss scaler halves its scale of 65536 to 1 in 16 steps
 
 
@@ -83,6 +85,8 @@ class Recorder(TorchFunctionMode):
     has_step   whether the program has called backward or updated weights
     bad_call   the first call of a module whose result contains NaN or inf, or of a function whose
                NaN or inf the program has read, in a program that has called neither
+    checked_call  the first call of a function whose NaN or inf the program has tested for, such as
+               with isfinite; it is explained only if the program ends with an error
     recent     the last calls of functions outside of modules, in such a program
     sources    tensor with NaN or inf -> the call of a function that made the first of them
     """
@@ -94,6 +98,7 @@ class Recorder(TorchFunctionMode):
         self.suspect: Step | None = None
         self.has_step = False
         self.bad_call: Entry | None = None
+        self.checked_call: Entry | None = None
         self.recent: deque[Entry] = deque(maxlen=_MAX_RECENT)
         self.sources = WeakTensorKeyDictionary()
         self.scaler: torch.amp.GradScaler | None = None
@@ -174,13 +179,25 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_paused or func.__name__ == "__get__":
             return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            with self.pause():
+                self._note_refused_values(args, kwargs)
+            raise
         if not self.has_step and self.bad_call is None:
             with self.pause():
                 self._follow_values(func, args, kwargs, result)
         if torch.is_grad_enabled() or _count_values((args, kwargs)) <= _MAX_VALUES:
             self._record(func, args, kwargs, result)
         return result
+
+    def _note_refused_values(self, args: Any, kwargs: Any) -> None:
+        """Keeps the call that made NaN or inf which a function refuses, as multinomial does."""
+        tensors = collect_tensors((args, kwargs))
+        sources = [self.sources[tensor] for tensor in tensors if tensor in self.sources]
+        if sources and self.bad_call is None:
+            self.bad_call = sources[0]
 
     def _follow_values(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Follows NaN and inf from the function that makes them to the line that reads them. An
@@ -192,6 +209,8 @@ class Recorder(TorchFunctionMode):
             if sources and any(_has_bad_values(tensor) for tensor in inputs):
                 self.bad_call = sources[0]
             return
+        if sources and function.__name__ in _CHECKS:
+            self.checked_call = self.checked_call or sources[0]
         outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
         if not outputs or sum(tensor.numel() for tensor in [*inputs, *outputs]) > _MAX_VALUES:
             return
@@ -334,8 +353,12 @@ class Recorder(TorchFunctionMode):
             step = self._make_step(losses, args[0] if args else kwargs.get("grad_tensors"))
             if not all_finite(losses):
                 self._stop(step, "the loss is not finite")
-            with self.pause():
-                result = original(tensors, *args, **kwargs)
+            try:
+                with self.pause():
+                    result = original(tensors, *args, **kwargs)
+            except RuntimeError as error:
+                self.suspect = step if _ANOMALY in str(error) else self.suspect
+                raise
             if not all_finite(_collect_gradients(step.entries)):
                 self.suspect = step
             if not kwargs.get("retain_graph"):
@@ -347,19 +370,42 @@ class Recorder(TorchFunctionMode):
     def _note_step(self) -> None:
         self.has_step = True
         self.bad_call = None
+        self.checked_call = None
         self.recent.clear()
         self.sources.clear()
 
-    def finish(self) -> Finding | None:
-        """Ends the recording of a program that ended without an error. Returns the finding about the
-        first call whose result contains NaN or inf, if the program had no step.
+    def finish(self, error: BaseException | None = None) -> Finding | None:
+        """Ends the recording of a program that ended by itself. Returns the finding about the first
+        call whose result contains NaN or inf, if the program had no step.
+
+        error  the exception that ended the program, or None. A program that ends with an error in
+               or after a step may have checked its loss: then the step is explained.
         """
         call = self.bad_call
+        step = None
+        if error is not None:
+            call = call or self.checked_call
+            with self.pause():
+                step = self._find_failed_step(error)
         earlier = list(self.recent)
         self.uninstall()
-        if call is None:
-            return None
-        return explain_call(call) if call.is_module else explain_function(call, earlier)
+        if call is not None:
+            return explain_call(call) if call.is_module else explain_function(call, earlier)
+        return None if step is None else explain_step(step)
+
+    def _find_failed_step(self, error: BaseException) -> Step | None:
+        """Returns the step whose loss or gradients the program or autograd's anomaly mode has found
+        to be not finite, before an error.
+        """
+        if self.suspect is not None and _ANOMALY in str(error):
+            return self.suspect
+        losses = [
+            tensor
+            for entry in self.entries
+            for tensor in entry.outputs
+            if tensor.numel() == 1 and tensor.grad_fn is not None and not all_finite([tensor])
+        ]
+        return self._make_step(losses[-1:], None) if losses else None
 
     def _make_step(self, losses: list[Tensor], gradients: Any) -> Step:
         if gradients is None or isinstance(gradients, Tensor):

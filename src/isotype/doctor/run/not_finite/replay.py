@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ....dtypes import format_dtype
-from ....observe.operators import EXACT, Operator
+from ....observe.operators import Operator
 from ....observe.origin import Site, innermost_site, is_library_file, is_tool_file, running_frames
 from ....observe.tape import make_tape
+from .domains import Move, covers, find_moved_values, make_move
 from .lost_numbers import (
     LostNumber,
     NumberTrial,
@@ -101,8 +102,8 @@ class Range:
 class Input:
     """Describes an input of an operator. It stores the name of the input in the operator's schema,
     its values in this run, and the values that it would have in fp32 (its shadow). If the input is a
-    loss whose labels are all ignored, `ignored_label` is the value of the labels. If rounding made
-    values negative, `sign_site` is the line that computed them.
+    loss whose labels are all ignored, `ignored_label` is the value of the labels. `moves` has the
+    operators whose rounding moved values of the input out of the domain of other operators.
     """
 
     label: str
@@ -113,8 +114,8 @@ class Input:
     path: str
     origin: Event | None = None
     lost: Event | None = None
-    sign_site: Site | None = None
     ignored_label: int | None = None
+    moves: dict[str, Move] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -198,8 +199,8 @@ class Watch:
         self._names = names
         self._origins: TensorTable[Event] = TensorTable()
         self._lost: TensorTable[Event] = TensorTable()
-        self._sign_sites: TensorTable[Site] = TensorTable()
         self._ignored_labels: TensorTable[int] = TensorTable()
+        self._moves: TensorTable[dict[str, Move]] = TensorTable()
         self.in_backward = False
         self.is_paused = False
         self.entry: Entry | None = None
@@ -262,8 +263,8 @@ class Watch:
                 self._names.get(id(tensor), ""),
                 self._origins.get(tensor),
                 self._lost.get(tensor),
-                self._sign_sites.get(tensor),
                 self._ignored_labels.get(tensor),
+                self._moves.get(tensor) or {},
             )
             for label, tensor in operands
         ]
@@ -278,9 +279,9 @@ class Watch:
         kwargs: dict,
     ) -> None:
         shadow = self.shadows.get(tensor)
+        self._follow_domains(op, tensor, shadow, operands)
         is_finite = bool(tensor.isfinite().all())
         if is_finite:
-            self._follow_signs(op, tensor, shadow, operands)
             self._follow_zeros(op, tensor, shadow, operands, inputs, args)
             return
         if inputs is None:
@@ -314,21 +315,6 @@ class Watch:
             for tensor in collect_tensors(result):
                 self._ignored_labels[tensor] = ignored_label
 
-    def _follow_signs(
-        self, op: Operator, tensor: Tensor, shadow: Tensor, operands: Sequence[tuple[str, Tensor]]
-    ) -> None:
-        """Stores the line that computed negative values which are not negative in fp32."""
-        if shadow is tensor or shadow.shape != tensor.shape:
-            return
-        if not bool(((tensor < 0) & (shadow >= 0)).any()):
-            return
-        site = self._site()
-        if op.kind == EXACT:
-            sites = (self._sign_sites.get(operand) for _, operand in operands)
-            site = next(filter(None, sites), site)
-        if site is not None:
-            self._sign_sites[tensor] = site
-
     def _follow_zeros(
         self,
         op: Operator,
@@ -352,6 +338,37 @@ class Watch:
         values = shadow[(tensor == 0) & (shadow != 0)]
         read_inputs = inputs or self._read_inputs(operands)
         self._lost[tensor] = self._make_event(op, tensor, values, read_inputs, args, parts=False)
+
+    def _follow_domains(
+        self, op: Operator, tensor: Tensor, shadow: Tensor, operands: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        """Stores the operator whose rounding moved values of the tensor out of a domain, such as the
+        difference that made a variance negative.
+        """
+        masks = find_moved_values(tensor, shadow)
+        if not masks:
+            return
+        moves: dict[str, Move] = {}
+        known = {id(t): self._moves.get(t) or {} for _, t in operands}
+        for domain, mask in masks.items():
+            sources = [t for _, t in operands if domain in known[id(t)]]
+            source = next(
+                (t for t in sources if self._has_moved(op, domain, t, tensor, mask)), None
+            )
+            if source is None:
+                moves[domain] = make_move(domain, tensor, shadow, mask, self._site())
+            else:
+                moves[domain] = known[id(source)][domain]
+        self._moves[tensor] = moves
+
+    def _has_moved(
+        self, op: Operator, domain: str, operand: Tensor, result: Tensor, mask: Tensor
+    ) -> bool:
+        """Whether the values of a result are outside of a domain because those of an operand are."""
+        if operand is result or op.is_view:
+            return True
+        masks = find_moved_values(operand, self.shadows.get(operand))
+        return domain in masks and covers(masks[domain], mask)
 
     def _make_event(
         self,

@@ -18,16 +18,17 @@ from ....finding import Finding, Place
 from ....observe.origin import Site, is_library_file, read_statement, short_path
 from ....pages.finding_sheet import load_finding_formatter
 from ..causes import SHEET
+from .domains import BEYOND_ONE, Move, find_domain, is_outside, list_variables, read_target
 from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
 from .replay import CONSTANT_WRITERS, Event, Range, Replay, Watch, describe_input, watch_update
 from .step import Entry, Step, all_finite, collect_tensors
 
 _format_finding = load_finding_formatter(SHEET)
 _PRODUCTS_WITH_SCALE = ("bmm", "baddbmm", "mm", "matmul")
+_PRODUCTS = frozenset((*_PRODUCTS_WITH_SCALE, "mul", "addmm", "dot", "mv"))
 _DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "addcdiv"))
 _DIVISIONS_OF_TENSORS = frozenset(("div", "divide", "truediv", "floordiv"))
 _LOGARITHMS = frozenset(("log", "log2", "log10", "logit", "xlogy"))
-_ROOTS = frozenset(("sqrt", "rsqrt"))
 _SOFTMAXES = frozenset(("_softmax", "_log_softmax", "_safe_softmax"))
 _EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "cosh", "sinh"))
 _STATISTICS = frozenset(("mean", "std", "var", "std_mean", "var_mean", "std_correction"))
@@ -392,6 +393,9 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
     watch      the run in which the result of the operator was not finite
     run_again  runs the step through a trial
     """
+    move = _find_move(event)
+    if move is not None:
+        return _explain_move(event, step, move)
     proof = prove_lost_numbers(watch.numbers, event.op.base_name, event.ordinal, run_again)
     if proof and not _are_smaller_than_underflow(proof, event):
         return _explain_lost_numbers(event, step, proof)
@@ -412,7 +416,45 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         weight=facts.get("weight", ""),
         divisor=_name_divisor(_line(event)),
         source=facts.get("source", ""),
+        label=facts.get("label", ""),
+        infinity=facts.get("infinity", ""),
+        factor=facts.get("factor", ""),
+        library=event.site is not None and is_library_file(event.site.file),
         largest=f"{max((item.run.magnitude for item in event.inputs), default=0):.3g}",
+    )
+
+
+def _find_move(event: Event) -> Move | None:
+    """Returns the operator whose rounding moved the input of an operator out of its domain."""
+    domain = find_domain(event.op.base_name, event.settings)
+    if not domain or not event.result.has_nan:
+        return None
+    # the exponent of a power has no such domain
+    return next((item.moves[domain] for item in event.inputs[:1] if domain in item.moves), None)
+
+
+def _explain_move(event: Event, step: Step, move: Move) -> Finding:
+    """Returns the finding about a value that rounding moved out of the domain of an operator."""
+    line = _statement_or_empty(move.site)
+    return _format_finding(
+        "RN038",
+        _place(move.site, event.module),
+        (("line", line), *_details(event, step)[1:]),
+        operator=_operator_text(event),
+        domain=find_domain(event.op.base_name, event.settings),
+        backward=event.is_derivative,
+        line=_line(event),
+        at=_location(event.site),
+        move_line=line,
+        move_at=_location(move.site),
+        value=f"{move.value:.4g}",
+        exact=f"{move.exact:.4g}",
+        has=format_dtype(move.dtype),
+        dtype=str(move.dtype),
+        variables=" and ".join(list_variables(line)),
+        target=read_target(line),
+        autocast=any(entry.autocast for entry in step.entries),
+        device=_device_type(step),
     )
 
 
@@ -493,7 +535,6 @@ def _lacks_bf16(device_type: str) -> bool:
 
 def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Finding:
     lost = _find_underflow(event)
-    sign_site = _find_sign_site(event)
     scale, scale_site = _find_loss_scale(step) if event.is_backward else (None, None)
     is_library_line = event.site is not None and is_library_file(event.site.file)
     limit = float(torch.finfo(event.dtype).max)
@@ -515,9 +556,8 @@ def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Find
         owner=_owner_text(event),
         lost=lost is not None,
         logarithm=event.op.base_name in _LOGARITHMS,
-        lost_line=_line(lost) if lost is not None else _statement_or_empty(sign_site),
-        lost_at=_location(sign_site if lost is None else lost.site),
-        negative=sign_site is not None,
+        lost_line="" if lost is None else _line(lost),
+        lost_at="" if lost is None else _location(lost.site),
         exponential=event.op.base_name in _EXPONENTIALS,
         lost_value="" if lost is None else f"{lost.exact.magnitude:.3g}",
         line=_line(event),
@@ -534,15 +574,6 @@ def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Find
         has_scaler=step.scale is not None,
         no_bf16=_lacks_bf16(_device_type(step)),
     )
-
-
-def _find_sign_site(event: Event) -> Site | None:
-    """Returns the line whose result rounding made negative, if a root or logarithm gets it."""
-    name = event.op.base_name
-    is_power = name == "pow" and not float(event.settings.get("exponent", 1)).is_integer()
-    if not event.makes_nan or not (name in _LOGARITHMS | _ROOTS or is_power):
-        return None
-    return next((item.sign_site for item in event.inputs if item.sign_site is not None), None)
 
 
 def _statement_or_empty(site: Site | None) -> str:
@@ -614,10 +645,13 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
         return "masked", {"source": source}
     if name.startswith("nll_loss") and event.makes_nan:
         return "labels", {"value": str(event.settings.get("ignore_index", -100))}
-    lowest = min((item.run.low for item in event.inputs), default=0.0)
-    is_root = name == "sqrt" or not float(event.settings.get("exponent", 1)).is_integer()
-    if lowest < 0 and (is_root or name in _LOGARITHMS):
-        return "negative", {"value": f"{lowest:.3g}"}
+    if event.makes_nan and any(item.run.has_infinity for item in event.inputs):
+        return _classify_infinity(event)
+    domain = find_domain(name, event.settings)
+    for item in event.inputs[:1] if event.makes_nan else []:
+        if is_outside(domain, item.run.low, item.run.high):
+            value = item.run.high if domain == BEYOND_ONE and item.run.high > 1 else item.run.low
+            return domain, {"value": f"{value:.3g}"}
     if name in _LOGARITHMS:
         return "log", {}
     if name in _DIVISIONS and _divides_by_zero(event):
@@ -640,7 +674,7 @@ def _classify_values(event: Event) -> tuple[str, dict[str, str]]:
         weight = event.inputs[0].path.removeprefix("parameter ")
         is_parameter = event.inputs[0].path.startswith("parameter ")
         return "exponential", {"weight": weight if is_parameter else ""}
-    if name == "mul" and event.makes_nan and _has_infinite_factor(event):
+    if name == "mul" and event.makes_nan and _has_infinite_number(event):
         return "infinity", {}
     if name in _STATISTICS:
         results = max(event.result.count, 1)
@@ -650,10 +684,41 @@ def _classify_values(event: Event) -> tuple[str, dict[str, str]]:
     return "", {}
 
 
-def _has_infinite_factor(event: Event) -> bool:
+def _has_infinite_number(event: Event) -> bool:
+    """Whether an operator multiplies zeros by a number that is inf or -inf."""
     factors = [value for value in event.settings.values() if isinstance(value, float)]
-    is_infinite = any(map(math.isinf, factors)) or any(i.run.has_infinity for i in event.inputs)
-    return is_infinite and any(item.run.zeros for item in event.inputs)
+    return any(map(math.isinf, factors)) and any(item.run.zeros for item in event.inputs)
+
+
+def _classify_infinity(event: Event) -> tuple[str, dict[str, str]]:
+    """Determines how an operator makes NaN from an inf or -inf that it gets, such as 0 * -inf."""
+    index, infinite = next((i, x) for i, x in enumerate(event.inputs) if x.run.has_infinity)
+    others = [item for item in event.inputs if item is not infinite]
+    root = infinite.origin
+    facts = {
+        "infinity": infinite.run.infinity,
+        "label": infinite.label,
+        "source": "" if root is None else f"`{_line(root)}` ({_location(root.site)})",
+        "factor": _read_factor(_line(event), index),
+    }
+    name = event.op.base_name
+    if name in _PRODUCTS and any(item.run.zeros for item in others):
+        return "product", facts
+    if name in ("sub", "rsub") and any(item.run.has_infinity for item in others):
+        return "difference", facts
+    return "infinite", facts
+
+
+def _read_factor(line: str, index: int) -> str:
+    """Returns one of the two factors in a statement with one product, or ""."""
+    try:
+        nodes = ast.walk(ast.parse(line))
+        products = [x for x in nodes if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mult)]
+    except SyntaxError:
+        return ""
+    if len(products) != 1 or index > 1:
+        return ""
+    return _format_operand(products[0].right if index else products[0].left)
 
 
 def _divides_by_zero(event: Event) -> bool:
