@@ -935,7 +935,7 @@ TRUTH = {
         "RN020",
         'assert x.dtype == cos.dtype == sin.dtype, f"got {x.dtype} and {cos.dtype}"',
         "Attention",
-        "is fp32 (tests/doctor/run/programs/kernel_check.py:30); the check compares it with cos and"
+        "makes it fp32 (tests/doctor/run/programs/kernel_check.py:30); the check compares it with cos and"
         " sin in bf16",
         ".to(torch.bfloat16)` at tests/doctor/run/programs/kernel_check.py:30",
     ),
