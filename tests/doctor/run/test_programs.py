@@ -204,6 +204,23 @@ TRUTH = {
         "passes torch's bf16 to NumPy, which has no bf16",
         "np.float32 as the dtype for NumPy at tests/doctor/run/programs/numpy_buffer.py:11",
     ),
+    "shared_features": Truth(
+        "RN001",
+        'features["scores"] = self.linear(features["pooled"])',
+        "1.linear",
+        "`torch.clamp(lengths.unsqueeze(1), min=1e-09)`"
+        " (tests/doctor/run/programs/shared_features.py:19) returns fp32, because it computes"
+        " floats from int64",
+        "`features['pooled'].to(torch.bfloat16)` at",
+    ),
+    "returned_region": Truth(
+        "RN017",
+        'raise RuntimeError(f"expected scalar type {boxes.dtype} but found {scores.dtype}")',
+        "suppress",
+        "`factors.prod(0)` is fp32 (tests/doctor/run/programs/returned_region.py:29), because"
+        " autocast (tests/doctor/run/programs/returned_region.py:",
+        "`boxes.to(torch.bfloat16)` at tests/doctor/run/programs/returned_region.py:39",
+    ),
     "missing_kernel": Truth(
         "RN014",
         "q, _ = torch.linalg.qr(weight)",

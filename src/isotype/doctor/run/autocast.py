@@ -7,19 +7,25 @@ functions.
 from __future__ import annotations
 
 import ast
+import contextlib
+import inspect
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...observe.origin import short_path
-from .expressions import UNKNOWN, node_keyword, read_value
-from .frames import CallFrame, make_module_frame, parse_user_file
+from .expressions import UNKNOWN, node_keyword, read_condition, read_function, read_value
+from .frames import CallFrame, make_module_frame, make_returned_frame, parse_user_file
 from .user_files import iterate_user_files
 
+_MAX_CALLS = 3  # functions that return the context manager of another one
+_NAMES_PRECISION = re.compile(r"autocast|precision|\bamp\b|(?:^|_)amp(?:_|$)", re.IGNORECASE)
 _REGION_NAMES = ("autocast", "autocast_smart_context_manager", "compute_loss_context_manager")
 
 
@@ -200,7 +206,7 @@ def _state_of_decorator(frame: CallFrame) -> AutocastState | None:
     if f"{os.sep}torch{os.sep}amp" not in frame.file:
         return None
     if frame.function == "decorate_autocast":
-        return _state_of_instance(frame.variables.get("autocast_instance"), frame)
+        return _read_context(frame.variables.get("autocast_instance"), frame.location, 0)
     arguments = frame.variables.get("args")
     if frame.function == "decorate_bwd" and arguments:
         context = arguments[0]
@@ -213,14 +219,6 @@ def _state_of_decorator(frame: CallFrame) -> AutocastState | None:
     if frame.function == "decorate_fwd" and frame.variables.get("cast_inputs") is not None:
         return AutocastState(False, location=frame.location)
     return None
-
-
-def _state_of_instance(instance: Any, frame: CallFrame) -> AutocastState | None:
-    if not isinstance(instance, torch.amp.autocast_mode.autocast):
-        return None
-    return AutocastState(
-        bool(instance._enabled), instance.fast_dtype, instance.device, frame.location
-    )
 
 
 def _surrounds(node: ast.With, line: int) -> bool:
@@ -236,35 +234,171 @@ def _surrounding_regions(frame: CallFrame) -> Iterator[ast.expr]:
         return
     statements = [node for node in ast.walk(scope) if isinstance(node, ast.With)]
     for statement in sorted(statements, key=lambda node: node.lineno):
-        if _surrounds(statement, frame.line):
-            yield from (item.context_expr for item in statement.items)
+        if not _surrounds(statement, frame.line):
+            continue
+        for item in statement.items:
+            yield item.context_expr
+            if isinstance(item.optional_vars, ast.Name):
+                yield from _entered_contexts(statement, item.optional_vars.id, frame.line)
 
 
-def _read_region(node: ast.expr, frame: CallFrame) -> AutocastState | None:
-    """Returns the autocast state that the expression after `with` sets, or None if it is not an
-    autocast region.
+def _entered_contexts(statement: ast.With, stack: str, line: int) -> Iterator[ast.expr]:
+    """Yields the context managers that code of a `with` statement passed to the method
+    `enter_context` of an `ExitStack` before a line.
     """
+    for node in ast.walk(statement):
+        match node:
+            case ast.Call(ast.Attribute(ast.Name(owner), "enter_context"), [context]):
+                if owner == stack and (node.end_lineno or node.lineno) < line:
+                    yield context
+
+
+def _read_region(node: ast.expr, frame: CallFrame, depth: int = 0) -> AutocastState | None:
+    """Returns the autocast state that the expression after `with` sets, or None if it is not an
+    autocast region. The state is not known if the expression may be a region that cannot be read.
+    """
+    location = frame.location_of(node)
     if isinstance(node, ast.IfExp):
-        is_first = read_value(node.test, frame)
-        if is_first is UNKNOWN:
-            return None
-        chosen = node.body if is_first else node.orelse
-        return _read_region(chosen, frame)
+        holds = read_condition(node.test, frame)
+        if holds is not None:
+            return _read_region(node.body if holds else node.orelse, frame, depth)
+        states = [_read_region(part, frame, depth) for part in (node.body, node.orelse)]
+        return next((AutocastState(None, location=location) for state in states if state), None)
     if isinstance(node, (ast.Name, ast.Attribute)):
-        state = _state_of_instance(read_value(node, frame), frame)
-        if state is None:
-            return None
-        return AutocastState(state.is_on, state.dtype, state.device, frame.location_of(node))
+        return _read_context(read_value(node, frame), location, depth)
     if not isinstance(node, ast.Call):
         return None
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    if name not in _REGION_NAMES:
-        return None
-    function = read_value(node.func, frame)
+    function = read_function(node.func, frame)
     if isinstance(function, type) and issubclass(function, torch.amp.autocast_mode.autocast):
         return _read_constructor(node, function, frame)
-    owner = read_value(node.func.value, frame) if isinstance(node.func, ast.Attribute) else UNKNOWN
-    return _read_trainer_region(owner, frame.location_of(node))
+    trainer_state = None
+    if name in _REGION_NAMES:
+        method = node.func
+        owner = read_value(method.value, frame) if isinstance(method, ast.Attribute) else UNKNOWN
+        trainer_state = _read_trainer_region(owner, location)
+        if trainer_state is None or trainer_state.is_on is not None:
+            return trainer_state
+    returned = _read_returned_context(function, node, frame, depth)
+    if returned is not None:
+        return returned[0] and replace(returned[0], location=location)
+    if trainer_state is not None:
+        return trainer_state
+    if _NAMES_PRECISION.search(ast.unparse(node.func)):
+        return AutocastState(None, location=location)
+    return None
+
+
+def _read_context(context: Any, location: str, depth: int) -> AutocastState | None:
+    """Returns the autocast state that a context manager sets. The context manager is an instance of
+    `torch.autocast`, the result of a generator with the decorator `contextmanager`, or an object
+    that holds one of these in an attribute.
+    """
+    if isinstance(context, torch.amp.autocast_mode.autocast):
+        enabled, dtype = bool(context._enabled), context.fast_dtype
+        return AutocastState(enabled, dtype, context.device, location)
+    if depth > _MAX_CALLS or not isinstance(context, contextlib.AbstractContextManager):
+        return None
+    function = getattr(context, "func", None)
+    if inspect.isfunction(function):  # of contextlib.contextmanager
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount]
+        arguments = {
+            **dict(zip(names, getattr(context, "args", ()))),
+            **getattr(context, "kwds", {}),
+        }
+        returned = _read_returns(function, arguments, depth)
+        return returned and returned[0] and replace(returned[0], location=location)
+    for value in list(getattr(context, "__dict__", {}).values()):
+        state = _read_context(value, location, depth + 1)
+        if state is not None:
+            return state
+    return None
+
+
+def _read_returned_context(
+    function: Any, call: ast.Call, frame: CallFrame, depth: int
+) -> tuple[AutocastState | None] | None:
+    """Returns the autocast state that the context manager sets which a function of the user's code
+    returns. Returns None if the function is not known, or is one of a library.
+    """
+    if not isinstance(function, (FunctionType, MethodType)):
+        return None
+    code = inspect.unwrap(getattr(function, "__func__", function)).__code__
+    names = list(code.co_varnames)
+    if inspect.ismethod(function):
+        names = names[1:]
+    arguments = {name: read_value(argument, frame) for name, argument in zip(names, call.args)}
+    for keyword in call.keywords:
+        if keyword.arg is not None:
+            arguments[keyword.arg] = read_value(keyword.value, frame)
+    return _read_returns(function, arguments, depth)
+
+
+def _read_returns(
+    function: Any, arguments: Mapping[str, Any], depth: int
+) -> tuple[AutocastState | None] | None:
+    """Returns the autocast state around the `yield` of a generator, or of the context manager that
+    a function returns. The state is not known if the function returns several in branches whose
+    conditions cannot be read. Returns None if the function's code is not known.
+    """
+    frame = make_returned_frame(function, arguments, in_libraries=True)
+    if frame is None or depth > _MAX_CALLS:
+        return None
+    states: list[AutocastState | None] = []
+    for node in ast.walk(frame.scope or ast.Pass()):
+        is_yield = isinstance(node, ast.Yield)  # also without a value, in a context manager
+        if not isinstance(node, (ast.Yield, ast.Return)):
+            continue
+        if node.value is None and not is_yield:
+            continue
+        is_run = _read_branch(node, frame)
+        if is_run is False:
+            continue
+        inner = replace(frame, line=node.lineno)
+        if isinstance(node, ast.Return):
+            regions = [_returned_node(node, frame)]
+        else:
+            regions = list(_surrounding_regions(inner))
+        inner_states = [_read_region(region, inner, depth + 1) for region in regions]
+        states.append(next((state for state in reversed(inner_states) if state), None))
+        if is_run and not is_yield:
+            break
+    if len({(state.is_on, state.dtype) if state else None for state in states}) > 1:
+        return (AutocastState(None),)
+    return (states[0] if states else None,)
+
+
+def _returned_node(node: ast.Return, frame: CallFrame) -> ast.expr:
+    """Returns the expression of a `return`, or of the only assignment to the name in it."""
+    value = node.value
+    assert value is not None
+    if not isinstance(value, ast.Name) or frame.scope is None:
+        return value
+    assigned = [
+        part.value
+        for part in ast.walk(frame.scope)
+        if isinstance(part, ast.Assign) and ast.unparse(part.targets[0]) == value.id
+    ]
+    return assigned[0] if len(assigned) == 1 else value
+
+
+def _read_branch(node: ast.AST, frame: CallFrame) -> bool | None:
+    """True if all conditions around a node of a function hold, False if one does not, and None if
+    this cannot be read.
+    """
+    results: list[bool | None] = []
+    for branch in ast.walk(frame.scope or node):
+        if not isinstance(branch, ast.If):
+            continue
+        holds = read_condition(branch.test, frame)
+        if any(part is node for statement in branch.body for part in ast.walk(statement)):
+            results.append(holds)
+        elif any(part is node for statement in branch.orelse for part in ast.walk(statement)):
+            results.append(None if holds is None else not holds)
+    if False in results:
+        return False
+    return None if None in results else True
 
 
 def _read_constructor(node: ast.Call, function: type, frame: CallFrame) -> AutocastState:

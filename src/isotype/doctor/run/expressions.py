@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -40,6 +42,17 @@ class TensorFacts:
 
 
 _PLAIN_TYPES = (bool, int, float, str, list, tuple, dict, type(None))
+_COMPARED_TYPES = (bool, int, float, str, type(None), torch.dtype)
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda value, values: value in values,
+    ast.NotIn: lambda value, values: value not in values,
+}
 
 # methods whose result is a float also for a tensor of integers
 _FLOAT_METHODS = frozenset(
@@ -187,12 +200,12 @@ def read_value(node: ast.AST | None, frame: CallFrame) -> Any:
             return [read_value(element, frame) for element in elements]
         case ast.UnaryOp(ast.USub(), operand):
             return _as_result(read_value(operand, frame))
-        case ast.BinOp(left, operator, right):
+        case ast.BinOp(left, operation, right):
             values = read_value(left, frame), read_value(right, frame)
-            if isinstance(operator, ast.MatMult) and _have_other_dtypes(*values):
+            if isinstance(operation, ast.MatMult) and _have_other_dtypes(*values):
                 return UNKNOWN  # autocast cast both
             result = _promote(*values)
-            return _as_float(result) if isinstance(operator, ast.Div) else result
+            return _as_float(result) if isinstance(operation, ast.Div) else result
         case ast.Call():
             return _read_call(node, frame)
     return UNKNOWN
@@ -222,27 +235,51 @@ def is_tensor(value: Any) -> bool:
 
 
 def read_condition(node: ast.AST, frame: CallFrame) -> bool | None:
-    """Evaluates a simple condition (a name, an attribute, `not`, `and`, `or`, or a comparison with
-    None) with the values that the variables had at the failure. Returns None if the condition
-    cannot be evaluated.
+    """Evaluates a simple condition with the values that the variables had at the failure: a name,
+    an attribute, `not`, `and`, `or`, `is None`, a comparison of plain values, or a call such as
+    `torch.backends.mps.is_available()`. Returns None if the condition cannot be evaluated.
     """
     match node:
         case ast.UnaryOp(ast.Not(), operand):
             result = read_condition(operand, frame)
             return None if result is None else not result
-        case ast.Compare(left, [ast.Is() | ast.IsNot() as operator], [ast.Constant(None)]):
+        case ast.Compare(left, [ast.Is() | ast.IsNot() as comparison], [ast.Constant(None)]):
             value = read_value(left, frame)
             if value is UNKNOWN:
                 return None
-            return (value is None) == isinstance(operator, ast.Is)
-        case ast.BoolOp(operator, values):
+            return (value is None) == isinstance(comparison, ast.Is)
+        case ast.Compare(left, [comparison], [right]):
+            return _compare(read_value(left, frame), comparison, read_value(right, frame))
+        case ast.BoolOp(connective, values):
             results = [read_condition(value, frame) for value in values]
-            decisive = isinstance(operator, ast.Or)  # `or` is true if one part is true
+            decisive = isinstance(connective, ast.Or)  # `or` is true if one part is true
             if decisive in results:
                 return decisive
             return None if None in results else not decisive
+        case ast.Call(ast.Attribute(owner, "is_available"), [], []):
+            module = read_value(owner, frame)
+            name = module.__name__ if isinstance(module, ModuleType) else ""
+            return bool(module.is_available()) if name.startswith("torch.") else None
     value = read_value(node, frame)
     return bool(value) if isinstance(value, _PLAIN_TYPES) else None
+
+
+def _compare(left: Any, comparison: ast.cmpop, right: Any) -> bool | None:
+    """Compares two values of plain types. A value may be compared with a list of such values."""
+    compare = _COMPARISONS.get(type(comparison))
+    values = [left]
+    if isinstance(comparison, (ast.In, ast.NotIn)):
+        if not isinstance(right, (list, tuple, dict, set, frozenset)):
+            return None
+        values += right
+    else:
+        values.append(right)
+    if compare is None or not all(isinstance(value, _COMPARED_TYPES) for value in values):
+        return None
+    try:
+        return bool(compare(left, right))
+    except TypeError:
+        return None
 
 
 def _as_result(value: Any) -> Any:
@@ -328,7 +365,7 @@ def _have_other_dtypes(left: Any, right: Any) -> bool:
 def _as_float(value: Any) -> Any:
     """Describes the result of an operation that computes floats, such as a division."""
     result = _as_result(value)
-    if result is UNKNOWN or result.dtype.is_floating_point or result.dtype.is_complex:
+    if result is UNKNOWN or _is_float(result):
         return result
     return TensorFacts(torch.get_default_dtype(), result.device)
 
@@ -348,16 +385,40 @@ def _read_call(node: ast.Call, frame: CallFrame) -> Any:
             return _read_conversion(node, owner, frame)
         if name in _REAL_METHODS and owner.dtype.is_complex:
             return TensorFacts(owner.dtype.to_real(), owner.device)
+        if name == "prod":  # autocast computes it in fp32, also on a CPU
+            return UNKNOWN
+        if name == "clamp":
+            return _read_clamp(owner, node.args, node, frame)
+        if name == "sum" and not _is_float(owner) and not node_keyword(node, "dtype"):
+            return TensorFacts(torch.int64, owner.device)
         if name in DTYPE_KEEPING_METHODS and not node_keyword(node, "dtype"):
             return _as_float(owner) if name in _FLOAT_METHODS else _as_result(owner)
         return UNKNOWN
+    if owner is torch and name == "clamp" and node.args:
+        return _read_clamp(read_value(node.args[0], frame), node.args[1:], node, frame)
     if owner is torch and name in CREATION_FUNCTIONS:
-        dtype = read_value(node_keyword(node, "dtype"), frame)
+        dtype_node = node_keyword(node, "dtype")
+        dtype = None if dtype_node is None else read_value(dtype_node, frame)
         if isinstance(dtype, torch.dtype):
             return TensorFacts(dtype, torch.device("cpu"))
-        if name in ("zeros", "ones", "empty", "rand", "randn", "eye", "linspace"):
+        if dtype is None and name in ("zeros", "ones", "empty", "rand", "randn", "eye", "linspace"):
             return TensorFacts(torch.get_default_dtype(), torch.device("cpu"))
     return UNKNOWN
+
+
+def _read_clamp(tensor: Any, bounds: Sequence[ast.expr], node: ast.Call, frame: CallFrame) -> Any:
+    """Determines the dtype of a clamped tensor. A float as a bound makes integers floats."""
+    result = _as_result(tensor)
+    for bound in (*bounds, *(keyword.value for keyword in node.keywords)):
+        value = read_value(bound, frame)
+        if value is UNKNOWN:
+            return UNKNOWN
+        result = result if value is None else _promote(result, value)
+    return result
+
+
+def _is_float(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
 def _read_conversion(node: ast.Call, owner: Any, frame: CallFrame) -> Any:

@@ -153,17 +153,22 @@ def collect_frames(error: BaseException) -> list[CallFrame]:
     return frames
 
 
-def make_returned_frame(function: Any, variables: Mapping[str, Any]) -> CallFrame | None:
+def make_returned_frame(
+    function: Any, variables: Mapping[str, Any], *, in_libraries: bool = False
+) -> CallFrame | None:
     """Returns a frame for a function of the user's code that has already returned. Its local
     variables no longer exist, so the frame contains `variables` instead, with the variables of the
-    function's closure. Returns None for functions of libraries, and for other objects.
+    function's closure. Returns None for functions of libraries, unless `in_libraries` is set, and
+    for other objects.
     """
     while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", None)
     function = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
-    if code is None or is_library_file(code.co_filename) or _find_scope(code) is None:
+    if code is None or (is_library_file(code.co_filename) and not in_libraries):
+        return None
+    if _find_scope(code) is None:
         return None
     values: dict[str, Any] = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):

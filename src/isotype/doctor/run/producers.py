@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
@@ -30,6 +31,7 @@ from .autocast import AutocastState, find_output_cast, read_frame_region
 from .batches import find_batch_item
 from .casts import find_cast, has_unread_dtype, read_cast_dtype
 from .expressions import (
+    CASTING_METHODS,
     CREATION_FUNCTIONS,
     DTYPE_KEEPING_METHODS,
     PROMOTING_METHODS,
@@ -55,6 +57,15 @@ _AUTOCAST_FUNCTIONS = frozenset(
 )
 # functions that keep the dtype of a NumPy array
 _ARRAY_FUNCTIONS = frozenset(("from_numpy", "as_tensor", "tensor"))
+# functions and methods that autocast computes in fp32, on a CPU and on a GPU
+_FP32_FUNCTIONS = frozenset(
+    ("prod", "cdist", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "nll_loss", "kl_div")
+)
+_FP32_FUNCTIONS_OF_GPUS = frozenset(
+    ("exp", "log", "log2", "log10", "log1p", "pow", "rsqrt", "reciprocal", "softplus", "norm")
+    + ("softmax", "log_softmax", "cumsum", "cumprod", "sum", "logsumexp", "layer_norm")
+    + ("group_norm", "cosine_similarity", "cross_entropy")
+)
 # calls that create integers, which later operations make floats
 _INTEGER_CREATION = re.compile(r"torch\.(?:randint\(|arange\((?!.*(?:dtype|\d\.)))")
 _MAX_STEPS = 60  # operations that one search for the origin of a value follows
@@ -241,7 +252,9 @@ class _Search:
         self.step_count += 1
         value = read_value(node, frame)
         has_other_dtype = is_tensor(value) and value.dtype != self.dtype
-        if not self.is_passed and frame.is_user_code and index < self.running_count:
+        is_raised_here = isinstance(frame.statement, ast.Raise)  # a check, where no cast helps
+        is_candidate = frame.is_user_code and index < self.running_count and not is_raised_here
+        if not self.is_passed and is_candidate:
             self.is_passed = True
             if not has_other_dtype:  # otherwise a library made another tensor from it
                 self.passed = node
@@ -297,7 +310,48 @@ class _Search:
         stored = _find_stored_item(frame.scope, node, line)
         if stored is not None:
             return self.follow(stored, index, stored.lineno)
-        return self.follow(node.value, index, line)
+        key = self.key
+        container = read_value(node.value, frame)
+        result = self.follow(node.value, index, line)
+        if result.is_proven or not isinstance(key, str) or not isinstance(container, dict):
+            return result
+        return self.follow_item_writes(key, container, node, index) or result
+
+    def follow_item_writes(
+        self, key: str, container: dict[Any, Any], node: ast.AST, index: int
+    ) -> Producer | None:
+        """Continues the search at the assignment `PARAMETER[key] = ...` of a function that has
+        returned, as a module has that stores its result in the dict that it gets. If the
+        assignments prove nothing, the origin is not known: the line that made the dict did not make
+        this value. Returns None if there is no such assignment.
+        """
+        is_written = False
+        results = []
+        for file, tree, module_frame in list(iterate_user_files(self.frames[: self.running_count])):
+            for binding in ast.walk(tree):
+                match binding:
+                    case ast.Assign([ast.Subscript(ast.Name(name), ast.Constant(value))]):
+                        pass
+                    case _:
+                        continue
+                if value != key:
+                    continue
+                new_index = self.add_function_frame(binding, tree, module_frame, file)
+                if new_index is None or new_index < self.running_count:
+                    continue
+                frame = self.frames[new_index]
+                if isinstance(frame.scope, ast.Module) or name not in _parameter_names(frame.scope):
+                    continue
+                is_written = True
+                variables = {**frame.variables, name: container}
+                self.frames[new_index] = replace(frame, variables=variables)
+                self.key = UNKNOWN
+                result = self.follow(binding.value, new_index, binding.lineno)
+                if result.is_proven:
+                    results.append(result)
+        if len({result.location for result in results}) == 1:
+            return results[0]
+        return self.producer("unknown", node, index) if is_written else None
 
     def follow_choice(self, node: ast.IfExp, index: int, line: int) -> Producer:
         """Continues the search in the part of `X if CONDITION else Y` that was evaluated. If the
@@ -328,7 +382,8 @@ class _Search:
                 for name in _bound_names(binding):
                     stale[name] = self.read_passed_value(scope, name, index, line)
         stale |= {name: UNKNOWN for number, name in self.earlier_names if number == index}
-        return replace(frame, variables={**frame.variables, **stale}) if stale else frame
+        frame = replace(frame, variables={**frame.variables, **stale}) if stale else frame
+        return _read_integers(frame, scope, line) if has_arguments_only else frame
 
     def read_passed_value(self, scope: Any, name: str, index: int, line: int) -> Any:
         """Returns the value that the caller passed for a parameter, if the function had assigned
@@ -410,6 +465,14 @@ class _Search:
                     return result
                 results.append(result)
                 del self.promotions[count:]
+        value = read_value(node, frame)
+        values = [read_value(operand, frame) for operand in nodes]
+        dtypes = {value.dtype for value in values if is_tensor(value)}
+        is_from_integers = dtypes and not any(dtype.is_floating_point for dtype in dtypes)
+        if is_from_integers and is_tensor(value) and value.dtype == self.dtype:
+            names = " and ".join(sorted(map(format_dtype, dtypes)))
+            reason = f"it computes floats from {names}"
+            return replace(self.producer("call", node, index, is_proven=True), reason=reason)
         known = [result for result in results if result.kind != "unknown"]
         return (known or results or [self.producer("call", node, index)])[0]
 
@@ -437,13 +500,18 @@ class _Search:
         """Returns the operation that autocast computed in the wanted dtype, if autocast was on
         there. If a function that has returned switched it on, returns the call of this function.
         """
-        if not self.is_autocast_operation(node, index, line):
+        is_cast = self.is_autocast_operation(node, index, line)
+        if not is_cast and not self.is_fp32_operation(node, index, line):
             return None
         state, owner = self.find_autocast(index, line)
         is_of_device = not state.device or self.device in ("", state.device)
-        if not state.is_on or state.dtype != self.dtype or not is_of_device:
+        wanted = torch.float32 if self.is_fp32_operation(node, index, line) else state.dtype
+        if not state.is_on or self.dtype != wanted or not is_of_device:
             return None
         reason = f"it runs under autocast ({state.location})"
+        if wanted != state.dtype:
+            reason = f"autocast ({state.location}) computes it in fp32"
+            return replace(self.producer("autocast", node, index, is_proven=True), reason=reason)
         while index in self.callers and self.callers[index][1] is not None:
             if index == owner:
                 function = self.frames[index].code.co_qualname.rpartition("<locals>.")[2]
@@ -455,6 +523,19 @@ class _Search:
             if is_last:
                 break
         return replace(self.producer("autocast", node, index, is_proven=True), reason=reason)
+
+    def is_fp32_operation(self, node: ast.AST, index: int, line: int) -> bool:
+        """True for a function or a method of a tensor that autocast computes in fp32."""
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        name = node.func.attr
+        is_known = name in _FP32_FUNCTIONS
+        if self.device not in ("", "cpu"):
+            is_known = is_known or name in _FP32_FUNCTIONS_OF_GPUS
+        value = read_function(node.func, self.frame_at(index, line))
+        is_own = isinstance(value, (FunctionType, MethodType, nn.Module))
+        is_torch = getattr(value, "__module__", "").startswith("torch")
+        return is_known and (is_torch or not is_own)
 
     def is_autocast_operation(self, node: ast.AST, index: int, line: int) -> bool:
         """True for a matrix product, for a function such as `F.linear`, and for a module that has
@@ -764,7 +845,12 @@ class _Search:
         if is_tensor(owner) and isinstance(result, TensorFacts):
             if owner.dtype == result.dtype:
                 return self.follow(method.value, index, line)
-            return self.producer("cast", node, index, is_proven=result.dtype == self.dtype)
+            is_proven = result.dtype == self.dtype
+            if method.attr not in CASTING_METHODS and method.attr != "type_as":
+                reason = f"it computes floats from {format_dtype(owner.dtype)}"
+                computed = self.producer("call", node, index, is_proven=is_proven)
+                return replace(computed, reason=reason)
+            return self.producer("cast", node, index, is_proven=is_proven)
         if method.attr in ("float", "half", "bfloat16", "double", "to", "type"):
             dtype = read_cast_dtype(node, frame)
             if dtype is None and not has_unread_dtype(node, frame):  # changes only the device
@@ -789,6 +875,10 @@ class _Search:
         """Continues the search at the tensor of a method such as `cumsum`, or at one of the
         operands of a method such as `mul`. An argument `dtype=` makes the method a cast.
         """
+        if self.is_fp32_operation(node, index, line):
+            computed = self.follow_autocast(node, index, line)
+            if computed is not None:
+                return computed
         promotes = method.attr in PROMOTING_METHODS
         if not promotes and method.attr not in DTYPE_KEEPING_METHODS:
             return None
@@ -797,8 +887,9 @@ class _Search:
             return self.producer("cast", node, index, is_proven=True)
         if promotes:
             return self.follow_widest([method.value, *node.args], node, index, line)
-        is_unread = read_value(method.value, frame) is UNKNOWN
-        return self.follow(method.value, index, line) if is_unread else None
+        value = read_value(method.value, frame)
+        may_have_dtype = value is UNKNOWN or (is_tensor(value) and value.dtype == self.dtype)
+        return self.follow(method.value, index, line) if may_have_dtype else None
 
     def follow_array(self, node: ast.Call, index: int, line: int) -> Producer:
         """Returns the call that makes a tensor of a NumPy array. It gives the tensor fp64, if the
@@ -1006,9 +1097,15 @@ class _Search:
             if self.is_skipped(binding, scope, index) or self.has_other_dtype(binding, name, index):
                 continue  # in a branch that did not run
             result = self.follow_binding(binding, name, index)
-            if result.is_proven:
+            file, _, result_line = result.location.rpartition(":")
+            is_here = file == frame.location.rpartition(":")[0]
+            is_here = is_here and binding.lineno <= int(result_line) <= _end_line(binding)
+            is_certain = frame.is_user_code or not is_here
+            is_certain = is_certain or not self.is_conditional(binding, scope, index, line)
+            if result.is_proven and is_certain:
                 return result
-            return self.follow_earlier_pass(scope, name, index, line) or result
+            if is_certain:
+                return self.follow_earlier_pass(scope, name, index, line) or result
         repeated = self.follow_earlier_pass(scope, name, index, line)
         if repeated is not None:
             return repeated
@@ -1119,12 +1216,27 @@ class _Search:
         for node in _walk_scope(scope):
             if not isinstance(node, ast.If):
                 continue
-            holds = read_condition(node.test, self.frame_at(index, node.lineno))
-            if holds is None:
+            is_in_body = _contains_node(node.body, binding)
+            if not is_in_body and not _contains_node(node.orelse, binding):
                 continue
-            skipped = node.orelse if holds else node.body
-            if any(part is binding for statement in skipped for part in ast.walk(statement)):
+            holds = read_condition(node.test, self.frame_at(index, node.lineno))
+            is_known = holds is not None and not _reads_changed_value(node, scope)
+            if is_known and holds != is_in_body:
                 return True
+        return False
+
+    def is_conditional(self, binding: ast.AST, scope: ast.AST, index: int, line: int) -> bool:
+        """True if a statement is in a branch that does not contain a line, and whose condition
+        cannot be read.
+        """
+        for node in _walk_scope(scope):
+            for statements in (node.body, node.orelse) if isinstance(node, ast.If) else ():
+                if not _contains_node(statements, binding):
+                    continue
+                if statements[0].lineno <= line <= _end_line(statements[-1]):
+                    continue
+                if read_condition(node.test, self.frame_at(index, node.lineno)) is None:
+                    return True
         return False
 
     def iterate_attribute_bindings(
@@ -1492,6 +1604,60 @@ def _assigns_item(node: ast.Assign, name: str, key: str) -> bool:
         case ast.Subscript(ast.Name(owner), ast.Constant(value)):
             return owner == name and value == key
     return False
+
+
+def _contains_node(statements: Sequence[ast.stmt], node: ast.AST) -> bool:
+    line = getattr(node, "lineno", 0)
+    return any(
+        part is node
+        for statement in statements
+        if statement.lineno <= line <= _end_line(statement)
+        for part in ast.walk(statement)
+    )
+
+
+def _read_integers(frame: CallFrame, scope: Any, line: int) -> CallFrame:
+    """Returns a frame of a function that has returned with the dtypes of its local variables that
+    hold integers, if the function assigns each of them once.
+    """
+    bindings = sorted(_walk_bindings(scope), key=lambda binding: binding.lineno)
+    bound = Counter(name for binding in bindings for name in _bound_names(binding))
+    for binding in bindings:
+        if not isinstance(binding, ast.Assign) or _last_line(binding) >= line:
+            continue
+        for name in _bound_names(binding):
+            assigned = _assigned_expression(binding, name)
+            is_element = assigned is not binding.value or isinstance(binding.targets[0], ast.Name)
+            value: Any = UNKNOWN
+            if bound[name] == 1 and is_element:
+                value = read_value(assigned, frame)
+            if is_tensor(value) and not value.dtype.is_floating_point:
+                facts = TensorFacts(value.dtype, value.device)
+                frame = replace(frame, variables={**frame.variables, name: facts})
+    return frame
+
+
+def _reads_changed_value(branch: ast.If, scope: ast.AST) -> bool:
+    """True if a comparison reads an attribute or item that the function changes, or a variable of
+    a loop around it: in an earlier pass the comparison may have had another result.
+    """
+    if not any(isinstance(part, ast.Compare) for part in ast.walk(branch.test)):
+        return False
+    changed = set()
+    for node in _walk_scope(scope):
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            changed |= {_source(part) for part in targets if not isinstance(part, ast.Name)}
+        elif isinstance(node, (ast.For, ast.While)) and any(
+            part is branch for part in ast.walk(node)
+        ):
+            changed |= {name for part in _walk_bindings(node) for name in _bound_names(part)}
+            changed |= _bound_names(node) if isinstance(node, ast.For) else set()
+    return any(
+        _source(part) in changed
+        for part in ast.walk(branch.test)
+        if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript))
+    )
 
 
 def _may_hold_tensor(value: Any) -> bool:

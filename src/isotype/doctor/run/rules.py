@@ -401,6 +401,8 @@ def _is_in_user_line(evidence: Evidence, operand: Operand, producer: Producer) -
     """
     if _passed_argument(evidence, operand, producer):
         return True
+    if isinstance(evidence.frames[operand.frame_index].statement, ast.Raise):
+        return False
     return evidence.frames[operand.frame_index].is_user_code
 
 
@@ -1980,12 +1982,14 @@ def _find_promotion(operand: Operand, producer: Producer) -> Promotion | None:
 
 
 def _odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:
-    """Returns the operand whose dtype differs from the dtype of the model. If no model is known,
+    """Returns the operand whose dtype differs from the dtype of autocast, or else of the model. If no model is known,
     returns the operand whose dtype differs from the dtype of most operands. If two dtypes are
     equally frequent, returns the operand with the wider dtype. An operand in fp64 is never usual.
     """
     counts = Counter(operand.dtype for operand in operands)
     usual = evidence.majority_dtype
+    if evidence.autocast.is_on and evidence.autocast.dtype in counts:
+        usual = evidence.autocast.dtype
     if usual not in counts:
         floats = [dtype for dtype in counts if dtype.is_floating_point]
         floats = [dtype for dtype in floats if dtype != torch.float64] or floats
