@@ -939,3 +939,18 @@ def test_nothing_is_left_behind():
     record(lambda: None)
     assert (nn.Module.__call__, torch.autograd.backward, torch.autograd.Function.apply) == originals
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_writes_into_parts_of_weights_without_gradients_are_left_alone():
+    def train():
+        table = nn.Embedding(10, 4, padding_idx=0)  # fills a row of its weight with 0
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        for _ in range(2):
+            with torch.no_grad():
+                row = table.weight[1]
+                row.mul_(0.5)
+                table.weight.view(-1)[3] = 2.0
+            table(torch.tensor([1, 2])).square().sum().backward()
+            optimizer.step()
+
+    assert record(train) is None

@@ -9,12 +9,23 @@ import torch
 _MAX_NODES = 200  # nodes of the autograd graph that one search visits
 
 
+def read_grad_fn(tensor: torch.Tensor) -> Any:
+    """Returns the node of autograd that computed a tensor, or None. PyTorch raises an error for a
+    view that was made and changed in place without gradients, such as `embedding.weight[0].zero_()`
+    in `nn.Embedding`: such a view has no node.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def find_widening_operation(tensor: torch.Tensor | None) -> str:
     """Returns the name of the operation that gave a tensor its dtype, such as `Add` for the sum of
     a bf16 and an fp32 tensor and `ToCopy` for a cast. Returns "" if the graph contains no tensor of
     another dtype, or if the tensor is not part of a graph.
     """
-    node = None if tensor is None else tensor.grad_fn
+    node = None if tensor is None else read_grad_fn(tensor)
     if tensor is None or node is None:
         return ""
     for _ in range(_MAX_NODES):

@@ -28,7 +28,7 @@ from .dtype_settings import DtypeSetting, find_dtype_setting
 from .evidence import NUMPY_DTYPE, Evidence, Operand, describe_autocast
 from .expressions import is_tensor, node_keyword, read_function, read_value
 from .frames import CallFrame
-from .graph import find_widening_operation
+from .graph import find_widening_operation, read_grad_fn
 from .hooks import find_handler
 from .losses import find_loss_node, find_loss_target
 from .mixed_weights import NEEDS_ONE_DTYPE, group_weights
@@ -1090,7 +1090,9 @@ def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
         return None
     target_dtype = to_torch(format_dtype(match[1]))
     dtype = to_torch(format_dtype(match[2]))
-    nodes = [output.tensor.grad_fn for output in evidence.operands if output.tensor is not None]
+    nodes = [
+        read_grad_fn(output.tensor) for output in evidence.operands if output.tensor is not None
+    ]
     losses = [find_loss_node(node, target_dtype) for node in nodes]
     loss = next((loss for loss in losses if loss is not None), None)
     if loss is None:

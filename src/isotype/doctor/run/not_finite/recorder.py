@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -39,6 +39,7 @@ from ....observe.origin import (
     read_statement,
     running_frames,
 )
+from ..graph import read_grad_fn
 from .lost_numbers import find_expression, is_near_integer
 from .replay import CONSTANT_WRITERS
 from .report import (
@@ -185,11 +186,12 @@ class Recorder(TorchFunctionMode):
             with self.pause():
                 self._note_refused_values(args, kwargs)
             raise
-        if not self.has_step and self.bad_call is None:
-            with self.pause():
-                self._follow_values(func, args, kwargs, result)
-        if torch.is_grad_enabled() or _count_values((args, kwargs)) <= _MAX_VALUES:
-            self._record(func, args, kwargs, result)
+        with suppress(Exception):  # the program must not end because of its record
+            if not self.has_step and self.bad_call is None:
+                with self.pause():
+                    self._follow_values(func, args, kwargs, result)
+            if torch.is_grad_enabled() or _count_values((args, kwargs)) <= _MAX_VALUES:
+                self._record(func, args, kwargs, result)
         return result
 
     def _note_refused_values(self, args: Any, kwargs: Any) -> None:
@@ -231,7 +233,9 @@ class Recorder(TorchFunctionMode):
         self, function: Any, args: Any, kwargs: Any, result: Any, state: Any = None
     ) -> None:
         outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
-        takes_part = any(tensor.grad_fn is not None for tensor in outputs)
+        if not torch.is_grad_enabled() and any(_is_view_of_weight(tensor) for tensor in outputs):
+            return
+        takes_part = any(read_grad_fn(tensor) is not None for tensor in outputs)
         limit = _MAX_FROZEN_VALUES if isinstance(function, nn.Module) else _MAX_VALUES
         is_small = sum(tensor.numel() for tensor in outputs) <= limit
         if outputs and (takes_part or is_small):
@@ -293,16 +297,22 @@ class Recorder(TorchFunctionMode):
             state = _random_state()
             with self.pause():
                 result = original(module, *args, **kwargs)
-            if not self.has_step and self.bad_call is None:
-                with self.pause():
-                    self._check_call(module, args, kwargs, result, state)
-            if torch.is_grad_enabled():
-                self.models.add(module)
-            if torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
-                self._record(module, args, kwargs, result, state)
+            with suppress(Exception):  # the program must not end because of its record
+                self._record_module_call(module, args, kwargs, result, state)
             return result
 
         return call
+
+    def _record_module_call(
+        self, module: nn.Module, args: Any, kwargs: Any, result: Any, state: Any
+    ) -> None:
+        if not self.has_step and self.bad_call is None:
+            with self.pause():
+                self._check_call(module, args, kwargs, result, state)
+        if torch.is_grad_enabled():
+            self.models.add(module)
+        if torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
+            self._record(module, args, kwargs, result, state)
 
     def _wrap_showwarning(self, original: Any) -> Any:
         """Corrects the location of a warning that an operator raises. The operator is called by the
@@ -336,7 +346,8 @@ class Recorder(TorchFunctionMode):
             with self.pause():
                 result = function(*args, **kwargs)
             if torch.is_grad_enabled():
-                self._record(function, args, kwargs, result)
+                with suppress(Exception):
+                    self._record(function, args, kwargs, result)
             return result
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
@@ -403,7 +414,7 @@ class Recorder(TorchFunctionMode):
             tensor
             for entry in self.entries
             for tensor in entry.outputs
-            if tensor.numel() == 1 and tensor.grad_fn is not None and not all_finite([tensor])
+            if tensor.numel() == 1 and read_grad_fn(tensor) is not None and not all_finite([tensor])
         ]
         return self._make_step(losses[-1:], None) if losses else None
 
@@ -491,6 +502,13 @@ def _has_bad_values(tensor: Tensor) -> bool:
     return bool((tensor.isnan() | (tensor == float("inf"))).any())
 
 
+def _is_view_of_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is a part of one that needs a gradient. Code that initialises weights makes
+    such parts without gradients and writes into them; autograd then refuses to read their node.
+    """
+    return tensor._base is not None and tensor._base.requires_grad
+
+
 def _collect_gradients(entries: Sequence[Entry]) -> Iterator[Tensor]:
     """Yields the gradients of all parameters and leaf tensors that the recorded calls use. Each
     gradient is yielded only once.
@@ -501,7 +519,9 @@ def _collect_gradients(entries: Sequence[Entry]) -> Iterator[Tensor]:
             leaves.update((id(p), p) for p in entry.function.parameters())
         else:
             tensors = collect_tensors((entry.args, entry.kwargs))
-            leaves.update((id(t), t) for t in tensors if t.requires_grad and t.is_leaf)
+            leaves.update(
+                (id(t), t) for t in tensors if t.requires_grad and read_grad_fn(t) is None
+            )
     for leaf in leaves.values():
         if leaf.grad is not None:
             yield leaf.grad

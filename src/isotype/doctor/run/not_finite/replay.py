@@ -20,6 +20,7 @@ from ....dtypes import format_dtype
 from ....observe.operators import Operator
 from ....observe.origin import Site, innermost_site, is_library_file, is_tool_file, running_frames
 from ....observe.tape import make_tape
+from ..graph import read_grad_fn
 from .domains import Move, covers, find_moved_values, make_move
 from .lost_numbers import (
     LostNumber,
@@ -504,7 +505,7 @@ def _mark_nodes(tensors: Sequence[Tensor], site: Site | None) -> None:
     """Stores the line of a recorded call in those nodes of autograd's graph that the call has
     added.
     """
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    nodes = [node for node in map(read_grad_fn, tensors) if node is not None]
     while nodes:
         node = nodes.pop()
         metadata = _node_metadata(node)

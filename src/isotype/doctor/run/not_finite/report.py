@@ -18,6 +18,7 @@ from ....finding import Finding, Place
 from ....observe.origin import Site, is_library_file, read_statement, short_path
 from ....pages.finding_sheet import load_finding_formatter
 from ..causes import SHEET
+from ..graph import read_grad_fn
 from .domains import BEYOND_ONE, Move, find_domain, is_outside, list_variables, read_target
 from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
 from .replay import CONSTANT_WRITERS, Event, Range, Replay, Watch, describe_input, watch_update
@@ -770,7 +771,12 @@ def _classify_large(step: Step) -> tuple[str, dict[str, str]]:
     for model in _models(step):
         named_tensors += model.named_parameters()
     if not named_tensors:
-        leaves = [t for entry in step.entries for _, t in _named_arguments(entry) if t.is_leaf]
+        leaves = [
+            t
+            for entry in step.entries
+            for _, t in _named_arguments(entry)
+            if read_grad_fn(t) is None
+        ]
         named_tensors = [
             (f"a tensor of shape {tuple(t.shape)}", t) for t in leaves if t.requires_grad
         ]

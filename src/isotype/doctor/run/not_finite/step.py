@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ....observe.origin import Site
+from ..graph import read_grad_fn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +52,7 @@ class Entry:
         """True if autograd recorded the call. Calls that autograd did not record must not run
         again, because they may change a tensor, for example by initialising a weight.
         """
-        return any(tensor.grad_fn is not None for tensor in self.outputs)
+        return any(read_grad_fn(tensor) is not None for tensor in self.outputs)
 
     @property
     def name(self) -> str:
