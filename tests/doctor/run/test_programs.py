@@ -956,6 +956,28 @@ TRUTH = {
         " sin in bf16",
         ".to(torch.bfloat16)` at tests/doctor/run/programs/kernel_check.py:30",
     ),
+    "stated_check": Truth(
+        "RN020",
+        'raise ValueError("logits must be of type float32")',
+        "mask_logits",
+        "is bf16 (tests/doctor/run/programs/stated_check.py:26)",
+        "`scores.to(torch.float32)` at tests/doctor/run/programs/stated_check.py:29",
+    ),
+    "spectrum": Truth(
+        "RN014",
+        "return torch.stft(signal, 16, window=window, return_complex=True).abs()",
+        "Spectrum",
+        "`signal` is bf16, and PyTorch implements stft on cpu for other dtypes only",
+        "`signal.float()` at tests/doctor/run/programs/spectrum.py:18, and `window.float()`",
+    ),
+    "stored_weights": Truth(
+        "RN014",
+        "return x.float() * self.weight",
+        "Scale",
+        "`Scale().to(torch.float8_e4m3fn)` (tests/doctor/run/programs/stored_weights.py:19) made"
+        " the weights fp8_e4m3",
+        "model.to(torch.bfloat16) before its forward",
+    ),
     "trainer_norms": Truth(
         "RN001",
         "Trainer(model, settings, train_dataset=rows).train()",

@@ -322,6 +322,9 @@ def _read_returned_context(
     """Returns the autocast state that the context manager sets which a function of the user's code
     returns. Returns None if the function is not known, or is one of a library.
     """
+    call_method = inspect.getattr_static(type(function), "__call__", None)
+    if isinstance(call_method, FunctionType) and not isinstance(function, torch.nn.Module):
+        function = MethodType(call_method, function)  # an object that is called
     if not isinstance(function, (FunctionType, MethodType)):
         return None
     code = inspect.unwrap(getattr(function, "__func__", function)).__code__

@@ -848,7 +848,10 @@ _NO_KERNEL = re.compile(
     r"|Input dtype must be either a floating point"
     r"|(?:only supported for|inputs to be) (?i:half|float)[\w, ]* tensors"
     r"|only supports? (?:floating point|float)[\w ,]* dtypes"
+    r"|doesn't support tensors of type: (?P<type>\w+)"
+    r"|Promotion for Float8 Types is not supported, attempted to promote (?:\w+ and )?(?P<float8>Float8\w+)"
 )
+_FOURIER = re.compile("fft|stft")
 
 
 # operators of bool and integers, which have no kernels for floats on any device
@@ -865,7 +868,7 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
     match = _NO_KERNEL.search(evidence.message)
     if match is None or not evidence.operands:
         return None
-    name = match["dtype"] or match["plain"] or match["low"]
+    name = next((name for name in match.groupdict().values() if name is not None), None)
     operands = list(evidence.operands)
     if name is not None:
         operands = [
@@ -892,9 +895,36 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
         operation=evidence.operation,
         device=operand.device.type,
         target=str(operand.dtype) if operand.dtype.is_floating_point else "",
-        is_fourier="fft" in evidence.operation,
+        also=" and ".join(_list_like_operands(evidence, operand)),
+        is_fourier=bool(_FOURIER.search(evidence.operation)),
+        **_describe_stored_weights(evidence, operand),
         is_complex=evidence.operation in ("polar", "complex", "view_as_complex"),
     )
+
+
+def _list_like_operands(evidence: Evidence, operand: Operand) -> list[str]:
+    """Returns casts for the other operands of a Fourier transform in the same dtype, such as the
+    window of a signal.
+    """
+    if not _FOURIER.search(evidence.operation):
+        return []
+    like = [o for o in evidence.operands if o is not operand and o.dtype == operand.dtype]
+    return [f"`{_brackets(other.label)}.float()`" for other in like]
+
+
+def _describe_stored_weights(evidence: Evidence, operand: Operand) -> dict[str, Any]:
+    """Returns what keeps the weights of a model in fp8, a dtype in which PyTorch computes no
+    arithmetic.
+    """
+    is_stored = operand.dtype.itemsize == 1 and operand.dtype == evidence.majority_dtype
+    if not is_stored or evidence.model is None:
+        return {}
+    origin = find_model_origin(evidence.frames, evidence.model, operand.dtype)
+    name = _name_of_model(evidence, list(evidence.model.parameters()))
+    return {
+        "stored": "" if origin is None else origin.describe("the weights", operand.dtype_name),
+        "stored_cast": f"{name}.to(torch.bfloat16)" if name else "cast the model to torch.bfloat16",
+    }
 
 
 def _needed_integer_dtype(evidence: Evidence) -> torch.dtype | None:
@@ -1146,42 +1176,94 @@ def _batch_target(evidence: Evidence, dtype: torch.dtype) -> tuple[str, Producer
 
 
 def find_failed_check(evidence: Evidence) -> Finding | None:
-    """Finds an assertion in the program about the dtype of a tensor."""
+    """Finds a check of the program about the dtypes of tensors: `assert x.dtype == y.dtype`, `if
+    x.dtype != y.dtype: raise`, or a raised message such as "x must be of type float32".
+    """
     frame = evidence.failing_frame
-    statement = frame.statement
-    if not isinstance(statement, ast.Assert) or not isinstance(statement.test, ast.Compare):
-        return None
-    sides = [statement.test.left, *statement.test.comparators]
+    compare = _find_compared_dtypes(frame)
+    if compare is None:
+        return _find_stated_check(evidence)
+    sides = [compare.left, *compare.comparators]
     dtypes = [read_value(side, frame) for side in sides]
-    are_equalities = all(isinstance(op, (ast.Eq, ast.Is)) for op in statement.test.ops)
-    if not are_equalities or not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
-        return None
+    if not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
+        return _find_stated_check(evidence)
     index = _find_odd_side(dtypes, [_owner_of_dtype(side, frame) for side in sides], evidence)
     if index is None:
         return None
     owner = _owner_of_dtype(sides[index], frame)
     assert owner is not None
     needed = next(dtype for dtype in dtypes if dtype != dtypes[index])
+    others = [side.value for side in sides if _owner_of_dtype(side, frame) not in (None, owner)]  # type: ignore[attr-defined]
+    other_texts = [ast.unparse(other) for other in others]
+    return _make_check_finding(evidence, owner, dtypes[index], needed, other_texts)
+
+
+def _find_compared_dtypes(frame: CallFrame) -> ast.Compare | None:
+    """Returns the comparison that failed: that of an `assert`, or that of the `if` around a `raise`."""
+    statement = frame.statement
+    if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
+        is_equality = all(isinstance(op, (ast.Eq, ast.Is)) for op in statement.test.ops)
+        return statement.test if is_equality else None
+    if not isinstance(statement, ast.Raise) or frame.scope is None:
+        return None
+    for branch in ast.walk(frame.scope):
+        match branch:
+            case ast.If(ast.Compare(ops=[ast.NotEq() | ast.IsNot()]) as test, body):
+                if any(part is statement for part in body):
+                    return test
+    return None
+
+
+# messages of a check that name a value and the dtype that it needs
+_STATED_DTYPE = re.compile(
+    r"`?(?P<name>[A-Za-z_][\w.]*)`? (?:tensor )?(?:must|should|has to|needs to) be (?:a |an )?"
+    r"(?:of )?(?:type |dtype )?(?:torch\.)?(?P<dtype>float32|float16|bfloat16|float64|[bf]p?16|fp32)\b"
+)
+
+
+def _find_stated_check(evidence: Evidence) -> Finding | None:
+    """Finds a raised message that names a tensor of the failing function and the dtype it needs."""
+    match = _STATED_DTYPE.search(evidence.message)
+    if match is None or not isinstance(evidence.failing_frame.statement, ast.Raise):
+        return None
+    needed = to_torch(format_dtype(match["dtype"]))
+    for operand in _floating(evidence):
+        if operand.label == match["name"] and operand.dtype != needed:
+            assert isinstance(operand.node, ast.expr)
+            return _make_check_finding(evidence, operand.node, operand.dtype, needed, [])
+    return None
+
+
+def _make_check_finding(
+    evidence: Evidence,
+    owner: ast.expr,
+    dtype: torch.dtype,
+    needed: torch.dtype,
+    others: Sequence[str],
+) -> Finding:
+    """Returns the finding about a tensor in a check of the program.
+
+    owner   the expression of the tensor in the failing frame
+    others  the tensors with which the check compares it
+    """
     producer = find_producer(
-        owner, evidence.frames, len(evidence.frames) - 1, dtypes[index], evidence.names
+        owner, evidence.frames, len(evidence.frames) - 1, dtype, evidence.names
     )
-    is_cast = producer.kind == "cast" and producer.is_proven
     passed, passed_at = _find_passed_argument(owner, evidence)
     is_autocast = producer.kind in ("module", "autocast") and evidence.autocast.is_on
-    others = [side.value for side in sides if _owner_of_dtype(side, frame) not in (None, owner)]  # type: ignore[attr-defined]
     return _make_finding(
         "RN020",
         evidence,
         value=ast.unparse(owner),
-        others=" and ".join(ast.unparse(other) for other in others),
-        has=format_dtype(dtypes[index]),
+        others=" and ".join(others),
+        has=format_dtype(dtype),
         needs=format_dtype(needed),
         source=producer.text,
         source_at=producer.location,
-        autocast=is_autocast and dtypes[index] == evidence.autocast.dtype,
+        autocast=is_autocast and dtype == evidence.autocast.dtype,
         target=str(needed),
         at=producer.location,
-        is_cast=is_cast,
+        is_cast=producer.kind == "cast" and producer.is_proven,
         passed=passed,
         passed_at=passed_at,
     )
