@@ -219,6 +219,8 @@ def test_messages_that_only_quote_types_are_not_about_dtypes():
         "expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16",
     ):
         assert run_evidence._mentions_dtype(RuntimeError(message)), message
+    lerp_message = "expected dtype c10::Half for `weight` but got dtype float"
+    assert run_evidence._read_dtypes(lerp_message) == {torch.float16, torch.float32}
     memory = torch.zeros(4, dtype=torch.bfloat16)
     loss = (torch.ones(4, dtype=torch.bfloat16, requires_grad=True) * memory).sum()
     memory.add_(1)

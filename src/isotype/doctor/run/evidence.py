@@ -60,7 +60,10 @@ _SCALAR_TYPES = {
     "Double": torch.float64,
 }
 # names of dtypes in messages such as `got: c10::BFloat16 != float`
-_CPP_TYPES = re.compile(r"got: (?:c10::)?(\w+) != (?:c10::)?(\w+)")
+# and `expected dtype c10::Half for `weight` but got dtype float`
+_CPP_TYPES = re.compile(
+    r"(?:got: |expected dtype )(?:c10::)?(\w+) (?:!= |for `\w+` but got dtype )(?:c10::)?(\w+)"
+)
 _CPP_NAMES = {"float": torch.float32, "double": torch.float64}
 _RENAMING_FILE = os.path.join("torch", "functional.py")
 _MAX_OPERANDS = 8  # operands of one operation that are examined
