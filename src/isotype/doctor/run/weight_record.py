@@ -80,7 +80,7 @@ class WeightRecord:
         self._torch_folder = os.path.dirname(torch.__file__) + os.sep
         self._events, self._loads = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._originals = {name: getattr(torch.nn.Module, name) for name in _METHODS}
-        wrappers = (self._record_cast, self._record_parameter, self._record_buffer)
+        wrappers = (self._record_cast, self._record_registration, self._record_registration)
         for name, wrap in zip(_METHODS, wrappers):
             setattr(torch.nn.Module, name, wrap(self._originals[name]))
         self._load_states = torch.optim.Optimizer.load_state_dict
@@ -148,31 +148,23 @@ class WeightRecord:
     def _add_casts(self, before: list[tuple[Any, str, Any]]) -> None:
         event = None
         for owner, name, dtype in before:
-            # a module of TorchScript has tables without `get`
-            tensor = {**dict(owner._parameters.items()), **dict(owner._buffers.items())}.get(name)
+            tensor = _read_weight(owner, name)
             if tensor is None or tensor.dtype == dtype:
                 continue
             if event is None or event.dtype != tensor.dtype:
                 event = self._make_event(tensor.dtype, sys._getframe(1), is_cast=True)
             self._add(owner, name, event)
 
-    def _record_parameter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _record_registration(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `Module.register_parameter` or `Module.register_buffer`."""
+
         @functools.wraps(original)
-        def register_parameter(module: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        def register(module: Any, name: str, *args: Any, **kwargs: Any) -> None:
             original(module, name, *args, **kwargs)
             with suppress(Exception):
-                self._add_registration(module, name, module._parameters.get(name))
+                self._add_registration(module, name, _read_weight(module, name))
 
-        return register_parameter
-
-    def _record_buffer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def register_buffer(module: Any, name: str, *args: Any, **kwargs: Any) -> None:
-            original(module, name, *args, **kwargs)
-            with suppress(Exception):
-                self._add_registration(module, name, module._buffers.get(name))
-
-        return register_buffer
+        return register
 
     def _add_registration(self, module: Any, name: str, tensor: Any) -> None:
         if tensor is not None and tensor.is_floating_point():
@@ -201,6 +193,13 @@ class WeightRecord:
 
 
 RECORD = WeightRecord()
+
+
+def _read_weight(module: Any, name: str) -> Any:
+    """Returns a parameter or buffer of a module. The tables of a TorchScript module have no method
+    `get`.
+    """
+    return {**dict(module._parameters.items()), **dict(module._buffers.items())}.get(name)
 
 
 def _iterate_weights(module: Any) -> Iterator[tuple[tuple[Any, str], Any]]:
