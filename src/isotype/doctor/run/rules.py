@@ -264,7 +264,7 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
             text += f"  from {producer.text} at {producer.location}"
         weight_origin = find_operand_origin(evidence, operand)
         if weight_origin is not None:
-            text += f"  from {weight_origin.text} at {weight_origin.location}"
+            text += f"  from {weight_origin.short_text} at {weight_origin.location}"
         details.append((_shorten(label), text))
     handler = find_handler(evidence.frames, evidence.names)
     if handler is not None:

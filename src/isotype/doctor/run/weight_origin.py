@@ -67,6 +67,14 @@ class WeightOrigin:
                 )
         return self.text
 
+    @property
+    def short_text(self) -> str:
+        """The source code for a row of a table: `Model(...).half()` for `Model(8, 16).half()`."""
+        match self.call:
+            case ast.Call(ast.Attribute(ast.Call(function))):
+                return f"{ast.unparse(function)}(...){self.removable_text}"
+        return self.text if len(self.text) <= _MAX_TEXT else f"{self.text[:_MAX_TEXT]}..."
+
     def with_dtype(self, dtype: torch.dtype) -> str:
         """Returns the source code of the call with another dtype, or "" if it casts weights that
         exist, or is no call.
