@@ -5,6 +5,7 @@ draws the text of a file as the output of that command.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,10 @@ COLOURS = {"error": "#ff7b72", "warning": "#e3b341", "note": "#79c0ff", "fix": "
 def draw(out: str, shown: str, text: str) -> None:
     lines = [f"$ {shown}"]
     for line in text.rstrip().splitlines():
+        name = re.match(r"  \S.*?\s{2,}", line)  # a row: its second line begins below its value
+        indent = " " * (len(name[0]) if name else 13)
         lines += wrap(
-            line, 120, subsequent_indent=" " * 13, drop_whitespace=False, replace_whitespace=False
+            line, 120, subsequent_indent=indent, drop_whitespace=False, replace_whitespace=False
         ) or [""]
     width, height = max(map(len, lines)) * 0.073 + 0.3, len(lines) * 0.17 + 0.25
     figure = plt.figure(figsize=(width, height), dpi=110, facecolor="#0d1117")
