@@ -1187,7 +1187,10 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
     dtypes = [read_value(side, frame) for side in sides]
     if not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
         return _find_stated_check(evidence)
-    index = _find_odd_side(dtypes, [_owner_of_dtype(side, frame) for side in sides], evidence)
+    owners = [_owner_of_dtype(side, frame) for side in sides]
+    if isinstance(frame.statement, ast.Raise) and None not in owners:
+        return None  # two tensors that differ: the rule for operands of an operator decides
+    index = _find_odd_side(dtypes, owners, evidence)
     if index is None:
         return None
     owner = _owner_of_dtype(sides[index], frame)
@@ -1280,10 +1283,11 @@ def _find_odd_side(
     if len(counts) < 2 or not indices:
         return None
     named = {dtype for dtype, owner in zip(dtypes, owners) if owner is None}
+    usual = evidence.autocast.dtype if evidence.autocast.is_on else evidence.majority_dtype
     for is_odd in (
         lambda i: bool(named) and dtypes[i] not in named,
         lambda i: counts[dtypes[i]] < max(counts.values()),
-        lambda i: dtypes[i] != evidence.majority_dtype,
+        lambda i: dtypes[i] != usual,
     ):
         odd = [i for i in indices if is_odd(i)]
         if odd:
