@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from ..instance_method import InstanceMethod, Placement
 from ..lora.attach import has_replaced_forward, is_lora, linear_for_few_rows
 from ..lora.products import keep_cast_adapters
 from ..precision.apply import inner_model
+from ..precision.parts import has_sharded_units
 from .forwards import TrainingStateHook
 from .instances import make_placement
 
@@ -221,7 +222,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     with (
         disable_checkpointing(self),
         use_fast_linears(self),
-        keep_cast_adapters(copy_blocks),
+        # a weight that FSDP gathers again for the next token may lie in other memory
+        nullcontext() if has_sharded_units(self) else keep_cast_adapters(copy_blocks),
         stream.isolate(training=self.training),
     ):
         return type(self).generate(self, *args, **kwargs)

@@ -95,6 +95,11 @@ def reshard_units(model: nn.Module) -> None:
         unit.reshard()
 
 
+def has_sharded_units(model: nn.Module) -> bool:
+    """Whether FSDP gathers the weights of a model for each forward, and frees them after it."""
+    return bool(_fsdp_units(model))
+
+
 def _fsdp_units(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     # a model is sharded over the processes of a group
