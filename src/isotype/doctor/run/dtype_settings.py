@@ -53,12 +53,6 @@ class _Place:
     def location(self) -> str:
         return f"{short_path(self.file)}:{self.node.lineno}"
 
-    @property
-    def function_index(self) -> int:
-        """The index of the innermost function in `scopes`, or -1."""
-        functions = [i for i, scope in enumerate(self.scopes) if isinstance(scope, _Function)]
-        return functions[-1] if functions else -1
-
 
 def find_dtype_setting(
     frames: Sequence[CallFrame],

@@ -46,6 +46,7 @@ def install_thread_hook(json_file: str | None = None) -> None:
         return
 
     def explain_uncaught(args: threading.ExceptHookArgs) -> None:
+        remove_record_frames(args.exc_traceback)
         earlier_hook(args)
         if args.exc_value is not None:
             explain_to_stderr(args.exc_value, json_file=json_file)

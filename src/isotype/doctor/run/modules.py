@@ -102,13 +102,6 @@ class ModelNames:
             module, parent = parent, parents.get(id(parent))
         return None
 
-    def containing_modules(self, module: nn.Module) -> list[nn.Module]:
-        """Returns the modules of the model that contain a module, and the module itself."""
-        root = self._roots.get(id(module), module)
-        return [
-            parent for parent in root.modules() if any(part is module for part in parent.modules())
-        ]
-
     def named_modules(self, module: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
         """Yields the modules of the model that contains a module, with their paths. Without a
         module, the model must be the only one.
@@ -163,14 +156,6 @@ class ModelNames:
         if root is not None and self.dtype_counts[id(root)]:
             return self.dtype_counts[id(root)]
         return sum(self.dtype_counts.values(), Counter())
-
-    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for root in self.roots:
-            yield from (
-                (_remove_wrappers(name), parameter)
-                for name, parameter in root.named_parameters()
-                if parameter.requires_grad
-            )
 
 
 def _storage_address(tensor: torch.Tensor) -> int:

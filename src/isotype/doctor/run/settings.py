@@ -95,14 +95,6 @@ def find_optimizer(frames: Sequence[CallFrame]) -> OptimizerFacts | None:
     return None
 
 
-def find_scaler(frames: Sequence[CallFrame]) -> torch.amp.GradScaler | None:
-    """Returns the enabled loss scaler from the innermost frame that has one in its variables."""
-    for _, value in _iterate_values(reversed(frames)):
-        if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
-            return value
-    return None
-
-
 def collect_settings(frames: Sequence[CallFrame]) -> list[Setting]:
     """Returns all precision settings in the frames, without duplicates."""
     settings: dict[str, Setting] = {}

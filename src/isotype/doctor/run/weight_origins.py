@@ -24,7 +24,6 @@ from .user_files import iterate_user_files
 from .weight_origin import PREPARATION, WeightOrigin
 
 _MODULE_LOOP = re.compile(r"\.(?:named_)?(?:modules|children)\(")
-_ADAPTER_FUNCTIONS = ("get_peft_model", "add_adapter", "load_adapter", "from_pretrained")
 _MAX_CALLS = 3  # calls through which a passed value is followed
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
