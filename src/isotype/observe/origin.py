@@ -281,17 +281,23 @@ class Site(NamedTuple):
         return f"{short_path(self.file)}:{self.line} in {self.function}"
 
 
-def innermost_site(outer: CodeType | None = None) -> Site | None:
-    """Returns the innermost running line outside the code of PyTorch, Python and observers. Returns
-    None if there is no such line inside the function `outer`.
+def innermost_frame(outer: CodeType | None = None) -> FrameType | None:
+    """Returns the innermost frame outside the code of PyTorch, Python and observers. Returns None
+    if there is no such frame inside the function `outer`.
     """
     for frame in running_frames():
         if frame.f_code is outer:
             return None
         owner = _code_owner(frame.f_code.co_filename)
         if owner not in (_TORCH, OPTIMIZER, _OBSERVER, _PYTHON):
-            return Site(frame.f_code, frame.f_lineno)
+            return frame
     return None
+
+
+def innermost_site(outer: CodeType | None = None) -> Site | None:
+    """Returns the line of the innermost frame (`innermost_frame`)."""
+    frame = innermost_frame(outer)
+    return None if frame is None else Site(frame.f_code, frame.f_lineno)
 
 
 def is_tool_file(file: str) -> bool:

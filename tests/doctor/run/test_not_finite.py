@@ -195,7 +195,7 @@ TRUTH = {
         "deviation = torch.exp(0.5 * log_variance)",
         "exp gives inf",
         "the exponential of more than 88",
-        "x.clamp(max=20)",
+        "(0.5 * log_variance).clamp(max=20)",
     ),
     "zero_target": Truth(
         3, "RN033", "targets = counts.log()", "log gives -inf", "gets 0", "clamp its input"
@@ -725,6 +725,42 @@ def test_line_that_rounds_a_value_out_of_a_domain_is_named(case):
         assert record(lambda function=function: train(function)) is None
 
 
+def divergence(p, q):
+    return (p * (p.log() - q.log())).sum()
+
+
+def sum_of_means(a, b):
+    return a.sum() / (a > 0).float().mean() + b.sum() / (b > 1).float().mean()
+
+
+def sum_of_lengths(a, b):
+    return (a * a).sum().sqrt() + ((b - 1) * 3).pow(2).sum().sqrt()
+
+
+# a line with two operators of one name, the one at fault for the values 0.5 and 0 (or 1), the fix
+SEVERAL_OPERATORS = [
+    (divergence, 0.0, "`q.log()` in `return (p", "q.clamp(min=torch.finfo(q.dtype).tiny)"),
+    (sum_of_means, 1.0, "`b.sum() / (b > 1).float().mean()` in", "(b > 1).float().mean().clamp("),
+    (sum_of_lengths, 1.0, "the backward of `((b - 1) * 3).pow(2).sum().sqrt()` in", "under the"),
+]
+
+
+@pytest.mark.parametrize("case", SEVERAL_OPERATORS)
+def test_operator_of_a_line_with_several_of_its_name_is_named(case):
+    compute, value, cause, fix = case
+
+    def train(second):
+        first = nn.Parameter(torch.full((3,), 0.5))
+        optimizer = torch.optim.SGD([first], lr=1e-4)
+        compute(first, first * 0 + second).backward()
+        optimizer.step()
+
+    finding = record(lambda: train(value)).finding
+    assert cause in finding.cause
+    assert fix in finding.fix
+    assert record(lambda: train(2.0)) is None
+
+
 def masked_entropy(x, lowest):
     logs = x.masked_fill(torch.arange(4) == 1, lowest).log_softmax(-1)
     return -(logs.exp() * logs).sum()
@@ -867,7 +903,8 @@ def test_line_of_an_own_backward_is_named():
     assert finding.fix.startswith("write 1e-4 in place of `1e-8`")
 
 
-def test_eps_of_an_own_optimizer_is_named():
+@pytest.mark.parametrize("has_lists", [False, True])
+def test_eps_of_an_own_optimizer_is_named(has_lists):
     class Scaled(torch.optim.Optimizer):
         def __init__(self, parameters, eps):
             super().__init__(parameters, {"lr": 1e-3})
@@ -875,7 +912,14 @@ def test_eps_of_an_own_optimizer_is_named():
 
         @torch.no_grad()
         def step(self, closure=None):
-            for parameter in self.param_groups[0]["params"]:
+            parameters = self.param_groups[0]["params"]
+            if has_lists:
+                gradients = [parameter.grad for parameter in parameters]
+                sizes = torch._foreach_abs(gradients)
+                torch._foreach_add_(sizes, self.eps)
+                torch._foreach_addcdiv_(parameters, gradients, sizes, value=-1.0)
+                return
+            for parameter in parameters:
                 parameter.sub_(parameter.grad / (parameter.grad.abs() + self.eps))
 
     def train(eps):

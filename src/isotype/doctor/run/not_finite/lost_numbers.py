@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ....dtypes import format_dtype
 from ....observe.operators import Operator
 from ....observe.origin import Site, read_statement, running_frames
+from .step import collect_tensors
 
 _BOUNDS = frozenset(
     ("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "hardtanh", "threshold", "logit")
@@ -90,11 +91,26 @@ class Replacement:
     text: str
 
 
-def compute_references(
-    op: Operator, args: tuple, kwargs: dict
-) -> list[tuple[float, Tensor | None]]:
+def operator_name(op: Operator) -> str:
+    """Returns the name of an operator. Optimizers call operators for lists of tensors: the name of
+    `_foreach_add_` is `add`.
+    """
+    return op.base_name.removeprefix("_foreach_")
+
+
+def collect_results(op: Operator, args: tuple, result: Any) -> list[Tensor]:
+    """Returns the tensors that an operator computed. Operators such as `_foreach_add_` return
+    nothing, and write into their arguments.
+    """
+    results = collect_tensors(result)
+    if results or not op.has_written_arguments:
+        return results
+    return collect_tensors([value for value, is_written in zip(args, op.is_written) if is_written])
+
+
+def compute_references(op: Operator, args: tuple, kwargs: dict) -> list[tuple[float, list[Tensor]]]:
     """Must be called before the operator runs, because it may overwrite its inputs. Returns the
-    numbers of the call that may be rounded away, each with the result of the nearest integer.
+    numbers of the call that may be rounded away, each with the results of the nearest integer.
     """
     return [
         (value, _run_with_number(op, args, kwargs, index, float(round(value))))
@@ -103,23 +119,31 @@ def compute_references(
 
 
 def list_lost_values(
-    op: Operator, references: list[tuple[float, Tensor | None]], result: Any
-) -> list[float]:
-    """Returns the numbers of a call that have no more effect than the nearest integer."""
-    return [value for value, reference in references if _is_lost(op, value, result, reference)]
+    op: Operator, references: list[tuple[float, list[Tensor]]], results: list[Tensor]
+) -> list[tuple[float, torch.dtype]]:
+    """Returns the numbers of a call that have no more effect than the nearest integer, each with
+    the dtype of a result in which it has none.
+    """
+    lost: dict[float, torch.dtype] = {}
+    for value, references_of_value in references:
+        for result, reference in zip(results, references_of_value):
+            if value not in lost and _is_lost(op, value, result, reference):
+                lost[value] = result.dtype
+    return list(lost.items())
 
 
 def _numbers_near_integers(op: Operator, args: tuple) -> Iterator[tuple[int, float]]:
     """Yields the position and the value of each number of a call that is close to an integer, and
     is no integer.
     """
-    if op.base_name not in _OPERATORS:
+    operator = operator_name(op)
+    if operator not in _OPERATORS:
         return
     for index, argument in enumerate(args):
         value = _read_number(op, index, argument)
         if value is None or not is_near_integer(value):
             continue
-        if round(value) != 0 or op.base_name not in _FACTORS:
+        if round(value) != 0 or operator not in _FACTORS:
             yield index, value
 
 
@@ -136,7 +160,7 @@ def _read_number(op: Operator, index: int, argument: Any) -> float | None:
     """
     if isinstance(argument, float):
         return argument
-    if index == 0 or op.base_name not in _BOUNDS or not isinstance(argument, Tensor):
+    if index == 0 or operator_name(op) not in _BOUNDS or not isinstance(argument, Tensor):
         return None
     is_constant = argument.dim() == 0 and not argument.requires_grad
     return float(argument) if is_constant and argument.is_floating_point() else None
@@ -145,30 +169,34 @@ def _read_number(op: Operator, index: int, argument: Any) -> float | None:
 @torch.no_grad()
 def _run_with_number(
     op: Operator, args: tuple, kwargs: dict, index: int, number: float
-) -> Tensor | None:
-    """Returns the result of an operator with another number. The inputs keep their values."""
+) -> list[Tensor]:
+    """Returns the results of an operator with another number. The inputs keep their values."""
     changed = list(args)
     for position, is_written in enumerate(op.is_written[: len(args)]):
-        if is_written and isinstance(changed[position], Tensor):
-            changed[position] = changed[position].clone()
+        if is_written:
+            changed[position] = _clone_tensors(changed[position])
     changed[index] = _replace_number(changed[index], number)
     result = op.func(*changed, **kwargs)
-    return result if isinstance(result, Tensor) else None
+    return collect_results(op, tuple(changed), result)
+
+
+def _clone_tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return [_clone_tensors(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _replace_number(argument: Any, number: float) -> Any:
     return torch.full_like(argument, number) if isinstance(argument, Tensor) else number
 
 
-def _is_lost(op: Operator, value: float, result: Any, reference: Tensor | None) -> bool:
+def _is_lost(op: Operator, value: float, result: Tensor, reference: Tensor) -> bool:
     """Whether a number has no effect on values at 0, 1 or -1. At these points logarithms, divisions
     and inverse functions have no finite result or derivative.
     """
-    if reference is None or not isinstance(result, Tensor):
-        return False
     if not result.is_floating_point() or result.shape != reference.shape:
         return False
-    if op.base_name in _BOUNDS or op.base_name in _CONSTANTS:
+    if operator_name(op) in _BOUNDS | _CONSTANTS:
         is_edge = result == round(value)
         return _is_rounded_to_edge(value, result.dtype) and bool(is_edge.any())
     is_edge = (result == 0) | (result == 1) | (result == -1)
@@ -211,8 +239,9 @@ class NumberTrial:
                 changed[index] = _replace_number(changed[index], value)
         result = op.func(*changed, **kwargs)
         if self._count == self._ordinal:
-            is_finite = isinstance(result, Tensor) and bool(result.isfinite().all())
-            self.is_finite = is_finite and op.base_name == self._operator
+            results = collect_results(op, tuple(changed), result)
+            is_finite = all(bool(tensor.isfinite().all()) for tensor in results)
+            self.is_finite = is_finite and operator_name(op) == self._operator
             raise TrialEnd
         return result
 

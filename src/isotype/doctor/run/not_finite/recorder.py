@@ -41,6 +41,7 @@ from ....observe.origin import (
 )
 from ..graph import read_grad_fn
 from .lost_numbers import find_expression, is_near_integer
+from .positions import find_position
 from .replay import CONSTANT_WRITERS
 from .report import (
     explain_call,
@@ -216,10 +217,19 @@ class Recorder(TorchFunctionMode):
         outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
         if not outputs or sum(tensor.numel() for tensor in [*inputs, *outputs]) > _MAX_VALUES:
             return
-        site = innermost_site()
+        site, instruction = find_position() or (None, -1)
         numbers = self._find_numbers(args, kwargs, site)
         autocast = _autocast_dtypes()
-        entry = Entry(function, args, kwargs, outputs, autocast, site, number_expressions=numbers)
+        entry = Entry(
+            function,
+            args,
+            kwargs,
+            outputs,
+            autocast,
+            site,
+            number_expressions=numbers,
+            instruction=instruction,
+        )
         self.recent.append(entry)
         if all_finite(outputs):
             return
@@ -240,10 +250,21 @@ class Recorder(TorchFunctionMode):
         is_small = sum(tensor.numel() for tensor in outputs) <= limit
         if outputs and (takes_part or is_small):
             autocast = _autocast_dtypes()
-            site = innermost_site()
+            site, instruction = find_position() or (None, -1)
             owner = self._find_owner(function, site) if isinstance(function, nn.Module) else ""
             numbers = self._find_numbers(args, kwargs, site)
-            entry = Entry(function, args, kwargs, outputs, autocast, site, state, owner, numbers)
+            entry = Entry(
+                function,
+                args,
+                kwargs,
+                outputs,
+                autocast,
+                site,
+                state,
+                owner,
+                numbers,
+                instruction,
+            )
             if len(self.entries) == _MAX_ENTRIES:
                 # calls without a gradient, such as those of a sampling loop, are removed first
                 del self.entries[self._index_without_gradient()]

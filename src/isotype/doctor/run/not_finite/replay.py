@@ -5,7 +5,6 @@ NaN or inf.
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,18 +17,20 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ....dtypes import format_dtype
 from ....observe.operators import Operator
-from ....observe.origin import Site, innermost_site, is_library_file, is_tool_file, running_frames
+from ....observe.origin import Site, is_library_file, is_tool_file, running_frames
 from ....observe.tape import make_tape
-from ..graph import read_grad_fn
 from .domains import Move, covers, find_moved_values, make_move
 from .lost_numbers import (
     LostNumber,
     NumberTrial,
     RunTrial,
+    collect_results,
     compute_references,
     find_expression,
     list_lost_values,
+    operator_name,
 )
+from .positions import Part, Position, find_position, read_part
 from .shadows import Shadows, TensorTable
 from .step import Entry, Step, collect_tensors
 
@@ -39,7 +40,6 @@ CONSTANT_WRITERS = frozenset(
     + ("new_full", "scalar_tensor", "constant_pad_nd", "lift_fresh", "scatter", "index_put")
 )
 _OPTIMIZER_FOLDER = f"{os.sep}torch{os.sep}optim{os.sep}"
-_SITE_KEY = "isotype_site"  # in the metadata of a node of autograd's graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Event:
 
     parts      whether some values are finite in fp32 but not in the run
     makes_nan  whether the result contains NaN although no input does
-    site       the line of the program; in backward it is the line of the forward operator
+    position   the line of the program; in backward it is the line of the forward operator
     entry      the recorded call in which the operator runs; None in backward
     in_layer   whether the operator runs inside a layer of PyTorch or of a library, such as Linear
     ordinal    the number of operators of the run up to this operator
@@ -141,13 +141,27 @@ class Event:
     parts: bool
     makes_nan: bool
     is_backward: bool
-    site: Site | None
+    position: Position | None
     module: str
     settings: dict[str, Any] = field(default_factory=dict)
     entry: Entry | None = None
     in_layer: bool = False
     ordinal: int = 0
     has_backward_line: bool = False
+
+    @property
+    def site(self) -> Site | None:
+        return None if self.position is None else self.position.site
+
+    @property
+    def part(self) -> Part | None:
+        """The expression of the line that calls the operator."""
+        return read_part(self.position)
+
+    @property
+    def operator(self) -> str:
+        """The name of the operator, such as `div`, also for `_foreach_div_`."""
+        return operator_name(self.op)
 
     @property
     def is_derivative(self) -> bool:
@@ -188,6 +202,7 @@ class Watch:
 
     hidden_events  operators of forward whose NaN or inf backward multiplies by a gradient
     trial          calls the operators in place of the watch, with another number
+    positions      sequence number of a node of autograd's graph -> the call of its operator
     """
 
     def __init__(self, names: dict[int, str], trial: NumberTrial | None = None) -> None:
@@ -206,7 +221,8 @@ class Watch:
         self.is_paused = False
         self.entry: Entry | None = None
         self._count = 0
-        self.find_site: Callable[[], Site | None] = innermost_site
+        self.positions: dict[int, Position | None] = {}
+        self.find_position: Callable[[], Position | None] = find_position
 
     def run(self, op: Operator, args: tuple, kwargs: dict) -> Any:
         if self.is_paused:
@@ -214,6 +230,8 @@ class Watch:
         if self.trial is not None:
             return self.trial.run(op, args, kwargs, self._site)
         self._count += 1
+        if torch.is_grad_enabled():
+            self.positions.setdefault(_newest_node_number(), self._position())
         operands = (
             []
             if op.foreign_name and not hasattr(op.func, "_schema")
@@ -226,10 +244,11 @@ class Watch:
         result = op.func(*args, **kwargs)
         if finish is not None:
             finish(result)
+        results = collect_results(op, args, result)
         if references:
-            self._record_lost_numbers(op, references, result)
+            self._record_lost_numbers(op, references, results)
         self._follow_ignored_labels(op, args, result)
-        for tensor in collect_tensors(result):
+        for tensor in results:
             if tensor.is_floating_point() and tensor.numel():
                 self._check(op, tensor, operands, inputs, args, kwargs)
         return result
@@ -392,30 +411,34 @@ class Watch:
             parts,
             result.has_nan and not has_nan_input,
             self.in_backward,
-            self._site(),
+            self._position(),
             self.modules[-1][0] if self.modules else "",
             _read_settings(op, args),
             None if self.in_backward else self.entry,
             bool(self.modules) and _is_library_module(self.modules[-1][1]),
             self._count,
-            self.in_backward and _backward_site() is not None,
+            self.in_backward and _backward_position() is not None,
         )
 
     def _record_lost_numbers(
-        self, op: Operator, references: list[tuple[float, Tensor | None]], result: Any
+        self, op: Operator, references: list[tuple[float, list[Tensor]]], results: list[Tensor]
     ) -> None:
         expressions = {} if self.entry is None else self.entry.number_expressions
         site = self._site()
-        for value in list_lost_values(op, references, result):
+        for value, dtype in list_lost_values(op, references, results):
             expression = expressions.get(value) or find_expression(value, site)
-            number = LostNumber(op.base_name, value, result.dtype, site, expression)
+            number = LostNumber(operator_name(op), value, dtype, site, expression)
             if number not in self.numbers:
                 self.numbers.append(number)
 
     def _site(self) -> Site | None:
+        position = self._position()
+        return None if position is None else position.site
+
+    def _position(self) -> Position | None:
         if self.in_backward and not self.modules:
-            return _backward_site() or _forward_site()
-        return self.find_site() or (self.entry.site if self.entry is not None else None)
+            return _backward_position() or _forward_position(self.positions)
+        return self.find_position() or (self.entry.position if self.entry is not None else None)
 
 
 @torch.no_grad()
@@ -463,55 +486,24 @@ def _find_ignored_label(op: Operator, args: tuple) -> int | None:
     return ignored_label if any(is_ignored) else None
 
 
-_TRACEBACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-
-
-def _forward_site() -> Site | None:
-    """Returns the line that called the forward operator whose backward is running. Autograd's
-    anomaly mode has stored the Python stack with which this operator was called. Only the frames
-    inside the replay are used from this stack.
+def _newest_node_number() -> int:
+    """Returns the sequence number of the last node that autograd has added to its graph. An
+    operator runs after its node was added.
     """
+    return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
+def _forward_position(positions: dict[int, Position | None]) -> Position | None:
+    """Returns the line that called the forward operator whose backward is running."""
     node = torch._C._current_autograd_node()
-    if node is None:
-        return None
-    metadata = _node_metadata(node)
-    lines = metadata.get("traceback_", [])
-    matches = [match for line in lines if (match := _TRACEBACK_LINE.search(line)) is not None]
-    for match in reversed(matches):
-        if match["file"] == __file__:
-            break
-        if not is_tool_file(match["file"]):
-            code = compile("", match["file"], "exec")
-            code = code.replace(co_name=match["function"], co_qualname=match["function"])
-            return Site(code, int(match["line"]))
-    site = metadata.get(_SITE_KEY)
-    return site if isinstance(site, Site) else None
+    return None if node is None else positions.get(node._sequence_nr())
 
 
-def _backward_site() -> Site | None:
+def _backward_position() -> Position | None:
     """Returns the running line of the program in backward, such as a line of the backward of an
     autograd Function. Operators of PyTorch's own formulas have no such line.
     """
-    return innermost_site(Replay.run_backward.__code__)
-
-
-def _node_metadata(node: Any) -> dict[str, Any]:
-    """Returns the dict in which this module stores information about a node of autograd's graph."""
-    metadata: dict[str, Any] = node.metadata
-    return metadata
-
-
-def _mark_nodes(tensors: Sequence[Tensor], site: Site | None) -> None:
-    """Stores the line of a recorded call in those nodes of autograd's graph that the call has
-    added.
-    """
-    nodes = [node for node in map(read_grad_fn, tensors) if node is not None]
-    while nodes:
-        node = nodes.pop()
-        metadata = _node_metadata(node)
-        if _SITE_KEY not in metadata:
-            metadata[_SITE_KEY] = site
-            nodes += [inner for inner, _ in node.next_functions if inner is not None]
+    return find_position(Replay.run_backward.__code__)
 
 
 class Replay:
@@ -529,7 +521,7 @@ class Replay:
         self.models = [entry.function for entry in step.entries if entry.is_module]
         self.paths = _name_modules(self.models)
         self.watch = Watch(_name_tensors(self.models), trial)
-        self.watch.find_site = lambda: innermost_site(Replay._call.__code__)
+        self.watch.find_position = lambda: find_position(Replay._call.__code__)
         self._replaced: dict[int, Tensor] = {}
 
     def run_forward(self) -> None:
@@ -618,7 +610,7 @@ class Replay:
         """Runs forward and backward again. The gradients of the program are saved before this run
         and restored after it.
         """
-        with preserved_gradients(self.models), _store_stacks(), self._watching():
+        with preserved_gradients(self.models), self._watching():
             try:
                 self._run_entries()
                 self.watch.in_backward = True
@@ -629,7 +621,6 @@ class Replay:
 
     def _run_entry(self, entry: Entry) -> None:
         outputs = self._call(entry, self._replace(entry.args))
-        _mark_nodes(outputs, entry.site)
         for tensor, new_tensor in zip(entry.outputs, outputs):
             self._replaced[id(tensor)] = new_tensor
 
@@ -693,29 +684,20 @@ def watch_update(function: Callable[[], Any], trial: NumberTrial | None = None) 
     inf.
     """
     watch = Watch({}, trial)
-    watch.find_site = _optimizer_site
+    watch.find_position = _optimizer_position
     with make_tape(watch.run):
         function()
     return watch
 
 
-@contextmanager
-def _store_stacks() -> Iterator[None]:
-    """Within this block, autograd stores the Python stack in each new node of its graph."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.autograd.set_detect_anomaly(True, check_nan=False):
-            yield
-
-
-def _optimizer_site() -> Site | None:
+def _optimizer_position() -> Position | None:
     """Returns the line of the optimizer's code that is running, in the innermost frame."""
     for frame in running_frames():
         if (
             not is_tool_file(frame.f_code.co_filename)
             or _OPTIMIZER_FOLDER in frame.f_code.co_filename
         ):
-            return Site(frame.f_code, frame.f_lineno)
+            return Position(Site(frame.f_code, frame.f_lineno), frame.f_lasti)
     return None
 
 

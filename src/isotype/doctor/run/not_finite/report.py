@@ -21,6 +21,7 @@ from ..causes import SHEET
 from ..graph import read_grad_fn
 from .domains import BEYOND_ONE, Move, find_domain, is_outside, list_variables, read_target
 from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
+from .positions import read_input, read_part
 from .replay import CONSTANT_WRITERS, Event, Range, Replay, Watch, describe_input, watch_update
 from .step import Entry, Step, all_finite, collect_tensors
 
@@ -276,6 +277,8 @@ def _explain_result(entry: Entry) -> Finding | None:
     if not inputs or not all(_is_finite(tensor) for tensor in inputs):
         return None
     ranges = [Range.measure(tensor) for tensor in inputs]
+    line = _statement_or_empty(entry.site)
+    part = read_part(entry.position)
     name = _operation_name(entry)
     kind = ""
     value = f"{min(item.low for item in ranges):.3g}"
@@ -296,11 +299,12 @@ def _explain_result(entry: Entry) -> Finding | None:
         tuple(details),
         operator=entry.name.strip("_"),
         result=_result_text(Range.measure(entry.outputs[0])),
-        line="" if entry.site is None else _statement(entry.site),
+        line=line,
         at=_location(entry.site),
         kind=kind,
         value=value,
-        divisor="" if entry.site is None else _name_divisor(_statement(entry.site)),
+        part=part.text if part is not None and part.is_one_of_several else "",
+        divisor=_name_divisor(line if part is None else part.text),
         largest=f"{max(item.magnitude for item in ranges):.3g}",
     )
 
@@ -384,7 +388,7 @@ def _is_masked_softmax(event: Event, root: Event) -> bool:
     """True if a softmax makes NaN from rows that are -inf, such as the logarithm of a mask. In other
     rows, -inf means a position that is masked.
     """
-    is_softmax = event.op.base_name in _SOFTMAXES and event.makes_nan
+    is_softmax = event.operator in _SOFTMAXES and event.makes_nan
     return is_softmax and not root.parts and root.result.infinity == "-inf"
 
 
@@ -397,7 +401,7 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
     move = _find_move(event)
     if move is not None:
         return _explain_move(event, step, move)
-    proof = prove_lost_numbers(watch.numbers, event.op.base_name, event.ordinal, run_again)
+    proof = prove_lost_numbers(watch.numbers, event.operator, event.ordinal, run_again)
     if proof and not _are_smaller_than_underflow(proof, event):
         return _explain_lost_numbers(event, step, proof)
     if event.parts:
@@ -415,7 +419,9 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         kind=kind,
         value=facts.get("value", ""),
         weight=facts.get("weight", ""),
-        divisor=_name_divisor(_line(event)),
+        part=_read_part(event),
+        input=_read_input(event),
+        divisor=_name_divisor(_expression(event)),
         source=facts.get("source", ""),
         label=facts.get("label", ""),
         infinity=facts.get("infinity", ""),
@@ -427,7 +433,7 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
 
 def _find_move(event: Event) -> Move | None:
     """Returns the operator whose rounding moved the input of an operator out of its domain."""
-    domain = find_domain(event.op.base_name, event.settings)
+    domain = find_domain(event.operator, event.settings)
     if not domain or not event.result.has_nan:
         return None
     # the exponent of a power has no such domain
@@ -442,10 +448,11 @@ def _explain_move(event: Event, step: Step, move: Move) -> Finding:
         _place(move.site, event.module),
         (("line", line), *_details(event, step)[1:]),
         operator=_operator_text(event),
-        domain=find_domain(event.op.base_name, event.settings),
+        domain=find_domain(event.operator, event.settings),
         backward=event.is_derivative,
         line=_line(event),
         at=_location(event.site),
+        part=_read_part(event),
         move_line=line,
         move_at=_location(move.site),
         value=f"{move.value:.4g}",
@@ -479,6 +486,7 @@ def _explain_lost_numbers(
         backward=event.is_derivative,
         line=_line(event),
         at=_location(event.site),
+        part=_read_part(event),
         parts=event.parts and event.exact.magnitude <= limit,
         has=format_dtype(number.dtype),
         autocast=any(entry.autocast for entry in step.entries),
@@ -496,14 +504,14 @@ def _are_smaller_than_underflow(numbers: Collection[LostNumber], event: Event) -
     lost = _find_underflow(event)
     if lost is None or any(n.is_bound or n.nearest for n in numbers):
         return False
-    if any(n.operator == lost.op.base_name for n in numbers):
+    if any(n.operator == lost.operator for n in numbers):
         return False
     return lost.exact.magnitude > 2 * max(abs(n.value) for n in numbers)
 
 
 def _find_underflow(event: Event) -> Event | None:
     """Returns the operator that turned a divisor, or the input of a logarithm, into 0."""
-    if event.op.base_name not in _DIVISIONS | _LOGARITHMS:
+    if event.operator not in _DIVISIONS | _LOGARITHMS:
         return None
     # the divisor is the last input
     return next((item.lost for item in event.inputs[::-1] if item.lost is not None), None)
@@ -548,7 +556,8 @@ def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Find
         result=_result_text(event.result),
         largest=f"{event.exact.magnitude:.4g}",
         backward=event.is_derivative,
-        product=event.op.base_name in _PRODUCTS_WITH_SCALE,
+        part=_read_part(event),
+        product=event.operator in _PRODUCTS_WITH_SCALE,
         cast=event.op.is_to_call,
         mask=event.exact.magnitude > 0.99 * torch.finfo(torch.float32).max,
         room=_adds_to_lowest_value(event),
@@ -556,10 +565,11 @@ def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Find
         layer=event.module if event.in_layer or is_library_line else "",
         owner=_owner_text(event),
         lost=lost is not None,
-        logarithm=event.op.base_name in _LOGARITHMS,
+        logarithm=event.operator in _LOGARITHMS,
         lost_line="" if lost is None else _line(lost),
         lost_at="" if lost is None else _location(lost.site),
-        exponential=event.op.base_name in _EXPONENTIALS,
+        exponential=event.operator in _EXPONENTIALS,
+        lost_part="" if lost is None else _read_part(lost),
         lost_value="" if lost is None else f"{lost.exact.magnitude:.3g}",
         line=_line(event),
         at=_location(event.site),
@@ -603,7 +613,7 @@ def _owner_text(event: Event) -> str:
 
 def _adds_to_lowest_value(event: Event) -> bool:
     """True if an operator adds values to a mask that contains the lowest value of the dtype."""
-    if event.op.base_name not in ("add", "sub"):
+    if event.operator not in ("add", "sub"):
         return False
     limit = float(torch.finfo(event.dtype).max)
     magnitudes = sorted(item.run.magnitude for item in event.inputs)
@@ -639,7 +649,7 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
     """Determines why an operator returns NaN or inf even if it computes in fp32. Returns a short
     name of the reason, and the values for the text about this reason.
     """
-    name = event.op.base_name
+    name = event.operator
     if name in _SOFTMAXES and event.makes_nan:
         root = event.root()
         source = "" if root is event else f"`{_line(root)}` ({_location(root.site)})"
@@ -670,7 +680,7 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
 
 def _classify_values(event: Event) -> tuple[str, dict[str, str]]:
     """Determines whether an exponential, a product with inf or a statistic has no finite result."""
-    name = event.op.base_name
+    name = event.operator
     if name in _EXPONENTIALS and event.inputs:
         weight = event.inputs[0].path.removeprefix("parameter ")
         is_parameter = event.inputs[0].path.startswith("parameter ")
@@ -700,9 +710,9 @@ def _classify_infinity(event: Event) -> tuple[str, dict[str, str]]:
         "infinity": infinite.run.infinity,
         "label": infinite.label,
         "source": "" if root is None else f"`{_line(root)}` ({_location(root.site)})",
-        "factor": _read_factor(_line(event), index),
+        "factor": _read_factor(_expression(event), index),
     }
-    name = event.op.base_name
+    name = event.operator
     if name in _PRODUCTS and any(item.run.zeros for item in others):
         return "product", facts
     if name in ("sub", "rsub") and any(item.run.has_infinity for item in others):
@@ -723,7 +733,7 @@ def _read_factor(line: str, index: int) -> str:
 
 
 def _divides_by_zero(event: Event) -> bool:
-    has_dividend = event.op.base_name in ("div", "addcdiv")
+    has_dividend = event.operator in ("div", "addcdiv")
     divisors = event.inputs[1:] if has_dividend else event.inputs
     return any(item.run.zeros for item in divisors)
 
@@ -732,9 +742,10 @@ def _classify_division(event: Event) -> str:
     if not event.is_derivative:
         is_count = not event.inputs[-1].dtype.is_floating_point
         return "count" if is_count else "zero"
-    if any(word in _line(event) for word in ("sqrt", "norm", "** 0.5", "pow(0.5")):
+    expression = _expression(event)
+    if any(word in expression for word in ("sqrt", "norm", "** 0.5", "pow(0.5")):
         return "derivative"
-    return "zero" if _list_divisors(_line(event)) else "edge"
+    return "zero" if _list_divisors(expression) else "edge"
 
 
 def _list_divisors(line: str) -> list[str]:
@@ -754,9 +765,21 @@ def _list_divisors(line: str) -> list[str]:
 
 
 def _name_divisor(line: str) -> str:
-    """Returns the divisor of a statement, or "" if the statement has none, or several."""
-    divisors = set(_list_divisors(line))
-    return divisors.pop() if len(divisors) == 1 else ""
+    """Returns the divisor of an expression that is a division. Returns the divisor of another
+    expression or of a statement if it has only one.
+    """
+    divisors = _list_divisors(line)
+    if not divisors:
+        return ""
+    return divisors[0] if _is_division(line) or len(set(divisors)) == 1 else ""
+
+
+def _is_division(line: str) -> bool:
+    try:
+        node = ast.parse(line, mode="eval").body
+    except SyntaxError:
+        return False
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
 
 
 def _format_operand(node: ast.expr) -> str:
@@ -808,7 +831,7 @@ def _details(event: Event, step: Step) -> tuple[tuple[str, str], ...]:
 
 
 def _operator_text(event: Event) -> str:
-    return str(event.op.base_name).lstrip("_")
+    return str(event.operator).lstrip("_")
 
 
 def _result_text(result: Range) -> str:
@@ -819,6 +842,27 @@ def _result_text(result: Range) -> str:
 
 def _line(event: Event) -> str:
     return _statement_or_empty(event.site)
+
+
+def _read_part(event: Event) -> str:
+    """Returns the expression of the line that calls the operator, if the line has several of its
+    kind, such as two logarithms.
+    """
+    part = event.part
+    return part.text if part is not None and part.is_one_of_several else ""
+
+
+def _read_input(event: Event) -> str:
+    """Returns the input of a function of one tensor, such as `q` in `q.log()`, or ""."""
+    part = None if event.is_derivative else event.part
+    node = None if part is None else read_input(part.node)
+    return "" if node is None else _format_operand(node)
+
+
+def _expression(event: Event) -> str:
+    """Returns the expression that calls the operator, or its whole line."""
+    part = event.part
+    return _line(event) if part is None else part.text
 
 
 def _statement(site: Site) -> str:
@@ -889,7 +933,7 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
             "RN036", Place(), (), what="a weight", name="", reason=reason, between=False
         )
     is_eps_lost = "eps" in group and float(torch.tensor(float(group["eps"]), dtype=dtype)) == 0
-    divides = event.op.base_name.removeprefix("_foreach_") in _DIVISIONS
+    divides = event.operator in _DIVISIONS
     kind = ""
     if is_eps_lost and divides:
         kind = "eps"
@@ -901,7 +945,7 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
         kind = "large"
     proof = prove_lost_numbers(
         watch.numbers,
-        event.op.base_name,
+        event.operator,
         event.ordinal,
         lambda trial: watch_update(repeat_update, trial),
     )

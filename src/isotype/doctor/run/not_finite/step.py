@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ....observe.origin import Site
 from ..graph import read_grad_fn
+from .positions import Position
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +25,7 @@ class Entry:
     random_state     the state of the generators before a module's call; None for a function
     owner            the program's expression for the module, or for the model that contains it
     number_expressions  number among the arguments of a function -> the program's expression for it
+    instruction      the offset of the instruction that made the call
     """
 
     function: Any
@@ -35,6 +37,11 @@ class Entry:
     random_state: dict[str, Tensor] | None = None
     owner: str = ""
     number_expressions: dict[float, str] = field(default_factory=dict)
+    instruction: int = -1
+
+    @property
+    def position(self) -> Position | None:
+        return None if self.site is None else Position(self.site, self.instruction)
 
     @property
     def is_in_place(self) -> bool:
