@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.api import load_gate_target, load_target, run_gate
+from tests.api import check_wrapper, load_gate_target, load_target, run_gate
 from typer.testing import CliRunner
 
 from isotype.cli.app import build_app
@@ -40,6 +40,16 @@ def test_a_right_function_passes() -> None:
     assert 0 < share <= 1
     assert "allowed" in details["precision"]
     assert details["kernels"] == "no Triton kernel is launched"
+
+
+def test_a_function_with_a_compiled_part_runs_it_uncompiled() -> None:
+    target = load_gate_target(f"{FILE}:CompiledPart", "reference")
+    arguments = target.build_inputs()
+    report = ampcheck(target.function, arguments, reference=target.reference, raises=False)
+    assert report.findings == (), report.render()
+    assert report.compared_in == "fp64"
+    pytest.importorskip("triton")
+    assert "inputs as given" not in check_wrapper(target.function, arguments).refused
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import sys
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -711,6 +715,9 @@ def kernels(
     them. With `--largest 65536,8192` it also calls `build(65536, 8192)`, with tensors that have no
     memory, and checks that the kernels' offsets fit in int32.
 
+    A folder may take minutes. Progress is printed to stderr. After Ctrl-C the command prints the
+    findings about the kernels that it has checked.
+
         isotype doctor kernels kernels.py
 
         isotype doctor kernels kernels.py:silu_mul --arch sm_80,sm_90,sm_100,gfx942
@@ -726,7 +733,10 @@ def kernels(
     with contextlib.redirect_stdout(sys.stderr):
         from ..doctor.kernels.target import check_target
 
-        report = check_target(target, targets, _parse_sizes(largest))
+        with _interrupt_on_sigterm():
+            report = check_target(
+                target, targets, _parse_sizes(largest), show_progress=_ProgressLines()
+            )
     names = ", ".join(report.kernels[:6]) + (
         f" and {len(report.kernels) - 6} more" if len(report.kernels) > 6 else ""
     )
@@ -747,4 +757,34 @@ def kernels(
     status = print_findings(
         visible, subject=subject, json_output=json_output, fail_on=threshold, **facts
     )
-    raise typer.Exit(status)
+    raise typer.Exit(_INTERRUPTED if report.is_interrupted else status)
+
+
+_INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class _ProgressLines:
+    """Prints a line of progress to stderr every few seconds. A short command prints none."""
+
+    def __init__(self) -> None:
+        self.last_time = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        now = time.monotonic()
+        if now - self.last_time >= _SECONDS_BETWEEN_LINES:
+            self.last_time = now
+            print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _interrupt_on_sigterm() -> Iterator[None]:
+    """Within this block, SIGTERM has the effect of Ctrl-C. Commands such as `timeout` send it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set signal handlers
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,32 @@ def test_folder_with_files_that_cannot_be_imported(tmp_path: Path) -> None:
     remarks = "\n".join(report.remarks)
     assert [name for name in unusable if name not in remarks] == []
     assert "2 files not checked, ModuleNotFoundError: No module named 'no_such_package'" in remarks
+
+
+def test_an_interrupted_check_reports_what_it_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`timeout` ends a command with SIGTERM, which has the effect of Ctrl-C."""
+    checked = []
+
+    def check_until_sigterm(kernel, **options):
+        checked.append(kernel)
+        if len(checked) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return check(kernel, **options)
+
+    monkeypatch.setattr("isotype.doctor.kernels.target.check", check_until_sigterm)
+    monkeypatch.setattr("isotype.cli.doctor._SECONDS_BETWEEN_LINES", 0.0)
+    written(tmp_path, BROKEN, "broken_rows.py")
+    written(tmp_path, RIGHT, "right_rows.py")
+    result = CliRunner().invoke(build_app(), ["doctor", "kernels", str(tmp_path)])
+    assert result.exit_code == 130, result.output
+    assert "KN001" in result.stdout
+    assert "interrupted: 1 of 2 kernels were checked" in result.stdout
+    first, second = result.stderr.splitlines()
+    assert first == "kernel 1/2  0 findings  0.0 s  broken_rows.py"
+    assert second.startswith("kernel 2/2  0 findings  ")
+    assert "  ETA " in second
 
 
 GUESSED = """

@@ -63,13 +63,14 @@ class FaultGroup:
 class Report:
     """The result of a check.
 
-    kernels   the names of the checked kernels
-    compiled  the number of compilations
-    failed    the number of compilations that failed
-    remarks   other messages about the check
-    usages    with `binary`, a line about the resources of each compiled program
-    launches  the number of launches that a wrapper made
-    refused   label of a combination -> the error that the wrapper raised for it
+    kernels         the names of the checked kernels
+    compiled        the number of compilations
+    failed          the number of compilations that failed
+    remarks         other messages about the check
+    usages          with `binary`, a line about the resources of each compiled program
+    launches        the number of launches that a wrapper made
+    refused         label of a combination -> the error that the wrapper raised for it
+    is_interrupted  whether Ctrl-C ended the check before all kernels were checked
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -80,6 +81,7 @@ class Report:
     remarks: list[str] = field(default_factory=list)
     launches: int = 0
     refused: dict[str, str] = field(default_factory=dict)
+    is_interrupted: bool = False
 
     def add(self, report: Report) -> None:
         self.findings += [finding for finding in report.findings if finding not in self.findings]

@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..compiler import run_without_compiler
 from .compile_inputs import shared_bytes
 
 _CUDA = torch.device("cuda:0")
@@ -336,6 +337,7 @@ def simulate_gpu(target: Any, *, allocates: bool = True) -> Iterator[list[str]]:
 
     memory = _Memory("cpu" if allocates else "meta")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(run_without_compiler())
         for name, replacement in _cuda_replacements(target).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         tensor_replacements = {

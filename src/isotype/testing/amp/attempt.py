@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function
 from torch.utils import _pytree as pytree
 
+from ...doctor.compiler import run_without_compiler
 from ...finding import Finding, Place
 from ...observe.operators import Operator
 from ...observe.tape import Tape
@@ -255,6 +256,7 @@ def attempt(
     gradient: Callable[[Tensor, int], Tensor] | None = None,
     backward_passes: int = 1,
     forward_only: bool = False,
+    uses_compiler: bool = False,
 ) -> Outcome:
     """Runs forward and backward once.
 
@@ -263,6 +265,7 @@ def attempt(
     gradient         function that replaces `incoming_gradient`
     backward_passes  number of times that backward runs over the graph
     forward_only     whether to run no backward
+    uses_compiler    whether functions that are compiled with torch.compile run compiled
     """
     outcome = Outcome()
     autocast = None
@@ -282,7 +285,8 @@ def attempt(
         for name, tensor in watched.items():
             outcome.watched_inputs[name] = (tensor, tensor.detach().clone())
     _seed_generators(seed)
-    with warnings.catch_warnings(), context():
+    compiler = nullcontext() if uses_compiler else run_without_compiler()
+    with warnings.catch_warnings(), compiler, context():
         warnings.simplefilter("ignore")
         try:
             with torch.autocast(sample.device, dtype=autocast, enabled=autocast is not None):

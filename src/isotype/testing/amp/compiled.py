@@ -36,7 +36,7 @@ def compile_faults(function: Callable[..., Any], numerics: Numerics, sample: Sam
         expected = attempt(plain, sample, setting)
         if not expected.succeeded:
             continue
-        outcome = attempt(compiled, sample, setting)
+        outcome = attempt(compiled, sample, setting, uses_compiler=True)
         location = faulty_method_location(plain, expected, FORWARD)
         values: dict[str, Any] = {"raised": "", "results": "", "setting": setting.describe()}
         if outcome.error is not None:
