@@ -64,7 +64,7 @@ INNER = {
     "isotype.doctor.run.hook": "run_hook=",
     "isotype.doctor.run.model_casts": "find_unrestored_calls",
     "isotype.doctor.run.not_finite.recorder": "NotFiniteError Recorder",
-    "isotype.doctor.run.program": "report_end report_failure",
+    "isotype.doctor.run.program": "explain_error report_end report_failure",
     "isotype.doctor.run.recorded_origins": "find_recorded_origin",
     "isotype.doctor.run.rules": "decide_cause",
     "isotype.doctor.run.weight_record": "RECORD remove_record_frames",

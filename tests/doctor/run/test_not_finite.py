@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from isotype.finding import Finding
-from tests.api import NotFiniteError, Recorder, report_end, report_failure
+from tests.api import NotFiniteError, Recorder, explain_error, report_end, report_failure
 from tests.warm import interpreter
 
 PROGRAMS = Path(__file__).parent / "not_finite"
@@ -548,6 +548,69 @@ def test_step_that_the_program_itself_refuses_is_explained(capsys, detects_anoma
     assert capsys.readouterr().err == ""
 
 
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(2, 3)
+
+    def forward(self, observations):
+        return self.body(observations).exp()
+
+
+@pytest.mark.parametrize("samples_with_gradient", [False, True])
+@pytest.mark.parametrize("ends_with_error", [False, True])
+def test_samples_between_steps_are_explained(ends_with_error, samples_with_gradient, capsys):
+    def train(size):
+        torch.manual_seed(0)
+        policy = Policy()
+        optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
+        for factor in (1.0, size):
+            observations = torch.ones(4, 2) * factor
+            with torch.set_grad_enabled(samples_with_gradient):
+                rates = policy(observations)
+                rates = rates / rates.sum(-1, keepdim=True)
+            if ends_with_error:
+                torch.distributions.Categorical(probs=rates).sample()
+            loss = (policy(torch.ones(4, 2)) * rates.detach()).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    recorder = Recorder()
+    recorder.install()
+    with pytest.raises((NotFiniteError, ValueError)) as caught:
+        train(1e4)
+    explain_error(recorder, caught.value, None)
+    recorder.uninstall()
+    explanation = capsys.readouterr().err
+    assert "error RN033 exp gives inf" in explanation, explanation
+    assert "self.body(observations).clamp(max=20)" in explanation
+    assert record(lambda: train(1.0)) is None
+
+
+def test_evaluation_after_the_last_step_and_an_unrelated_error(capsys):
+    def train(error):
+        policy = Policy()
+        policy(torch.ones(4, 2)).sum().backward()
+        with torch.no_grad():
+            assert not policy(torch.full((1, 2), 1e4)).isfinite().all()
+        if error is not None:
+            raise error
+
+    for error, text in ((None, "exp gives inf"), (KeyError("no such row"), "")):
+        recorder = Recorder()
+        recorder.install()
+        if error is None:
+            train(None)
+            report_end(recorder, None)
+        else:
+            with pytest.raises(KeyError):
+                train(error)
+            explain_error(recorder, error, None)
+        explanation = capsys.readouterr().err
+        assert text in explanation and bool(text) == bool(explanation), explanation
+
+
 def test_program_without_steps_and_with_finite_results_says_what_was_checked(capsys):
     recorder = Recorder()
     recorder.install()
@@ -809,6 +872,52 @@ def test_infinity_on_purpose_that_becomes_nan_is_named_with_its_line(case):
     assert fix in finding.fix
     assert record(lambda: train(compute, -1e4)) is None
     assert record(lambda: train(replaced_entropy)) is None
+
+
+def test_running_statistics_that_become_nan_or_inf_are_named(capsys):
+    def train(size=1.0, *, skips=False, keeps_fp32=False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        if not skips:
+            model.half()
+        if keeps_fp32:
+            model.get_submodule("1").float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(3):
+            features = torch.randn(8, 4).to(model[0].weight.dtype) * size
+            if skips and step == 1:
+                features[2, 1] = float("nan")
+            loss = model(features).float().square().mean()
+            if not loss.isfinite():
+                continue  # the statistics keep the NaN
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return model
+
+    error = record(lambda: train(3000.0))
+    assert str(error) == "step 1: 1.running_var is not finite"
+    assert error.finding.code == "RN039"
+    assert "are not finite: the variance of the inputs reaches" in error.finding.cause
+    assert 'model.get_submodule("1").float()' in error.finding.fix
+    assert record(lambda: train(3000.0, keeps_fp32=True)) is None
+
+    error = record(lambda: train(skips=True))
+    assert str(error) == "step 2: 1.running_mean is not finite"
+    assert error.finding.code == "RN031"
+    assert "in the rows 2;" in error.finding.cause
+    assert "1.running_mean keeps the NaN" in dict(error.finding.details)["buffer"]
+
+    texts = {1e-2: "", 3e3: "a call of model", float("nan"): "argument 0 has NaN before the model"}
+    for size, text in texts.items():
+        recorder = Recorder()
+        recorder.install()
+        model = train()
+        with torch.no_grad():
+            model(torch.randn(8, 4).half() * size)  # in training mode, as swa_utils.update_bn
+        report_end(recorder, None)
+        explanation = capsys.readouterr().err
+        assert text in explanation and bool(text) == bool(explanation), explanation
 
 
 def test_setting_that_is_not_finite_is_named():

@@ -92,7 +92,7 @@ def main(words: Sequence[str]) -> int:
     except ProgramError as error:
         print(f"isotype doctor run: {error}\n  usage     {USAGE}", file=sys.stderr)
         return 2
-    from .hook import explain_to_stderr, install_thread_hook
+    from .hook import install_thread_hook
     from .weight_record import RECORD, remove_record_frames
 
     RECORD.install()
@@ -108,7 +108,8 @@ def main(words: Sequence[str]) -> int:
     except SystemExit as end:
         if end.code and recorder is not None and recorder.has_step:
             report_failure(recorder, end, request.json_file)
-        report_end(recorder, request.json_file)
+        else:
+            report_end(recorder, request.json_file)
         raise
     except BaseException as error:
         traceback = _skip_outer_frames(error.__traceback__, code)
@@ -119,8 +120,7 @@ def main(words: Sequence[str]) -> int:
         sys.excepthook(type(error), error, traceback)
         if isinstance(error, KeyboardInterrupt):
             return 130
-        if not explain_to_stderr(error, json_file=request.json_file):
-            report_failure(recorder, error, request.json_file)
+        explain_error(recorder, error, request.json_file)
         return 1
     report_end(recorder, request.json_file)
     return 0
@@ -227,25 +227,42 @@ def _check_every_step() -> Any:
     return recorder
 
 
-def report_failure(recorder: Any, error: BaseException, json_file: str | None) -> None:
+def explain_error(recorder: Any, error: BaseException, json_file: str | None) -> None:
+    """Explains an error that ended the program. If it refuses NaN or inf, what `--nan` has seen comes
+    first: the error of `torch.distributions` prints a tensor with its dtype.
+    """
+    from .hook import explain_to_stderr
+
+    if recorder is not None and recorder.refuses(error):
+        is_explained = report_failure(recorder, error, json_file)
+        if is_explained:
+            return
+    if not explain_to_stderr(error, json_file=json_file):
+        report_failure(recorder, error, json_file)
+
+
+def report_failure(recorder: Any, error: BaseException, json_file: str | None) -> bool:
     """Explains the NaN or inf that `--nan` has seen before an error ended the program, such as the
-    error of `torch.multinomial` or of the program's own check of its loss.
+    error of `torch.multinomial` or of the program's own check of its loss. Returns whether anything
+    was printed.
     """
     if recorder is None:
-        return
+        return False
     from .hook import explain_to_stderr
     from .not_finite.recorder import NotFiniteError
 
     finding = recorder.finish(error)
-    if finding is not None:
-        explain_to_stderr(NotFiniteError("a result is not finite", finding), json_file=json_file)
+    if finding is None:
+        return False
+    return explain_to_stderr(NotFiniteError("a result is not finite", finding), json_file=json_file)
 
 
 def report_end(recorder: Any, json_file: str | None) -> None:
-    """Prints what `--nan` has seen in a program that ended without an error and without a step, such
-    as a program for inference. The exit status stays that of the program.
+    """Prints what `--nan` has seen in a program that ended without an error: a result that is not
+    finite, if no step follows it, or a buffer, such as a running statistic. The exit status stays
+    that of the program.
     """
-    if recorder is None or recorder.has_step:
+    if recorder is None:
         return
     from .hook import explain_to_stderr
     from .not_finite.recorder import NotFiniteError
@@ -253,8 +270,8 @@ def report_end(recorder: Any, json_file: str | None) -> None:
     finding = recorder.finish()
     if finding is not None:
         explain_to_stderr(NotFiniteError("a result is not finite", finding), json_file=json_file)
-        return
-    print(NO_STEP, file=sys.stderr, flush=True)
+    elif not recorder.has_step:
+        print(NO_STEP, file=sys.stderr, flush=True)
 
 
 def _record_forward_lines() -> None:

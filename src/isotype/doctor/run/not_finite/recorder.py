@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -40,10 +42,12 @@ from ....observe.origin import (
     running_frames,
 )
 from ..graph import read_grad_fn
+from .buffers import Buffer, BufferRecord
 from .lost_numbers import find_expression, is_near_integer
 from .positions import find_position
 from .replay import CONSTANT_WRITERS
 from .report import (
+    explain_buffer,
     explain_call,
     explain_function,
     explain_gradients,
@@ -61,6 +65,8 @@ _READING_METHODS = frozenset(
     ("item", "tolist", "numpy", "__float__", "__format__", "__repr__", "__array__")
 )
 _CHECKS = frozenset(("isfinite", "isnan", "isinf", "isposinf"))
+# errors about values, such as those of torch.multinomial, torch.distributions and int(nan)
+_REFUSAL = re.compile(r"\b(nan|infs?|infinit[ey]|finite)\b|isfinite|isnan|satisfy the constraint", re.I)
 _ANOMALY = "returned nan values in its"  # in the error of autograd's anomaly mode
 _MAX_SKIPPED_STEPS = 25  # a loss scaler halves its scale of 65536 to 1 in 16 steps
 
@@ -85,8 +91,9 @@ class Recorder(TorchFunctionMode):
     number     the number of the current step, which is the number of finished updates plus one
     suspect    the step of the last backward that produced gradients with NaN or inf
     has_step   whether the program has called backward or updated weights
-    bad_call   the first call of a module whose result contains NaN or inf, or of a function whose
-               NaN or inf the program has read, in a program that has called neither
+    bad_call   the first call of a module without a gradient whose result contains NaN or inf, or of
+               a function whose NaN or inf the program has read, since the last step
+    earlier_bad_call  the last such call before a step, such as one that samples actions
     checked_call  the first call of a function whose NaN or inf the program has tested for, such as
                with isfinite; it is explained only if the program ends with an error
     recent     the last calls of functions outside of modules, in such a program
@@ -100,6 +107,7 @@ class Recorder(TorchFunctionMode):
         self.suspect: Step | None = None
         self.has_step = False
         self.bad_call: Entry | None = None
+        self.earlier_bad_call: Entry | None = None
         self.checked_call: Entry | None = None
         self.recent: deque[Entry] = deque(maxlen=_MAX_RECENT)
         self.sources = WeakTensorKeyDictionary()
@@ -109,6 +117,7 @@ class Recorder(TorchFunctionMode):
         self.depth = 0
         self.thread = get_ident()
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.buffers = BufferRecord()
         self._is_popped = False
         self._owners: dict[tuple[int, Site | None], str] = {}
         self._numbers: dict[tuple[Site | None, float], str] = {}
@@ -287,8 +296,8 @@ class Recorder(TorchFunctionMode):
     def _check_call(
         self, module: nn.Module, args: Any, kwargs: Any, result: Any, state: dict[str, Tensor]
     ) -> None:
-        """Keeps the first call whose result contains NaN or inf: a program for inference has no
-        step. `-inf` is usual in the scores of tokens that are excluded.
+        """Keeps the first call whose result contains NaN or inf, in a program for inference or between
+        the steps of training. `-inf` is usual in the scores of tokens that are excluded.
         """
         outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
         if all_finite(outputs):
@@ -316,6 +325,8 @@ class Recorder(TorchFunctionMode):
             if self.is_paused:
                 return original(module, *args, **kwargs)
             state = _random_state()
+            with suppress(Exception):
+                self.buffers.add(module)
             with self.pause():
                 result = original(module, *args, **kwargs)
             with suppress(Exception):  # the program must not end because of its record
@@ -327,12 +338,14 @@ class Recorder(TorchFunctionMode):
     def _record_module_call(
         self, module: nn.Module, args: Any, kwargs: Any, result: Any, state: Any
     ) -> None:
-        if not self.has_step and self.bad_call is None:
+        is_trained = any(p.requires_grad for p in module.parameters())
+        is_sampled = is_trained and not torch.is_grad_enabled()
+        if self.bad_call is None and (is_sampled or not self.has_step):
             with self.pause():
                 self._check_call(module, args, kwargs, result, state)
         if torch.is_grad_enabled():
             self.models.add(module)
-        if torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
+        if not is_sampled:
             self._record(module, args, kwargs, result, state)
 
     def _wrap_showwarning(self, original: Any) -> Any:
@@ -393,6 +406,12 @@ class Recorder(TorchFunctionMode):
                 raise
             if not all_finite(_collect_gradients(step.entries)):
                 self.suspect = step
+            buffer = self._find_bad_buffer()
+            if buffer is not None:
+                with self._stopped():
+                    finding = explain_buffer(step, buffer)
+                message = f"step {step.number}: {buffer.name} is not finite"
+                raise NotFiniteError(message, finding)
             if not kwargs.get("retain_graph"):
                 self.entries.clear()
             return result
@@ -401,6 +420,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_step(self) -> None:
         self.has_step = True
+        self.earlier_bad_call = self.bad_call or self.earlier_bad_call
         self.bad_call = None
         self.checked_call = None
         self.recent.clear()
@@ -418,12 +438,29 @@ class Recorder(TorchFunctionMode):
         if error is not None:
             call = call or self.checked_call
             with self.pause():
+                if self.has_step:
+                    is_refused = _refuses_values(error)
+                    call = (self._find_function_call() or call) if is_refused else None
                 step = self._find_failed_step(error)
-        earlier = list(self.recent)
+        earlier = [*self.recent, *self.entries]
+        written = self._list_written_buffers()
+        buffer = self._find_bad_buffer() if error is None else None
         self.uninstall()
+        if call is not None and call.is_module:
+            return explain_call(call, written)
         if call is not None:
-            return explain_call(call) if call.is_module else explain_function(call, earlier)
+            return explain_function(call, earlier)
+        if buffer is not None:
+            return explain_buffer(Step([], [], [], self.number), buffer)
         return None if step is None else explain_step(step)
+
+    def _find_bad_buffer(self) -> Buffer | None:
+        with suppress(Exception):  # the program must not end because of its record
+            return self.buffers.check()
+        return None
+
+    def _list_written_buffers(self) -> frozenset[int]:
+        return frozenset(id(buffer.tensor) for buffer in self.buffers.list_written())
 
     def _find_failed_step(self, error: BaseException) -> Step | None:
         """Returns the step whose loss or gradients the program or autograd's anomaly mode has found
@@ -431,19 +468,46 @@ class Recorder(TorchFunctionMode):
         """
         if self.suspect is not None and _ANOMALY in str(error):
             return self.suspect
-        losses = [
+        results = [
             tensor
             for entry in self.entries
             for tensor in entry.outputs
-            if tensor.numel() == 1 and read_grad_fn(tensor) is not None and not all_finite([tensor])
+            if read_grad_fn(tensor) is not None and not all_finite([tensor])
         ]
-        return self._make_step(losses[-1:], None) if losses else None
+        losses = [tensor for tensor in results if tensor.numel() == 1]
+        if losses:
+            return self._make_step(losses[-1:], None)
+        # -inf is usual in masks
+        results = [tensor for tensor in results if _has_bad_values(tensor)]
+        if results and _refuses_values(error):
+            return replace(self._make_step(results[-1:], None), quantity="result")
+        return None
+
+    def refuses(self, error: BaseException) -> bool:
+        """Whether an error of the program is about NaN or inf."""
+        return not isinstance(error, NotFiniteError) and _refuses_values(error)
+
+    def _find_function_call(self) -> Entry | None:
+        """Returns the first call of a function without a gradient, since the last step, that made
+        NaN or inf from finite values.
+        """
+        entries = (x for x in self.entries if not x.is_module and not x.takes_part)
+        return next((entry for entry in entries if _makes_bad_values(entry)), None)
 
     def _make_step(self, losses: list[Tensor], gradients: Any) -> Step:
         if gradients is None or isinstance(gradients, Tensor):
             gradients = [gradients]
         scale = None if self.scaler is None else self.scaler.get_scale()
-        return Step(list(self.entries), losses, list(gradients), self.number, scale)
+        written = self._list_written_buffers()
+        return Step(
+            list(self.entries),
+            losses,
+            list(gradients),
+            self.number,
+            scale,
+            written,
+            self.earlier_bad_call,
+        )
 
     def _wrap_scale(self, original: Any) -> Any:
         def scale(scaler: Any, outputs: Any) -> Any:
@@ -521,6 +585,27 @@ def _count_values(value: Any) -> int:
 def _has_bad_values(tensor: Tensor) -> bool:
     """True if a tensor contains NaN or inf. `-inf` is usual in masks and in scores."""
     return bool((tensor.isnan() | (tensor == float("inf"))).any())
+
+
+def _makes_bad_values(entry: Entry) -> bool:
+    """Whether a function made NaN or inf from finite values, and is not one that writes a constant,
+    such as the -inf of a mask.
+    """
+    inputs = collect_tensors((entry.args, entry.kwargs))
+    if not inputs or entry.is_overwritten or entry.name.rstrip("_") in CONSTANT_WRITERS:
+        return False
+    return any(map(_has_bad_values, entry.outputs)) and all_finite(inputs)
+
+
+def _refuses_values(error: BaseException) -> bool:
+    """Whether an error is about NaN or inf: by its text, or by the line of an assertion."""
+    text = str(error)
+    traceback = error.__traceback__
+    while isinstance(error, AssertionError) and traceback is not None:
+        site = Site(traceback.tb_frame.f_code, traceback.tb_lineno)
+        text = text if traceback.tb_next is not None else f"{text} {read_statement(site)}"
+        traceback = traceback.tb_next
+    return _REFUSAL.search(text) is not None
 
 
 def _is_view_of_weight(tensor: Tensor) -> bool:

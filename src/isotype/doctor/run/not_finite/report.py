@@ -6,6 +6,7 @@ import ast
 import copy
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ....observe.origin import Site, is_library_file, read_statement, short_path
 from ....pages.finding_sheet import load_finding_formatter
 from ..causes import SHEET
 from ..graph import read_grad_fn
+from .buffers import Buffer
 from .domains import BEYOND_ONE, Move, find_domain, is_outside, list_variables, read_target
 from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
 from .positions import read_input, read_part
@@ -75,11 +77,13 @@ def explain_step(step: Step) -> Finding:
     return _explain_event(event, step, replay.watch, run_again)
 
 
-def explain_call(entry: Entry) -> Finding:
+def explain_call(entry: Entry, written_buffers: frozenset[int] = frozenset()) -> Finding:
     """Returns the finding about a call of a module whose result contains NaN or inf, in a program
     that has no step.
+
+    written_buffers  ids of the buffers that the program has written
     """
-    step = Step([entry], [], [], 1)
+    step = Step([entry], [], [], 1, written_buffers=written_buffers)
     finding = _find_bad_weight(step)
     if finding is not None:
         return finding
@@ -171,7 +175,9 @@ def _find_bad_weight(step: Step) -> Finding | None:
     for model in _models(step):
         parameters = ((name, p.detach()) for name, p in model.named_parameters())
         bad += [(name, p) for name, p in parameters if not _is_finite(p)]
-        bad += [(name, buffer) for name, buffer in model.named_buffers() if _is_bad_data(buffer)]
+        # a buffer that a call of this step wrote may be a result of the fault
+        buffers = [(n, b) for n, b in model.named_buffers() if id(b) not in step.written_buffers]
+        bad += [(name, buffer) for name, buffer in buffers if _is_bad_data(buffer)]
     if not bad:
         return None
     name, value = bad[0]
@@ -210,6 +216,69 @@ def _explain_bad_weight(
     )
 
 
+def explain_buffer(step: Step, buffer: Buffer) -> Finding:
+    """Returns the finding about a buffer, such as a running statistic, in which a call of a module
+    has written NaN or inf.
+    """
+    module, tensor = buffer.module(), buffer.tensor
+    assert module is not None and tensor is not None
+    replay = Replay(step)
+    run_again = replay.run_trial(Replay.run_forward)
+    inputs: list[Tensor] = []
+    hook = module.register_forward_pre_hook(lambda _, args: inputs.extend(collect_tensors(args)))
+    finding = None
+    try:
+        replay.run_forward()
+        bad = [item for item in inputs if not _is_finite(item)]
+        event = _culprit(replay.watch.find_sources(bad))
+        if event is not None:
+            finding = _explain_event(event, step, replay.watch, run_again)
+        elif bad:
+            finding = _find_bad_data(step)
+    except Exception:
+        finding = None  # the step cannot be run again, such as one of a compiled model
+    finally:
+        hook.remove()
+    if finding is not None:
+        text = f"{buffer.name} keeps the {_result_text(Range.measure(tensor))} that the module gets"
+        text += ", also if the step is left out; every evaluation uses it"
+        return replace(finding, details=(*finding.details, ("buffer", text)))
+    variances = [_measure_variance(item) for item in inputs]
+    is_variance = buffer.key.endswith("var") and tensor.dtype == torch.float16
+    return _format_finding(
+        "RN039",
+        Place(symbol=buffer.name),
+        (),
+        name=buffer.name,
+        result=_result_text(Range.measure(tensor)),
+        has=format_dtype(tensor.dtype),
+        count=int((~tensor.isfinite()).sum()),
+        total=tensor.numel(),
+        module=_module_text(step, module, buffer.name.rpartition(".")[0]),
+        variance=f"{max(variances):.3g}" if variances and is_variance else "",
+        inputs=bool(inputs),
+    )
+
+
+def _module_text(step: Step, module: nn.Module, path: str) -> str:
+    """Returns the code with which the program can name a module of its model."""
+    entries = [entry for entry in step.entries if entry.is_module]
+    entry = next((x for x in entries if any(m is module for m in x.function.modules())), None)
+    model = "model" if entry is None else entry.owner or "model"
+    if not path:
+        return model
+    is_attribute = all(name.isidentifier() for name in path.split("."))
+    return f"{model}.{path}" if is_attribute else f'{model}.get_submodule("{path}")'
+
+
+def _measure_variance(tensor: Tensor) -> float:
+    """Returns the largest variance of a channel, that is, over all dimensions but the second."""
+    if tensor.dim() < 2 or not tensor.is_floating_point():
+        return 0.0
+    values = tensor.detach().float().transpose(0, 1).flatten(1)
+    return float(values.var(1, correction=0).max())
+
+
 def _list_bad_rows(tensor: Tensor) -> str:
     """Returns the numbers of the rows with NaN or inf, such as "10, 11"."""
     bad = ~tensor.isfinite()
@@ -238,8 +307,17 @@ def _find_bad_data(step: Step) -> Finding | None:
         if is_function and (finding := _explain_result(entry)) is not None:
             return finding
         if bad and entry.takes_part:
-            return _explain_data(entry, *bad[0])
+            finding = None if step.bad_call is None else _explain_sampling(step.bad_call)
+            return finding or _explain_data(entry, *bad[0])
     return None
+
+
+def _explain_sampling(entry: Entry) -> Finding | None:
+    """Returns the finding about a call of a module without a gradient before a step, such as one
+    that samples actions. Its weights may have changed since: then its result may be finite.
+    """
+    finding = explain_call(entry)
+    return None if finding.code == "RN036" else finding
 
 
 def _find_bad_frozen_module(step: Step) -> Finding | None:
@@ -272,7 +350,7 @@ def _explain_result(entry: Entry) -> Finding | None:
     """
     inputs = [tensor for _, tensor in _named_arguments(entry)]
     is_bad = not all(_is_finite(tensor) for tensor in entry.outputs)
-    if not is_bad or entry.name.rstrip("_") in CONSTANT_WRITERS:
+    if not is_bad or entry.is_overwritten or entry.name.rstrip("_") in CONSTANT_WRITERS:
         return None
     if not inputs or not all(_is_finite(tensor) for tensor in inputs):
         return None
@@ -826,7 +904,8 @@ def _details(event: Event, step: Step) -> tuple[tuple[str, str], ...]:
     if step.losses and not event.is_backward and all_finite(step.losses):
         details.append(("gradient", "0 * NaN: the loss leaves this result out"))
     losses = ", ".join(f"{float(loss.detach().float().sum()):.4g}" for loss in step.losses)
-    details.append(("loss", f"{losses} at step {step.number}"))
+    losses = losses if step.quantity == "loss" else ""
+    details.append((step.quantity, f"{losses} at step {step.number}".strip()))
     return tuple(details)
 
 
@@ -881,9 +960,8 @@ def _place(site: Any, symbol: str) -> Place:
 
 
 def _unknown(step: Step, reason: str) -> Finding:
-    quantity = (
-        "the loss" if not all(bool(t.isfinite().all()) for t in step.losses) else "a gradient"
-    )
+    has_bad_loss = not all(bool(t.isfinite().all()) for t in step.losses)
+    quantity = f"the {step.quantity}" if has_bad_loss else "a gradient"
     return _format_finding(
         "RN036", Place(), (), what=quantity, name="", reason=reason, between=False
     )

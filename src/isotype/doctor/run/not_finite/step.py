@@ -26,6 +26,7 @@ class Entry:
     owner            the program's expression for the module, or for the model that contains it
     number_expressions  number among the arguments of a function -> the program's expression for it
     instruction      the offset of the instruction that made the call
+    versions         how often each of the outputs was written at the end of the call
     """
 
     function: Any
@@ -38,6 +39,15 @@ class Entry:
     owner: str = ""
     number_expressions: dict[float, str] = field(default_factory=dict)
     instruction: int = -1
+    versions: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", _read_versions(self.outputs))
+
+    @property
+    def is_overwritten(self) -> bool:
+        """True if the program has written into an output after the call."""
+        return self.versions != _read_versions(self.outputs)
 
     @property
     def position(self) -> Position | None:
@@ -68,15 +78,28 @@ class Entry:
         return getattr(self.function, "__name__", "") or type(self.function).__name__
 
 
+def _read_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    # a tensor that was made in inference mode has no version
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """The recorded calls before one backward, and the tensors on which backward was called."""
+    """The recorded calls before one backward, and the tensors on which backward was called.
+
+    written_buffers  ids of the buffers that the calls have written
+    bad_call         an earlier call of a module without a gradient whose result is not finite
+    quantity         what the tensors in `losses` are
+    """
 
     entries: Sequence[Entry]
     losses: Sequence[Tensor]
     gradients: Sequence[Tensor | None]
     number: int
     scale: float | None = None
+    written_buffers: frozenset[int] = frozenset()
+    bad_call: Entry | None = None
+    quantity: str = "loss"
 
 
 def collect_tensors(value: Any) -> list[Tensor]:
