@@ -608,7 +608,8 @@ def test_evaluation_after_the_last_step_and_an_unrelated_error(capsys):
                 train(error)
             explain_error(recorder, error, None)
         explanation = capsys.readouterr().err
-        assert text in explanation and bool(text) == bool(explanation), explanation
+        assert text in explanation
+        assert bool(text) == bool(explanation), explanation
 
 
 def test_program_without_steps_and_with_finite_results_says_what_was_checked(capsys):
@@ -917,7 +918,8 @@ def test_running_statistics_that_become_nan_or_inf_are_named(capsys):
             model(torch.randn(8, 4).half() * size)  # in training mode, as swa_utils.update_bn
         report_end(recorder, None)
         explanation = capsys.readouterr().err
-        assert text in explanation and bool(text) == bool(explanation), explanation
+        assert text in explanation
+        assert bool(text) == bool(explanation), explanation
 
 
 def test_setting_that_is_not_finite_is_named():

@@ -66,7 +66,9 @@ _READING_METHODS = frozenset(
 )
 _CHECKS = frozenset(("isfinite", "isnan", "isinf", "isposinf"))
 # errors about values, such as those of torch.multinomial, torch.distributions and int(nan)
-_REFUSAL = re.compile(r"\b(nan|infs?|infinit[ey]|finite)\b|isfinite|isnan|satisfy the constraint", re.I)
+_REFUSAL = re.compile(
+    r"\b(nan|infs?|infinit[ey]|finite)\b|isfinite|isnan|satisfy the constraint", re.I
+)
 _ANOMALY = "returned nan values in its"  # in the error of autograd's anomaly mode
 _MAX_SKIPPED_STEPS = 25  # a loss scaler halves its scale of 65536 to 1 in 16 steps
 

@@ -221,7 +221,8 @@ def explain_buffer(step: Step, buffer: Buffer) -> Finding:
     has written NaN or inf.
     """
     module, tensor = buffer.module(), buffer.tensor
-    assert module is not None and tensor is not None
+    assert module is not None
+    assert tensor is not None
     replay = Replay(step)
     run_again = replay.run_trial(Replay.run_forward)
     inputs: list[Tensor] = []
