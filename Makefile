@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# where this variable is set, each process of the tests compiles the sources again
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install quickstart quickstart-diffusion test test-full lint format size docs wheel clean
 
 install: $(VENV)/.installed

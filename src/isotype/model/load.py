@@ -298,7 +298,7 @@ def load_base(
             precision.base,
         )
     if "device_map" not in options:
-        model.to(loading_on)  # type: ignore[arg-type]  # transformers wraps Module.to in a way that hides its first argument from mypy
+        model.to(loading_on)
     # buffers keep the dtype that transformers gave them: a rotary table in half precision would be
     # wrong from position 256 on
     return model

@@ -94,7 +94,8 @@ class _PackedConfig(QuantizationConfigMixin):
     parts: Mapping[str, TensorHeader] | None = None  # the tensors of a file that is not safetensors
 
     def __init__(self, packing: Packing, name: str) -> None:
-        self.quant_method, self.packing, self.name = METHOD, packing, name  # type: ignore[assignment]  # not in transformers' enumeration
+        self.quant_method = METHOD  # not in transformers' enumeration
+        self.packing, self.name = packing, name
 
 
 class _PackedPlaceholder(nn.Module):

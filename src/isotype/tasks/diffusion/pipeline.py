@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -465,7 +465,7 @@ class PipelineFolder:
             if isinstance(encoder_class, type) and issubclass(
                 encoder_class, transformers.PreTrainedModel
             ):
-                settings: Any = encoder_class.config_class
+                settings = cast(Any, encoder_class).config_class
                 with self._explain_errors(part), torch.device("meta"):
                     outlines.append(encoder_class(settings.from_pretrained(self.path / part)))
         return outlines
