@@ -197,6 +197,7 @@ INNER = {
     "isotype.optimize.denoiser": "denoiser=",
     "isotype.optimize.forwards": "forwards=",
     "isotype.optimize.gated": "gated=",
+    "isotype.optimize.generation": "use_fast_linears",
     "isotype.optimize.head": "head= BYPASSED_NOTE Targets compute_loss takes_targets",
     "isotype.optimize.instances": "module_kind",
     "isotype.optimize.joint_attention": "joint_attention=",

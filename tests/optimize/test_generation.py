@@ -19,6 +19,7 @@ from tests.api import (
     generate_samples,
     keep_cast_adapters,
     kernels_unavailable_reason,
+    use_fast_linears,
 )
 from tests.optimize.models import VOCABULARY, tiny
 
@@ -168,6 +169,43 @@ def test_changes_of_a_layer_between_two_tokens_take_effect(change, monkeypatch):
         expected = output()
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
     assert not torch.equal(before, after)
+
+
+def move_memory(parameter):
+    """Gives a parameter other memory and the same values, as FSDP does between two forwards. The old
+    memory contains NaN when it is freed.
+    """
+    values = parameter.detach().clone()
+    storage = parameter.untyped_storage()
+    with torch.no_grad():
+        parameter.fill_(torch.nan)
+        storage.resize_(2 * storage.size())
+        parameter.copy_(values)
+
+
+@row_kernels
+@pytest.mark.parametrize(("family", "is_adapted"), [("qwen2", True), ("llama", False)])
+def test_each_parameter_that_moves_between_two_tokens_is_read_again(family, is_adapted):
+    """Without an adapter, the C++ function of the MLP read the norm's old memory: the samples of two
+    processes with FSDP were cut short. Qwen 2 has biases.
+    """
+    if is_adapted:
+        causal_lm = adapted_model("fp32", family=family).base_model.model
+    else:
+        causal_lm = tiny(family, attn_implementation="sdpa")
+        optimize(causal_lm, PRESETS["fp32"])
+    model = causal_lm.model
+    layer = model.layers[0]
+    x = torch.randn(3, 1, model.config.hidden_size)
+    tables = model.rotary_emb(x, torch.zeros(1, 1, dtype=torch.long))
+    changed = []
+    with torch.no_grad(), use_fast_linears(causal_lm), keep_cast_adapters():
+        expected = layer(x, position_embeddings=tables)
+        for name, parameter in layer.named_parameters():
+            move_memory(parameter)
+            if not torch.equal(layer(x, position_embeddings=tables), expected):
+                changed.append(name)
+    assert not changed
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])

@@ -671,18 +671,17 @@ class _SharedOutput(NotCopied, tuple[Any, ...]):
 
 class ReadLayer:
     """What was read of a layer within a call of `generate`. `is_current` makes the same checks as
-    `read_projection`, and also compares the tensors.
+    `read_projection`, and also compares the tensors. `RowLayers` compares their addresses.
 
     plan  None for a layer without an adapter
     """
 
-    __slots__ = ("adapters", "base", "forward", "layer", "plan", "projection", "weight_pointer")
+    __slots__ = ("adapters", "base", "forward", "layer", "plan", "projection")
 
     def __init__(self, layer: Any, projection: Projection) -> None:
         self.layer = layer
         self.projection = projection
         self.forward = layer.__dict__.get("forward")
-        self.weight_pointer = projection.weight.data_ptr()
         self.plan: LayerPlan | None = None
         self.base = layer
         self.adapters: Any = None
@@ -700,7 +699,6 @@ class ReadLayer:
         is_same = (
             parameters["weight"] is weight
             and parameters["bias"] is bias
-            and weight.data_ptr() == self.weight_pointer
             and layer.__dict__.get("forward") is self.forward
         )
         if plan is None or not is_same:

@@ -8,7 +8,7 @@ of the single ops, because the C++ functions call the functions of these ops. Wi
 features, a token takes about half as long as with a call for each op.
 
 This is used within a call of `generate`, as in `few_rows`. As there, each call checks that the
-modules, their hooks and their tensors are the same as when they were read.
+modules, their hooks, their tensors and the addresses of these are the same as when they were read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,16 @@ class ReadNorm:
     weight_fp32    the weight as the C++ function reads it
     """
 
-    __slots__ = ("eps", "eps_attribute", "hooks", "method", "norm", "weight", "weight_fp32")
+    __slots__ = (
+        "address",
+        "eps",
+        "eps_attribute",
+        "hooks",
+        "method",
+        "norm",
+        "weight",
+        "weight_fp32",
+    )
 
     def __init__(
         self, norm: Any, *, eps: float, eps_attribute: str | None, unit_offset: bool
@@ -60,6 +69,7 @@ class ReadNorm:
         self.eps = eps
         self.eps_attribute = eps_attribute
         self.weight = norm._parameters["weight"]
+        self.address = self.weight.data_ptr()
         self.weight_fp32 = kernel_weight(self.weight.detach(), unit_offset=unit_offset)
 
     def is_current(self) -> bool:
@@ -68,6 +78,7 @@ class ReadNorm:
         return (
             attributes.get("forward") is self.method
             and norm._parameters["weight"] is self.weight
+            and self.weight.data_ptr() == self.address
             and norm._forward_hooks == self.hooks
             and not norm._forward_pre_hooks
             and not norm._backward_hooks
