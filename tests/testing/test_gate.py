@@ -70,6 +70,15 @@ def test_a_wrong_function_fails_at_its_question(name: str, question: str, code: 
     assert page(code)
 
 
+def test_a_line_that_the_compiler_cannot_trace() -> None:
+    (finding,) = ask("InheritsForward").findings
+    assert finding.code == "AC024"
+    source = "return super().forward(ctx, x, weight)"
+    assert finding.cause == f"the compiler cannot trace `{source}`"
+    lines = Path(FILE).read_text().splitlines()
+    assert lines[finding.place.line - 1].strip() == source
+
+
 def test_a_question_that_cannot_be_asked_is_no_pass() -> None:
     result = ask("random_noise")
     assert result.verdict == "not asked", result.render()

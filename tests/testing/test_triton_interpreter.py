@@ -120,6 +120,54 @@ def test_reductions_round_as_a_tree_of_low_precision_additions_does(dtype):
 
 
 @triton.jit
+def larger_magnitude(value, index, other_value, other_index):
+    is_first = tl.abs(value) >= tl.abs(other_value)
+    return tl.where(is_first, value, other_value), tl.where(is_first, index, other_index)
+
+
+@triton.jit
+def both(left, right):
+    return left & right
+
+
+@triton.jit
+def nearer_to_one(left, right):
+    result = right
+    if tl.abs(left - 1) < tl.abs(right - 1):
+        result = left
+    return result
+
+
+@triton.jit
+def reduces_by_functions(x, values, indices, flags, ROWS: tl.constexpr, N: tl.constexpr):
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, N)
+    block = tl.load(x + row[:, None] * N + column[None, :])
+    index = tl.broadcast_to(column[None, :], (ROWS, N))
+    largest, where = tl.reduce((block, index), 1, larger_magnitude)
+    tl.store(values + row, largest)
+    tl.store(indices + row, where)
+    tl.store(flags, tl.reduce(tl.abs(block) < 5, None, both).to(tl.int32))
+    nearest = tl.reduce(block, 1, nearer_to_one, keep_dims=True)
+    tl.store(values + ROWS + row[:, None], nearest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_reductions_by_functions_of_the_kernel(dtype):
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    values = torch.zeros(2, 4, dtype=dtype)
+    indices = torch.zeros(4, dtype=torch.int32)
+    flags = torch.zeros(1, dtype=torch.int32)
+    with interpreted():
+        reduces_by_functions[(1,)](x, values, indices, flags, 4, 32)
+    assert torch.equal(indices, x.abs().argmax(1).int())
+    assert torch.equal(values[0], x.gather(1, indices[:, None].long())[:, 0])
+    assert torch.equal(flags[0], (x.abs() < 5).all().int())
+    nearest = (x - 1).abs().argmin(1, keepdim=True)
+    assert torch.equal(values[1], x.gather(1, nearest)[:, 0])
+
+
+@triton.jit
 def adds(x, out, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.atomic_add(out + i % 2, tl.load(x + i))

@@ -300,6 +300,62 @@ def repair_min_max(original: Operation) -> Operation:
     return operator
 
 
+def repair_generic_reduce(original: Operation) -> Operation:
+    """Wraps `tl.reduce` with a function of the kernel's author. The interpreter calls this function
+    for each element. Here it is called with blocks, as `_sum_by_halves` adds. cut-cross-entropy
+    reduces tiles of 128 x 128 elements in this way.
+    """
+
+    def operator(self: Any, operands: tuple[Any, ...]) -> Any:
+        try:
+            with ExitStack() as undo:
+                _set_attribute(undo, tl.tensor, "__bool__", _require_one_element)
+                return _reduce_by_halves(self, operands)
+        except Exception:  # for example `if a > b`, which needs single elements
+            return original(self, operands)
+
+    return operator
+
+
+def _require_one_element(condition: Any) -> bool:
+    """Returns the value of a condition, as `tl.tensor.__bool__`. A block raises an error, because
+    its elements may differ.
+    """
+    if condition.handle.data.size != 1:
+        raise ValueError("a condition must be a single element")
+    return bool(condition.handle.data.item())
+
+
+def _reduce_by_halves(reduction: Any, operands: tuple[Any, ...]) -> list[Any]:
+    rank = operands[0].handle.data.ndim
+    dtypes = [operand.dtype for operand in operands]
+    arrays = [operand.handle.data for operand in operands]
+    axis = reduction.axis
+    if axis is None:
+        arrays = [array.reshape(-1) for array in arrays]
+        axis = 0
+    arrays = [np.moveaxis(array, axis, 0) for array in arrays]
+    while len(arrays[0]) > 1:
+        half = len(arrays[0]) // 2
+        blocks = [
+            reduction.to_tensor(part, dtype)
+            for first, last in ((0, half), (half, 2 * half))
+            for part, dtype in zip([array[first:last] for array in arrays], dtypes)
+        ]
+        combined = reduction.combine_fn.fn(*blocks)
+        results = combined if isinstance(combined, tuple) else (combined,)
+        for index, result in enumerate(results):
+            array = arrays[index]
+            data = np.broadcast_to(result.handle.data, array[:half].shape).astype(array.dtype)
+            arrays[index] = np.concatenate([data, array[2 * half :]])
+    totals = [array[0] for array in arrays]
+    if reduction.keep_dims and reduction.axis is None:
+        totals = [np.reshape(total, (1,) * rank) for total in totals]
+    elif reduction.keep_dims:
+        totals = [np.expand_dims(total, axis) for total in totals]
+    return [reduction.to_tensor(total, dtype) for total, dtype in zip(totals, dtypes)]
+
+
 def wrap_argument(original: Operation) -> Operation:
     """Wraps the conversion of arguments so that a Python float becomes an fp32 scalar, as in a
     compiled kernel.
@@ -346,6 +402,11 @@ def interpreter_repairs() -> Iterator[Replacement]:
         triton_interpreter.ReduceOps,
         "min_max",
         repair_min_max(triton_interpreter.ReduceOps.min_max),
+    )
+    yield (
+        triton_interpreter.ReduceOps,
+        "generic_reduce",
+        repair_generic_reduce(triton_interpreter.ReduceOps.generic_reduce),
     )
     for name in ("cumsum", "cumprod"):
         yield (

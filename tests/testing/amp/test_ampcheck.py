@@ -397,3 +397,76 @@ def test_a_backward_that_fails_inside_the_region_only_is_a_warning():
     assert failures, report.render()
     assert all("backward inside" in (f.observed or "") + f.render() for f in failures)
     assert {f.severity for f in failures} <= {Severity.NOTE, Severity.WARNING}
+
+
+class CircularConvolution(torch.autograd.Function):
+    """`BlockCircularConvolution` of peft 0.21.2, for one block. No FFT accepts bf16, and its gradient
+    of x is that of another function.
+    """
+
+    @staticmethod
+    def forward(ctx, x, kernel):
+        ctx.save_for_backward(x, kernel)
+        return torch.fft.fft(torch.fft.ifft(x) * torch.fft.fft(kernel)).real
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, kernel = ctx.saved_tensors
+        spectrum = torch.fft.fft(gradient)
+        kernel_gradient = torch.fft.fft(spectrum * torch.fft.ifft(x)).real
+        return torch.fft.fft(spectrum * torch.fft.ifft(kernel)).real, kernel_gradient.sum(0)
+
+
+def circular_convolution(x, kernel):
+    positions = torch.arange(x.shape[-1])
+    return x @ kernel[(positions[:, None] - positions) % x.shape[-1]]
+
+
+def test_operators_that_do_not_accept_a_dtype():
+    report = ampcheck(
+        CircularConvolution,
+        (torch.randn(4, 8), torch.randn(8)),
+        reference=circular_convolution,
+        raises=False,
+    )
+    by_code = {finding.code: finding for finding in report.findings}
+    assert by_code["AC001"].cause == "an operator in this line does not accept bf16"
+    assert "backward ran outside autocast" in by_code["AC002"].cause
+    assert by_code["AC002"].fix.startswith("cast the operator's input to fp32")
+    assert "gradient of x" in by_code["AC023"].message
+    assert "gradient of kernel" not in by_code["AC023"].message
+
+    def join(x, y):
+        return torch.cat([x, y])
+
+    def index_rows(x, y):
+        return torch.nn.functional.pad(x, (0, 0, 0, len(y))) + torch.nn.functional.pad(
+            y, (0, 0, len(x), 0)
+        )
+
+    report = ampcheck(
+        join, (torch.randn(4, 8), torch.randn(3, 8)), reference=index_rows, raises=False
+    )
+    (finding,) = report.findings
+    assert "under autocast to fp16 it accepts only fp16 and fp32" in finding.cause
+
+
+def test_values_that_were_rounded_before_they_are_subtracted():
+    """Without autocast, `LigerFusedLinearJSDLoss` 0.8.5 keeps log-probabilities in fp16."""
+
+    def divergence(x, y):
+        log_x = x.log_softmax(-1).float()
+        log_y = y.log_softmax(-1).float()
+        return (log_x.exp() * (log_x - log_y)).sum(-1)
+
+    def reference(x, y):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        log_x = x.log_softmax(-1, dtype=wide)
+        return (log_x.exp() * (log_x - y.log_softmax(-1, dtype=wide))).sum(-1)
+
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    inputs = (x, x + 0.05 * torch.randn(8, 64, generator=torch.Generator().manual_seed(1)))
+    report = ampcheck(divergence, inputs, reference=reference, raises=False)
+    causes = {finding.cause for finding in report.findings if finding.code == "AC006"}
+    assert any("were rounded to" in str(cause) for cause in causes), report.render()
+    assert not any("formula itself" in str(cause) for cause in causes)

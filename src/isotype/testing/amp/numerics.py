@@ -512,6 +512,7 @@ def _precision_fault(
     repeats = 0
     cancels = False
     sums = False
+    has_rounded_operands = False
     if imprecise_step is None:
         stage = BACKWARD if excess.result.startswith("gradient") else FORWARD
         location = faulty_method_location(subject, outcome, stage)
@@ -523,6 +524,10 @@ def _precision_fault(
             imprecise_step.input_error, 1e-9
         )
         sums = imprecise_step.accumulates and repeats >= 4
+        # Liger-Kernel's JSD subtracts log-probabilities in fp32 that were rounded to fp16
+        has_rounded_operands = low_dtype == torch.float32 and imprecise_step.input_error > 1e-5
+        if has_rounded_operands:
+            low_dtype = setting.lowest(sample)
         input_error = format_error(imprecise_step.input_error)
         output_error = format_error(imprecise_step.output_error)
         errors = (
@@ -549,6 +554,7 @@ def _precision_fault(
         times=times,
         cancels=cancels,
         sums=sums,
+        has_rounded_operands=has_rounded_operands,
         repeats=repeats,
         setting=setting.describe(),
     )

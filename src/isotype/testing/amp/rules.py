@@ -50,6 +50,8 @@ _NO_KERNEL = re.compile(
     r" implemented|has no CPU version",  # the last one is of Triton's interpreter
     re.IGNORECASE,
 )
+# FFTs in bf16
+_UNSUPPORTED_DTYPE = re.compile(r"Unsupported dtype (\w+)")
 # autocast ignores out= and in-place products. Only a keyword argument is matched, since an
 # assignment such as `out = x @ w` writes into no buffer
 _OUT = re.compile(r"[(,]\s*out\s*=(?!=)")
@@ -172,11 +174,22 @@ def failure_finding(
         saved=_join_dtypes(saved),
         device=device,
         observed=setting.describe(),
+        unsupported=_unsupported_dtype(outcome.error),
+        unpromoted="at::autocast::prioritize" in str(outcome.error),
     )
     code = "AC001"
     if stage == BACKWARD:
         code = "AC002"
     return (code, location.file, location.line), replace(finding, code=code)
+
+
+def _unsupported_dtype(error: BaseException) -> str:
+    """Returns the dtype that an operator does not accept, or "" if the error is another one."""
+    match = _UNSUPPORTED_DTYPE.search(str(error))
+    if match is None:
+        return ""
+    names = {"BFloat16": "bf16", "Half": "fp16", "Float": "fp32", "Double": "fp64"}
+    return names.get(match[1], match[1])
 
 
 def _join_dtypes(tensors: Sequence[Tensor]) -> str:
