@@ -138,7 +138,9 @@ TRUTH = {
         "RN011",
         "return F.scaled_dot_product_attention(q, k, v)",
         "attention",
-        "`self.inverse` made q and k fp32 (tests/doctor/run/programs/rotary_attention.py:31)",
+        "`self.inverse` made q and k fp32 (tests/doctor/run/programs/rotary_attention.py:31); v is"
+        " bf16: `self.qkv(x)` (tests/doctor/run/programs/rotary_attention.py:16) returns bf16, as"
+        " the weights of attention.qkv are",
         "`q.to(torch.bfloat16)` and `k.to(torch.bfloat16)` at",
     ),
     "vae_latents": Truth(
@@ -887,7 +889,8 @@ TRUTH = {
         "return F.scaled_dot_product_attention(query, memory, memory)",
         "Reader",
         "because Encoder.forward runs under autocast"
-        " (tests/doctor/run/programs/autocast_encoder.py:16); query kept fp32",
+        " (tests/doctor/run/programs/autocast_encoder.py:16); query is fp32: `self.query(x)`"
+        " (tests/doctor/run/programs/autocast_encoder.py:31) returns fp32",
         "`memory.to(torch.float32)` at tests/doctor/run/programs/autocast_encoder.py:32",
     ),
     "written_cache": Truth(
@@ -953,7 +956,7 @@ TRUTH = {
         'assert x.dtype == cos.dtype == sin.dtype, f"got {x.dtype} and {cos.dtype}"',
         "Attention",
         "makes it fp32 (tests/doctor/run/programs/kernel_check.py:30); the check compares it with cos and"
-        " sin in bf16",
+        " sin in bf16; cos is bf16: ",
         ".to(torch.bfloat16)` at tests/doctor/run/programs/kernel_check.py:30",
     ),
     "stated_check": Truth(
@@ -997,8 +1000,8 @@ TRUTH = {
         "RN017",
         "sample(Denoiser(), torch.randn(2, 4) * sigmas[0], sigmas, lambda x: x @ factors)",
         "<lambda>",
-        "`torch.from_numpy(np.append(sigmas, 0.0))` is fp64"
-        " (tests/doctor/run/programs/numpy_sigmas.py:13)",
+        "in fp64; factors is fp32: `torch.rand(4, 3)`"
+        " (tests/doctor/run/programs/numpy_sigmas.py:44) creates it in fp32; matmul needs",
         ".to(torch.float32)`",
     ),
     "outside_adapter": Truth(
@@ -1016,6 +1019,14 @@ TRUTH = {
         "the explicit cast `codes.to(torch.float16)` makes it fp16"
         " (tests/doctor/run/programs/kernel_dtype.py:15)",
         "`weight.to(torch.bfloat16)` at tests/doctor/run/programs/kernel_dtype.py:18",
+    ),
+    "loader_check": Truth(
+        "RN017",
+        'raise RuntimeError(f"{name}: mismatched dtypes or shape")',
+        "load",
+        "`self.weight = nn.Parameter(torch.ones(width, dtype=dtype))`"
+        " (tests/doctor/run/programs/loader_check.py:15) builds 1.weight in bf16",
+        "`tensor = tensor.to(torch.bfloat16)` before tests/doctor/run/programs/loader_check.py:29",
     ),
 }
 
@@ -1050,6 +1061,10 @@ def test_cause_place_and_fix(name, monkeypatch):
     assert finding.place.symbol == truth.symbol
     assert truth.cause in finding.cause
     assert truth.fix in finding.fix
+
+
+def test_check_that_fails_for_a_shape_is_not_explained(monkeypatch):
+    assert run_in_process("loader_check", monkeypatch, "shape") is None
 
 
 def test_compiled_code_of_several_processes_is_not_run_again(monkeypatch):

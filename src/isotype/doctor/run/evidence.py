@@ -19,6 +19,7 @@ from torch import nn
 from ...dtypes import format_dtype
 from ...observe.origin import is_library_file
 from .autocast import AutocastState, find_other_region, read_autocast_state
+from .checks import fails_for_other_reason, find_check_operands
 from .compiled import run_without_compiler
 from .expressions import UNKNOWN, TensorFacts, is_tensor, read_value
 from .frames import CallFrame, collect_frames, iterate_causes
@@ -43,6 +44,10 @@ NUMPY_DTYPE = re.compile(
 # words of messages about the other properties of tensors
 _OTHER_SUBJECTS = re.compile(
     r"out of memory|shapes? (?:of|cannot|mismatch)|same device|No such file"
+)
+# messages of checks that concern the dtype or another property
+_SEVERAL_SUBJECTS = re.compile(
+    r"(?i)d?types? ?(?:or|and|,|/) ?(?:shape|size|device)|(?:shape|size|device)s? ?(?:or|and|,|/) ?d?type"
 )
 # the types of tensors in messages such as `[torch.cuda.HalfTensor [8]] is at version 2`
 _TENSOR_TYPE = re.compile(
@@ -77,6 +82,7 @@ class Operand:
     path         the path of the parameter or buffer; "" if the operand is neither
     frame_index  the index of the frame that failed
     node         the syntax tree of the operand
+    weight       the parameter or buffer to which the operand belongs, or None
     storage      how the tensor is stored, such as `Params4bit that widens to bf16`; None for a
                  plain tensor
     list_name    the list of tensors that contains the operand; "" if no list does
@@ -90,6 +96,7 @@ class Operand:
     frame_index: int
     node: ast.AST
     tensor: torch.Tensor | None
+    weight: torch.Tensor | None = None
     storage: str | None = None
     list_name: str = ""
 
@@ -99,9 +106,9 @@ class Operand:
 
     @property
     def _role(self) -> str:
-        if not isinstance(self.tensor, nn.Parameter):
+        if not isinstance(self.weight, nn.Parameter):
             return "buffer"
-        return "trained parameter" if self.tensor.requires_grad else "frozen parameter"
+        return "trained parameter" if self.weight.requires_grad else "frozen parameter"
 
     def describe(self) -> str:
         shape = "" if self.shape is None else f"[{' '.join(map(str, self.shape))}]"
@@ -246,7 +253,9 @@ def collect_evidence(error: BaseException) -> Evidence | None:
         if frames:
             evidence = _build_evidence(cause, frames)
             evidence = replace(evidence, compiled_location=_compiled_location(error))
-            if _HIDES_DTYPE.search(str(cause)) and len(evidence.floating_dtypes) < 2:
+            if _needs_different_dtypes(cause) and len(evidence.floating_dtypes) < 2:
+                continue
+            if fails_for_other_reason(frames[-1]):
                 continue
             if _concerns_torch(evidence):
                 return evidence
@@ -263,6 +272,12 @@ def _mentions_dtype(error: BaseException) -> bool:
     text = _TENSOR_TYPE.sub("", text)  # a single type only describes a tensor
     is_about_dtypes = MENTIONS_DTYPE.search(text) or _HIDES_DTYPE.search(text)
     return is_about_dtypes is not None and _OTHER_SUBJECTS.search(text) is None
+
+
+def _needs_different_dtypes(error: BaseException) -> bool:
+    """True for a message that may also concern another property than the dtype."""
+    text = str(error)
+    return bool(_HIDES_DTYPE.search(text) or _SEVERAL_SUBJECTS.search(text))
 
 
 def _compiled_location(error: BaseException) -> tuple[str, int] | None:
@@ -326,6 +341,9 @@ def _read_operands(
         node = frame.expression
         if index == last:
             operation, nodes = _split_expression(node, frame)
+            compared = find_check_operands(frame)
+            if compared:
+                operation, nodes = _name_check(frame), list(compared)
         else:
             operation, nodes = frame.function, []
         operands = list(_make_operands(nodes, index, frame, names))
@@ -340,6 +358,10 @@ def _read_operands(
         if frame.is_user_code:
             break
     return frames[-1].function, []
+
+
+def _name_check(frame: CallFrame) -> str:
+    return "the check" if frame.function == "<module>" else f"the check in {frame.function}"
 
 
 def _read_computed_operand(
@@ -476,8 +498,9 @@ def _make_operand(
     tensor = value if isinstance(value, torch.Tensor) else None
     shape = None if tensor is None else tuple(tensor.shape)
     path = names.tensor_path(tensor) or ""
+    weight = names.find_tensor(tensor)
     return Operand(
-        label, value.dtype, shape, value.device, path, index, node, tensor, _storage(tensor)
+        label, value.dtype, shape, value.device, path, index, node, tensor, weight, _storage(tensor)
     )
 
 

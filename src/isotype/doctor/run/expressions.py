@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -338,7 +339,7 @@ def _read_item(container: Any, index: ast.AST, frame: CallFrame) -> Any:
     data = getattr(container, "data", None)  # BatchEncoding and BatchFeature of transformers
     if not isinstance(container, (dict, list, tuple)) and isinstance(data, dict):
         container = data
-    if type(container) in (dict, list, tuple):
+    if type(container) in (dict, OrderedDict, list, tuple):  # their code is that of Python
         try:
             return container[key]
         except (KeyError, IndexError, TypeError):

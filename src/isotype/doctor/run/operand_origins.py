@@ -16,17 +16,18 @@ from .recorded_origins import find_recorded_origin, find_tensor_origin
 from .weight_origin import WeightOrigin
 
 # the causes in which two values differ in dtype; their sentence says what made each of them
-_CODES = ("RN001", "RN008", "RN011", "RN016", "RN017", "RN022", "RN023")
+_CODES = ("RN001", "RN008", "RN011", "RN016", "RN017", "RN020", "RN022", "RN023")
+# the causes that also name weights which no call cast: they describe both operands alike
+_SYMMETRIC_CODES = ("RN011", "RN017", "RN020")
 
 
 def find_operand_origin(evidence: Evidence, operand: Operand) -> WeightOrigin | None:
     """Returns the call that gave a parameter or buffer its dtype. Returns None for other operands,
     and for weights that were built in the default dtype and never cast.
     """
-    tensor = evidence.names.find_tensor(operand.tensor)
-    if tensor is None:
+    if operand.weight is None:
         return None
-    origin = find_tensor_origin(tensor)
+    origin = find_tensor_origin(operand.weight)
     return None if origin is None or origin.kind == "default" else origin
 
 
@@ -37,20 +38,27 @@ def add_weight_origins(finding: Finding, evidence: Evidence) -> Finding:
     if finding.code not in _CODES or len(evidence.floating_dtypes) < 2:
         return finding
     cause = finding.cause or ""
-    for weights, origin, dtype_name in _iterate_origins(evidence):
+    includes_default = finding.code in _SYMMETRIC_CODES
+    for weights, origin, dtype_name in _iterate_origins(evidence, includes_default):
         if origin.location not in cause:
             cause += f"; {origin.describe(weights, dtype_name)}"
     return dataclasses.replace(finding, cause=cause)
 
 
-def _iterate_origins(evidence: Evidence) -> Iterator[tuple[str, WeightOrigin, str]]:
+def _iterate_origins(
+    evidence: Evidence, includes_default: bool
+) -> Iterator[tuple[str, WeightOrigin, str]]:
     """Yields the weights of the failing expression, or those of a module that computed an operand,
     with the call that gave them their dtype, and its name.
+
+    includes_default  whether to yield weights that were built in the default dtype and never cast
     """
     for operand in evidence.operands:
         if not operand.dtype.is_floating_point:
             continue
         origin = find_operand_origin(evidence, operand)
+        if origin is None and includes_default and operand.weight is not None:
+            origin = find_tensor_origin(operand.weight)
         if origin is not None:
             yield operand.path, origin, operand.dtype_name
             continue
@@ -64,7 +72,8 @@ def _iterate_origins(evidence: Evidence) -> Iterator[tuple[str, WeightOrigin, st
         is_outside = evidence.names.find_root(module) is not evidence.model
         # such as an adapter beside an fp16 model that no call cast
         is_uncast = is_outside and operand.dtype != evidence.majority_dtype
-        if origin is not None and (origin.kind != "default" or is_uncast):
+        is_named = includes_default or is_uncast
+        if origin is not None and (origin.kind != "default" or is_named):
             name = _called_module(producer) if is_outside else producer.path
             yield f"the weights of {name}", origin, operand.dtype_name
 

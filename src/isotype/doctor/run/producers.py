@@ -256,7 +256,8 @@ class _Search:
         is_candidate = frame.is_user_code and index < self.running_count and not is_raised_here
         if not self.is_passed and is_candidate:
             self.is_passed = True
-            if not has_other_dtype:  # otherwise a library made another tensor from it
+            # otherwise a library made another tensor from it, or a loop reads the tensors of a dict
+            if not has_other_dtype and not isinstance(value, dict):
                 self.passed = node
                 self.passed_at = frame.location
         if self.step_count > _MAX_STEPS or has_other_dtype:
@@ -1385,6 +1386,11 @@ class _Search:
         """Continues the search at the values over which a `for` loop iterates."""
         iterable = _unwrap_iterable(binding.iter)
         target = binding.target
+        table = _read_table(iterable)
+        if table is not None:
+            self.key = UNKNOWN
+            result = self.follow(table, index, binding.lineno)
+            return result if result.kind != "unknown" else self.producer("data", table, index)
         if isinstance(target, ast.Tuple) and iterable is not binding.iter:
             target = target.elts[-1]
         element = _position_in(target, name)
@@ -1931,6 +1937,14 @@ def _unwrap_iterable(iterable: ast.AST) -> ast.AST:
             break
         iterable = iterable.args[0]
     return iterable
+
+
+def _read_table(iterable: ast.AST) -> ast.expr | None:
+    """Returns the dict of `for name, tensor in tensors.items()` and of `tensors.values()`."""
+    match iterable:
+        case ast.Call(ast.Attribute(table, "items" | "values"), [], []):
+            return table
+    return None
 
 
 def _returned_values(scope: Any) -> Iterator[ast.expr]:

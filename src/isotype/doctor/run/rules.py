@@ -24,6 +24,7 @@ from ...pages.finding_sheet import load_finding_formatter
 from .autocast import starts_thread
 from .batches import find_batch_item
 from .causes import SHEET
+from .checks import find_check_location, find_compared_dtypes, read_dtype_owner
 from .dtype_settings import DtypeSetting, find_dtype_setting
 from .evidence import NUMPY_DTYPE, Evidence, Operand, describe_autocast
 from .expressions import is_tensor, node_keyword, read_function, read_value
@@ -382,7 +383,8 @@ def _passed_argument(evidence: Evidence, operand: Operand, producer: Producer) -
     """
     frame = evidence.user_frame
     call = frame.expression
-    if producer.passed or not isinstance(call, ast.Call):
+    is_raise = isinstance(frame.statement, ast.Raise)
+    if producer.passed or is_raise or not isinstance(call, ast.Call):
         return producer.passed
     if len(call.args) == 1:
         value = read_value(call.args[0], frame)
@@ -827,6 +829,19 @@ def _describe_producer(producer: Producer, dtype_name: str) -> str:
     return f"{place} is {dtype_name}"
 
 
+def _describe_others(evidence: Evidence, others: Sequence[Operand]) -> str:
+    """Returns what made the first of some operands whose origin the source code proves, as a part
+    of a sentence. The origins of weights are added to the finding later.
+    """
+    for operand in others:
+        producer = evidence.producer_of(operand)
+        description = _describe_producer(producer, operand.dtype_name)
+        is_known = producer.text != operand.label or producer.reason
+        if description and is_known and not operand.path:
+            return f"{operand.label} is {operand.dtype_name}: {description}"
+    return ""
+
+
 def _find_later_conversions(frame: CallFrame) -> list[str]:
     """Returns the later lines of the running function that convert a tensor to NumPy whose dtype
     NumPy does not have.
@@ -1180,41 +1195,25 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
     x.dtype != y.dtype: raise`, or a raised message such as "x must be of type float32".
     """
     frame = evidence.failing_frame
-    compare = _find_compared_dtypes(frame)
+    compare = find_compared_dtypes(frame)
     if compare is None:
         return _find_stated_check(evidence)
     sides = [compare.left, *compare.comparators]
     dtypes = [read_value(side, frame) for side in sides]
     if not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
         return _find_stated_check(evidence)
-    owners = [_owner_of_dtype(side, frame) for side in sides]
+    owners = [read_dtype_owner(side, frame) for side in sides]
     if isinstance(frame.statement, ast.Raise) and None not in owners:
         return None  # two tensors that differ: the rule for operands of an operator decides
     index = _find_odd_side(dtypes, owners, evidence)
     if index is None:
         return None
-    owner = _owner_of_dtype(sides[index], frame)
+    owner = read_dtype_owner(sides[index], frame)
     assert owner is not None
     needed = next(dtype for dtype in dtypes if dtype != dtypes[index])
-    others = [side.value for side in sides if _owner_of_dtype(side, frame) not in (None, owner)]  # type: ignore[attr-defined]
+    others = [side.value for side in sides if read_dtype_owner(side, frame) not in (None, owner)]  # type: ignore[attr-defined]
     other_texts = [ast.unparse(other) for other in others]
     return _make_check_finding(evidence, owner, dtypes[index], needed, other_texts)
-
-
-def _find_compared_dtypes(frame: CallFrame) -> ast.Compare | None:
-    """Returns the comparison that failed: that of an `assert`, or that of the `if` around a `raise`."""
-    statement = frame.statement
-    if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
-        is_equality = all(isinstance(op, (ast.Eq, ast.Is)) for op in statement.test.ops)
-        return statement.test if is_equality else None
-    if not isinstance(statement, ast.Raise) or frame.scope is None:
-        return None
-    for branch in ast.walk(frame.scope):
-        match branch:
-            case ast.If(ast.Compare(ops=[ast.NotEq() | ast.IsNot()]) as test, body):
-                if any(part is statement for part in body):
-                    return test
-    return None
 
 
 # messages of a check that name a value and the dtype that it needs
@@ -1249,9 +1248,14 @@ def _make_check_finding(
     owner   the expression of the tensor in the failing frame
     others  the tensors with which the check compares it
     """
-    producer = find_producer(
-        owner, evidence.frames, len(evidence.frames) - 1, dtype, evidence.names
-    )
+    operands = {operand.label: operand for operand in evidence.operands}
+    operand = operands.get(ast.unparse(owner))
+    if operand is None or operand.dtype != dtype:
+        index = len(evidence.frames) - 1
+        producer = find_producer(owner, evidence.frames, index, dtype, evidence.names)
+    else:
+        producer = evidence.producer_of(operand)
+    compared = [operands[other] for other in others if other in operands]
     passed, passed_at = _find_passed_argument(owner, evidence)
     is_autocast = producer.kind in ("module", "autocast") and evidence.autocast.is_on
     return _make_finding(
@@ -1259,6 +1263,7 @@ def _make_check_finding(
         evidence,
         value=ast.unparse(owner),
         others=" and ".join(others),
+        others_origin=_describe_others(evidence, compared),
         has=format_dtype(dtype),
         needs=format_dtype(needed),
         source=producer.text,
@@ -1312,13 +1317,6 @@ def _find_passed_argument(node: ast.expr, evidence: Evidence) -> tuple[str, str]
     return passed
 
 
-def _owner_of_dtype(node: ast.expr, frame: CallFrame) -> ast.expr | None:
-    """Returns the expression `x` of `x.dtype`, if `x` is a tensor that can be read."""
-    if not isinstance(node, ast.Attribute) or node.attr != "dtype":
-        return None
-    return node.value if is_tensor(read_value(node.value, frame)) else None
-
-
 def find_in_place_result(evidence: Evidence) -> Finding | None:
     if "can't be cast to the desired output type" not in evidence.message or not evidence.operands:
         return None
@@ -1352,6 +1350,7 @@ def find_attention_operand(evidence: Evidence) -> Finding | None:
         odd_dtype=odd.dtype_name,
         others=" and ".join(operand.label for operand in others),
         others_dtype=others[0].dtype_name,
+        others_origin=_describe_others(evidence, others),
         source=producer.text,
         source_at=producer.location,
         reason=producer.reason,
@@ -2112,16 +2111,28 @@ def find_mixed_operands(evidence: Evidence) -> Finding | None:
         odd_dtype=odd.dtype_name,
         others=" and ".join(names),
         others_dtype=others[0].dtype_name,
+        others_origin=_describe_others(evidence, others),
         source=producer.text,
         source_at=producer.location,
         reason=producer.reason,
         passed=_passed(evidence, odd, producer),
         is_in_user_line=_is_in_user_line(evidence, odd, producer),
+        check_at=_check_location(evidence, odd),
         at=_passed_at(evidence, producer),
         target=str(others[0].dtype),
         autocast=bool(evidence.autocast.is_on),
         set_by=_describe_setting(evidence, producer, odd.dtype, others[0].dtype),
     )
+
+
+def _check_location(evidence: Evidence, operand: Operand) -> str:
+    """Returns the place of the check of the user's code that failed for a variable, or "". A cast
+    before this line changes the variable.
+    """
+    frame = evidence.failing_frame
+    is_check = isinstance(frame.statement, (ast.Raise, ast.Assert)) and frame.is_user_code
+    is_variable = operand.label.isidentifier() and evidence.frames[operand.frame_index] is frame
+    return find_check_location(frame) if is_check and is_variable else ""
 
 
 # in the order of evaluation: the more specific rules come first

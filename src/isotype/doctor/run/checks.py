@@ -1,0 +1,99 @@
+"""Reads the program's own checks of dtypes: the comparison of an `assert`, or that of the `if` around
+a `raise`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import torch
+
+from .expressions import is_tensor, read_value
+from .frames import CallFrame
+
+
+def find_compared_dtypes(frame: CallFrame) -> ast.Compare | None:
+    """Returns the comparison of dtypes that failed in a frame. A condition may join it with others,
+    as in `if x.dtype != y.dtype or x.shape != y.shape: raise`: then its dtypes must differ.
+    """
+    comparisons = _find_comparisons(frame)
+    if len(comparisons) == 1:
+        return comparisons[0]
+    return next((part for part in comparisons if _has_different_dtypes(part, frame)), None)
+
+
+def find_check_operands(frame: CallFrame) -> list[ast.expr]:
+    """Returns the tensors whose dtypes a failed check of the frame compares."""
+    comparison = find_compared_dtypes(frame)
+    if comparison is None or not _has_different_dtypes(comparison, frame):
+        return []
+    sides = [comparison.left, *comparison.comparators]
+    owners = [read_dtype_owner(side, frame) for side in sides]
+    return [owner for owner in owners if owner is not None]
+
+
+def find_check_location(frame: CallFrame) -> str:
+    """Returns the file and line of the check that failed in a frame: of the `assert`, or of the `if`
+    around the `raise`.
+    """
+    comparison = find_compared_dtypes(frame)
+    return "" if comparison is None else frame.location_of(comparison)
+
+
+def fails_for_other_reason(frame: CallFrame) -> bool:
+    """True if the condition of a failed check compares dtypes that are equal: it failed for its other
+    part, such as a comparison of shapes.
+    """
+    comparisons = _find_comparisons(frame)
+    read = [part for part in comparisons if len(_read_dtypes(part, frame)) > 1]
+    return bool(read) and not any(_has_different_dtypes(part, frame) for part in comparisons)
+
+
+def read_dtype_owner(node: ast.expr, frame: CallFrame) -> ast.expr | None:
+    """Returns the expression `x` of `x.dtype`, if `x` is a tensor that can be read."""
+    if not isinstance(node, ast.Attribute) or node.attr != "dtype":
+        return None
+    return node.value if is_tensor(read_value(node.value, frame)) else None
+
+
+def _find_comparisons(frame: CallFrame) -> list[ast.Compare]:
+    """Returns the comparisons of the running `assert`, or of the `if` around the running `raise`."""
+    statement = frame.statement
+    if isinstance(statement, ast.Assert):
+        return list(_iterate_comparisons(statement.test, is_raised_if=False))
+    if isinstance(statement, ast.Raise) and frame.scope is not None:
+        for branch in ast.walk(frame.scope):
+            if isinstance(branch, ast.If) and any(part is statement for part in branch.body):
+                return list(_iterate_comparisons(branch.test, is_raised_if=True))
+    return []
+
+
+def _iterate_comparisons(test: ast.expr, *, is_raised_if: bool) -> Iterator[ast.Compare]:
+    """Yields the comparisons of a condition that make a check fail.
+
+    is_raised_if  the value of the condition with which the check fails
+    """
+    match test:
+        case ast.BoolOp(_, values):
+            for value in values:
+                yield from _iterate_comparisons(value, is_raised_if=is_raised_if)
+        case ast.UnaryOp(ast.Not(), operand):
+            yield from _iterate_comparisons(operand, is_raised_if=not is_raised_if)
+        case ast.Compare(_, operators):
+            kinds = (ast.NotEq, ast.IsNot) if is_raised_if else (ast.Eq, ast.Is)
+            if all(isinstance(operator, kinds) for operator in operators):
+                yield test
+
+
+def _read_dtypes(comparison: ast.Compare, frame: CallFrame) -> list[torch.dtype]:
+    """Returns the dtypes that a comparison compares. Returns none if a side is no dtype, or cannot be
+    read.
+    """
+    sides = [comparison.left, *comparison.comparators]
+    dtypes = [read_value(side, frame) for side in sides]
+    return dtypes if all(isinstance(dtype, torch.dtype) for dtype in dtypes) else []
+
+
+def _has_different_dtypes(comparison: ast.Compare, frame: CallFrame) -> bool:
+    return len(set(_read_dtypes(comparison, frame))) > 1
