@@ -1028,6 +1028,15 @@ TRUTH = {
         " (tests/doctor/run/programs/loader_check.py:15) builds 1.weight in bf16",
         "`tensor = tensor.to(torch.bfloat16)` before tests/doctor/run/programs/loader_check.py:29",
     ),
+    "uncast_decoder": Truth(
+        "RN001",
+        "return self.up(latents)",
+        "up",
+        "because `Denoiser().half()` (tests/doctor/run/programs/uncast_decoder.py:39) made the"
+        " weights of Denoiser fp16; `Decoder(8)` (tests/doctor/run/programs/uncast_decoder.py:40)"
+        " builds the weights of Decoder in fp32, the default dtype, and no call cast them",
+        "`latents.to(torch.float32)` at",
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,6 +48,44 @@ def find_tensor_origin(tensor: torch.Tensor) -> WeightOrigin | None:
     """Returns the call that gave a parameter or buffer its dtype."""
     event = _find_last_event(RECORD.events_of_tensor(tensor), tensor.dtype)
     return None if event is None else read_origin(event)
+
+
+def find_construction(model: nn.Module) -> WeightOrigin | None:
+    """Returns the call of the user's code that built a model, if all of its floating-point weights
+    have one dtype and no call cast them. Returns None for all other models.
+    """
+    events = [
+        (event, parameter.dtype)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_floating_point()
+        for event in RECORD.events_of(module).get(name, []) or [None]
+    ]
+    dtypes = {dtype for _, dtype in events}
+    if len(dtypes) != 1 or any(event is None or event.dtype not in dtypes for event, _ in events):
+        return None
+    first = events[0][0]
+    origin = None if first is None else read_origin(first)
+    if first is None or origin is None or origin.kind not in ("default", "construction"):
+        return None
+    call = _find_constructor_call(first, type(model))
+    if call is None:
+        return origin
+    text, location, node = _read_call(*call)
+    return WeightOrigin(origin.kind, text, location, node)
+
+
+def _find_constructor_call(event: WeightEvent, kind: type) -> tuple[CodeType, int] | None:
+    """Returns the call of the user's code that ran the constructor of a class."""
+    constructor = getattr(inspect.unwrap(kind.__init__), "__code__", None)
+    codes = [call.code for call in event.calls]
+    if constructor not in codes:
+        return None
+    last = max(index for index, code in enumerate(codes) if code is constructor)
+    outer = event.calls[last + 1 :]
+    return next(
+        (call[:2] for call in outer if not is_library_file(call.code.co_filename)), None
+    )
 
 
 def find_cast(tensor: torch.Tensor) -> tuple[WeightOrigin, CodeType] | None:

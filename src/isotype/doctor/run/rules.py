@@ -56,7 +56,12 @@ from .recomputation import (
     find_inner_autocast,
     find_recomputation,
 )
-from .recorded_origins import find_state_load, find_tensor_origin, is_cast_of_most_weights
+from .recorded_origins import (
+    find_construction,
+    find_state_load,
+    find_tensor_origin,
+    is_cast_of_most_weights,
+)
 from .settings import find_arguments_without_autocast, is_prepared_model, runs_under_autocast
 from .storages import StorageCreation, find_storage_creation
 from .user_files import iterate_user_files
@@ -1941,7 +1946,9 @@ def _explain_weights(
     loading = None
     model_origin = None
     is_default_before = origin is not None and origin.kind == "default"
-    if weight.dtype == evidence.majority_dtype and (module is None or is_default_before):
+    is_other_model = module is not None and not _is_part(module, evidence.model)
+    is_explained = module is None or is_default_before or is_other_model
+    if weight.dtype == evidence.majority_dtype and is_explained:
         if evidence.model is not None:
             model_origin = find_model_origin(evidence.frames, evidence.model, weight.dtype)
         if model_origin is not None and model_origin.kind == "assignment":
@@ -1958,6 +1965,14 @@ def _explain_weights(
     facts |= _describe_origin(
         origin, f"the weights of {producer.path}", operand.dtype, weight.dtype
     )
+    if evidence.model is not None and model_origin is None and loading is None and is_other_model:
+        construction = find_construction(evidence.model)
+        if construction is not None:
+            name = type(evidence.model).__name__
+            text = construction.describe(f"the weights of {name}", weight.dtype_name)
+            facts["uncast"] = text
+            facts["holder"] = _find_holder(evidence, evidence.model)
+            facts["input_dtype"] = str(operand.dtype)
     if model_origin is not None:
         weights = "the weights of the model"
         facts["model_origin"] = model_origin.describe(weights, weight.dtype_name)
@@ -1965,6 +1980,25 @@ def _explain_weights(
         if model_origin.kind == "checkpoint":
             facts["reloaded"] = model_origin.with_dtype(operand.dtype)
     return facts
+
+
+def _is_part(module: nn.Module, model: nn.Module | None) -> bool:
+    return model is not None and any(part is module for part in model.modules())
+
+
+def _find_holder(evidence: Evidence, model: nn.Module) -> str:
+    """Returns the expression for a model in the user's line: a variable, or the attribute of an
+    object, such as `pipe.vae`.
+    """
+    frame = evidence.user_frame
+    for name, value in frame.variables.items():
+        if value is model:
+            return name
+        stored = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+        for attribute, item in stored.items():
+            if item is model:
+                return f"{name}.{attribute}"
+    return ""
 
 
 def _find_module_origin(
