@@ -241,8 +241,8 @@ TRUTH = {
         "RN016",
         "counts *= 0.9",
         "<module>",
-        "`counts` is int64",
-        "`counts.float()`",
+        "`counts` is int64, and the result is a float",
+        "`counts = counts * 0.9` at tests/doctor/run/programs/integer_counts.py:11",
     ),
     "mask_constant": Truth(
         "RN018",
@@ -1036,6 +1036,15 @@ TRUTH = {
         " weights of Denoiser fp16; `Decoder(8)` (tests/doctor/run/programs/uncast_decoder.py:40)"
         " builds the weights of Decoder in fp32, the default dtype, and no call cast them",
         "`latents.to(torch.float32)` at",
+    ),
+    "clamped_cells": Truth(
+        "RN016",
+        "return rows.clamp_(0, gain[1] - 1), columns.clamp_(0, gain[0] - 1)",
+        "find_cells",
+        "`rows` is int64, and `gain[1] - 1` is fp32: `torch.ones(4)`"
+        " (tests/doctor/run/programs/clamped_cells.py:18) creates it in fp32",
+        "`(gain[1] - 1).to(rows.dtype)` and `(gain[0] - 1).to(columns.dtype)` at"
+        " tests/doctor/run/programs/clamped_cells.py:15",
     ),
 }
 

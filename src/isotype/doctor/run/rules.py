@@ -1323,12 +1323,83 @@ def _find_passed_argument(node: ast.expr, evidence: Evidence) -> tuple[str, str]
 
 
 def find_in_place_result(evidence: Evidence) -> Finding | None:
+    """Finds an operator that writes floats or complex numbers into a tensor that cannot hold them."""
     if "can't be cast to the desired output type" not in evidence.message or not evidence.operands:
         return None
-    operand = evidence.operands[0]
-    return _make_operand_finding(
-        "RN016", evidence, operand, operation=evidence.operation, value=operand.label
+    destination, *values = evidence.operands
+    is_wider = [value for value in values if value.dtype.is_complex or not _is_wide(destination)]
+    odd = next((value for value in is_wider if _is_wide(value)), None)
+    origin = ""
+    if odd is not None:
+        producer = evidence.producer_of(odd)
+        origin = _describe_producer(producer, odd.dtype_name)
+        origin = "" if producer.text == odd.label and not producer.reason else origin
+    frame = evidence.failing_frame
+    return _make_finding(
+        "RN016",
+        evidence,
+        operation=evidence.operation,
+        value=destination.label,
+        has=destination.dtype_name,
+        result="complex" if "result type Complex" in evidence.message else "float",
+        odd="" if odd is None else odd.label,
+        odd_dtype="" if odd is None else odd.dtype_name,
+        odd_origin=origin,
+        casts=" and ".join(_cast_bounds(frame)),
+        rewritten=_without_in_place(frame.expression, frame.statement),
+        base=_base_of(destination.label),
+        at=frame.location,
     )
+
+
+def _base_of(text: str) -> str:
+    """Returns the tensor of which an expression is a part: `x` of `x[0]`."""
+    node = ast.parse(text, mode="eval").body
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return ast.unparse(node)
+
+
+def _is_wide(operand: Operand) -> bool:
+    return operand.dtype.is_floating_point or operand.dtype.is_complex
+
+
+def _cast_bounds(frame: CallFrame) -> list[str]:
+    """Returns casts for the bounds of `x.clamp_(low, high)` that are tensors of floats, if `x` is an
+    integer, such as an index. The same line may clamp several tensors.
+    """
+    failing, statement = frame.expression, frame.statement
+    is_clamp = isinstance(failing, ast.Call) and ast.unparse(failing.func).endswith("clamp_")
+    casts = []
+    for node in ast.walk(statement) if is_clamp and statement is not None else ():
+        match node:
+            case ast.Call(ast.Attribute(owner, "clamp_")) as call:
+                destination = read_value(owner, frame)
+                for bound in [part.value for part in _keywords(call)]:
+                    value = read_value(bound, frame)
+                    is_float = is_tensor(value) and value.dtype.is_floating_point
+                    if is_float and is_tensor(destination) and value.dtype != destination.dtype:
+                        text = _brackets(ast.unparse(bound))
+                        casts.append(f"`{text}.to({ast.unparse(owner)}.dtype)`")
+    return casts
+
+
+def _without_in_place(node: ast.AST | None, statement: ast.stmt | None) -> str:
+    """Returns the source code that computes a new tensor: `x = x * y` for `x *= y`, and `x.mul(y)`
+    for `x.mul_(y)`. Returns "" if the result is written into a part of a tensor.
+    """
+    match node:
+        case ast.AugAssign(ast.Subscript()) | ast.Call(ast.Attribute(ast.Subscript())):
+            return ""
+        case ast.AugAssign(target, operator, value):
+            left = ast.parse(ast.unparse(target), mode="eval").body
+            return f"{ast.unparse(target)} = {ast.unparse(ast.BinOp(left, operator, value))}"
+        case ast.Call(ast.Attribute(owner, name), arguments, keywords) if name.endswith("_"):
+            function = ast.Attribute(owner, name.rstrip("_"), ast.Load())
+            text = ast.unparse(ast.Call(function, arguments, keywords))
+            is_statement = isinstance(statement, ast.Expr) and statement.value is node
+            return f"{ast.unparse(owner)} = {text}" if is_statement else text
+    return ""
 
 
 def find_constant_overflow(evidence: Evidence) -> Finding | None:
