@@ -1046,6 +1046,17 @@ TRUTH = {
         "`(gain[1] - 1).to(rows.dtype)` and `(gain[0] - 1).to(columns.dtype)` at"
         " tests/doctor/run/programs/clamped_cells.py:15",
     ),
+    "widened_states": Truth(
+        "RN008",
+        'buffer.lerp_(parameter.grad, 1 - group["momentum"])',
+        "step",
+        "`state[key] = value.to(device=parameter.device, dtype=torch.float32)`"
+        " (tests/doctor/run/programs/widened_states.py:39) makes the states that"
+        " `second.load_state_dict(first.state_dict())`"
+        " (tests/doctor/run/programs/widened_states.py:51) loads fp32",
+        "`parameter.grad.to(buffer.dtype)` at tests/doctor/run/programs/widened_states.py:27; for"
+        " states in bf16, leave the cast in",
+    ),
 }
 
 

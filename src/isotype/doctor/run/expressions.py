@@ -378,33 +378,59 @@ def _read_call(node: ast.Call, frame: CallFrame) -> Any:
     if not isinstance(node.func, ast.Attribute):
         return UNKNOWN
     owner = read_value(node.func.value, frame)
-    name = node.func.attr
     if is_tensor(owner):
-        if name in CAST_METHODS:
-            return TensorFacts(CAST_METHODS[name], owner.device)
-        if name in _CONVERTING_METHODS:
-            return _read_conversion(node, owner, frame)
-        if name in _REAL_METHODS and owner.dtype.is_complex:
-            return TensorFacts(owner.dtype.to_real(), owner.device)
-        if name == "prod":  # autocast computes it in fp32, also on a CPU
-            return UNKNOWN
-        if name == "clamp":
-            return _read_clamp(owner, node.args, node, frame)
-        if name == "sum" and not _is_float(owner) and not node_keyword(node, "dtype"):
-            return TensorFacts(torch.int64, owner.device)
-        if name in DTYPE_KEEPING_METHODS and not node_keyword(node, "dtype"):
-            return _as_float(owner) if name in _FLOAT_METHODS else _as_result(owner)
-        return UNKNOWN
-    if owner is torch and name == "clamp" and node.args:
-        return _read_clamp(read_value(node.args[0], frame), node.args[1:], node, frame)
-    if owner is torch and name in CREATION_FUNCTIONS:
-        dtype_node = node_keyword(node, "dtype")
-        dtype = None if dtype_node is None else read_value(dtype_node, frame)
-        if isinstance(dtype, torch.dtype):
-            return TensorFacts(dtype, torch.device("cpu"))
-        if dtype is None and name in ("zeros", "ones", "empty", "rand", "randn", "eye", "linspace"):
-            return TensorFacts(torch.get_default_dtype(), torch.device("cpu"))
+        return _read_method(node, node.func.attr, owner, frame)
+    if owner is torch:
+        return _read_torch_function(node, node.func.attr, frame)
     return UNKNOWN
+
+
+def _read_method(node: ast.Call, name: str, owner: Any, frame: CallFrame) -> Any:
+    """Determines the dtype of the tensor that a method of a tensor returns."""
+    if name in CAST_METHODS:
+        return TensorFacts(CAST_METHODS[name], owner.device)
+    if name in _CONVERTING_METHODS:
+        return _read_conversion(node, owner, frame)
+    if name in _REAL_METHODS and owner.dtype.is_complex:
+        return TensorFacts(owner.dtype.to_real(), owner.device)
+    if name == "prod":  # autocast computes it in fp32, also on a CPU
+        return UNKNOWN
+    if name == "clamp":
+        return _read_clamp(owner, node.args, node, frame)
+    if name == "sum" and not _is_float(owner) and not node_keyword(node, "dtype"):
+        return TensorFacts(torch.int64, owner.device)
+    if name in DTYPE_KEEPING_METHODS and not node_keyword(node, "dtype"):
+        return _as_float(owner) if name in _FLOAT_METHODS else _as_result(owner)
+    return UNKNOWN
+
+
+def _read_torch_function(node: ast.Call, name: str, frame: CallFrame) -> Any:
+    """Determines the dtype of the tensor that `torch.clamp` or a creation, such as `torch.zeros`,
+    returns.
+    """
+    if name == "clamp" and node.args:
+        return _read_clamp(read_value(node.args[0], frame), node.args[1:], node, frame)
+    if name.endswith("_like") and node.args:
+        return _read_like(node, frame)
+    if name not in CREATION_FUNCTIONS:
+        return UNKNOWN
+    dtype_node = node_keyword(node, "dtype")
+    dtype = None if dtype_node is None else read_value(dtype_node, frame)
+    if isinstance(dtype, torch.dtype):
+        return TensorFacts(dtype, torch.device("cpu"))
+    if dtype is None and name in ("zeros", "ones", "empty", "rand", "randn", "eye", "linspace"):
+        return TensorFacts(torch.get_default_dtype(), torch.device("cpu"))
+    return UNKNOWN
+
+
+def _read_like(node: ast.Call, frame: CallFrame) -> Any:
+    """Determines the dtype of a tensor such as `torch.zeros_like(x)`."""
+    model = read_value(node.args[0], frame)
+    keyword = node_keyword(node, "dtype")
+    dtype = read_value(keyword, frame)
+    if isinstance(dtype, torch.dtype) and is_tensor(model):
+        return TensorFacts(dtype, model.device)
+    return UNKNOWN if keyword is not None else _as_result(model)
 
 
 def _read_clamp(tensor: Any, bounds: Sequence[ast.expr], node: ast.Call, frame: CallFrame) -> Any:

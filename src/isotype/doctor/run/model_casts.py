@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...observe.origin import short_path
+from .casts import find_cast as find_tensor_cast
 from .frames import CallFrame, make_returned_frame
 from .hooks import find_callback_registration, is_callback
 from .recorded_origins import find_cast
@@ -75,6 +76,46 @@ def find_state_write(frames: Sequence[CallFrame]) -> ModelCast | None:
     `optimizer.state[p] = ...`. Returns None if there is no such line, or more than one.
     """
     return _find_only_node(frames, _is_state_write)
+
+
+def find_state_cast(frames: Sequence[CallFrame], dtype: torch.dtype) -> ModelCast | None:
+    """Returns the assignment that casts the states of an optimizer to a dtype and puts them back, as
+    code does that loads a checkpoint. The functions that are running do not count: they create
+    states. Returns None if there is no such line, or more than one.
+    """
+    casts = []
+    for file, tree, module_frame in iterate_user_files(frames):
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if any(frame.scope is function for frame in frames):
+                continue
+            for node in _iterate_state_writes(function):
+                if find_tensor_cast(node.value, module_frame, dtype) is not None:
+                    location = f"{short_path(file)}:{node.lineno}"
+                    casts.append(ModelCast(" ".join(ast.unparse(node).split()), location))
+    return casts[0] if len(casts) == 1 else None
+
+
+def _iterate_state_writes(function: ast.FunctionDef) -> Iterator[ast.Assign]:
+    """Yields the assignments `optimizer.state[p][key] = ...`, and `state[key] = ...` where `state` was
+    read from `optimizer.state`.
+    """
+    aliases = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign([ast.Name(name)], value) if ".state" in ast.unparse(value):
+                aliases.add(name)
+            case ast.For(ast.Tuple([*_, ast.Name(name)]), values) if ".state" in ast.unparse(
+                values
+            ):
+                aliases.add(name)
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign([ast.Subscript(ast.Name(name))]) if name in aliases:
+                yield node
+            case ast.Assign() if _is_state_write(node):
+                yield node
 
 
 def _describe_node(node: ast.AST) -> str:

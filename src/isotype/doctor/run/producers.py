@@ -1389,8 +1389,8 @@ class _Search:
         table = _read_table(iterable)
         if table is not None:
             self.key = UNKNOWN
-            result = self.follow(table, index, binding.lineno)
-            return result if result.kind != "unknown" else self.producer("data", table, index)
+            stored = self.follow(table, index, binding.lineno)
+            return stored if stored.kind != "unknown" else self.producer("data", table, index)
         if isinstance(target, ast.Tuple) and iterable is not binding.iter:
             target = target.elts[-1]
         element = _position_in(target, name)

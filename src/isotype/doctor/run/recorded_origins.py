@@ -18,6 +18,7 @@ from torch import nn
 from ...observe.origin import is_library_file
 from .expressions import CASTING_METHODS, node_keyword, read_value
 from .frames import CallFrame
+from .modules import floating_weight_dtypes
 from .weight_origin import ADAPTER_KEYWORD, DTYPE_KEYWORDS, PREPARATION, WeightOrigin
 from .weight_record import RECORD, WeightEvent
 
@@ -54,19 +55,21 @@ def find_construction(model: nn.Module) -> WeightOrigin | None:
     """Returns the call of the user's code that built a model, if all of its floating-point weights
     have one dtype and no call cast them. Returns None for all other models.
     """
-    events = [
-        (event, parameter.dtype)
+    dtypes = floating_weight_dtypes(model)
+    histories = [
+        RECORD.events_of(module).get(name, [])
         for module in model.modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.is_floating_point()
-        for event in RECORD.events_of(module).get(name, []) or [None]
     ]
-    dtypes = {dtype for _, dtype in events}
-    if len(dtypes) != 1 or any(event is None or event.dtype not in dtypes for event, _ in events):
+    is_recorded = len(dtypes) == 1 and all(histories)
+    if not is_recorded or any(
+        event.dtype not in dtypes for events in histories for event in events
+    ):
         return None
-    first = events[0][0]
-    origin = None if first is None else read_origin(first)
-    if first is None or origin is None or origin.kind not in ("default", "construction"):
+    first = histories[0][0]
+    origin = read_origin(first)
+    if origin is None or origin.kind not in ("default", "construction"):
         return None
     call = _find_constructor_call(first, type(model))
     if call is None:
@@ -77,15 +80,15 @@ def find_construction(model: nn.Module) -> WeightOrigin | None:
 
 def _find_constructor_call(event: WeightEvent, kind: type) -> tuple[CodeType, int] | None:
     """Returns the call of the user's code that ran the constructor of a class."""
-    constructor = getattr(inspect.unwrap(kind.__init__), "__code__", None)
+    constructor = getattr(
+        inspect.unwrap(inspect.getattr_static(kind, "__init__")), "__code__", None
+    )
     codes = [call.code for call in event.calls]
     if constructor not in codes:
         return None
     last = max(index for index, code in enumerate(codes) if code is constructor)
     outer = event.calls[last + 1 :]
-    return next(
-        (call[:2] for call in outer if not is_library_file(call.code.co_filename)), None
-    )
+    return next((call[:2] for call in outer if not is_library_file(call.code.co_filename)), None)
 
 
 def find_cast(tensor: torch.Tensor) -> tuple[WeightOrigin, CodeType] | None:
@@ -102,10 +105,10 @@ def find_cast(tensor: torch.Tensor) -> tuple[WeightOrigin, CodeType] | None:
 
 def find_state_load(optimizer: torch.optim.Optimizer) -> tuple[ast.Call, str] | None:
     """Returns the last call of the user's code that loaded the states of an optimizer, and its
-    place.
+    place. The optimizer's own method, which calls that of its base class, does not count.
     """
     for code, instruction, _ in RECORD.last_load_of(optimizer):
-        if not is_library_file(code.co_filename):
+        if not is_library_file(code.co_filename) and code.co_name != "load_state_dict":
             _, location, call = _read_call(code, instruction)
             return None if call is None else (call, location)
     return None

@@ -37,6 +37,7 @@ from .model_casts import (
     find_default_dtype_creation,
     find_default_dtype_setter,
     find_model_cast,
+    find_state_cast,
     find_state_write,
     find_unrestored_default_dtype,
     find_unwrapping,
@@ -894,7 +895,8 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
         operands = [
             operand for operand in operands if operand.dtype_name == format_dtype(name)
         ] or operands
-    operand = operands[0]
+    # a variable decides the dtype of a table that the same line makes like it
+    operand = next((part for part in operands if part.tensor is not None), operands[0])
     producer = evidence.producer_of(operand)
     passed = _passed(evidence, operand, producer)
     is_read_twice = passed.isidentifier() and len(_reads_of(passed, evidence.user_frame)) > 1
@@ -1640,6 +1642,7 @@ def find_write(evidence: Evidence) -> Finding | None:
         maker=maker.text,
         at=evidence.failing_frame.location,
         **_describe_written_cast(evidence, maker, destination),
+        **_describe_loaded_state(evidence, destination),
         **setting,
         out=has_out,
         out_at=source.location if source.text != destination.label else "",
@@ -1692,6 +1695,31 @@ def _describe_written_cast(
         "setting": _read_setting_of_cast(maker.text),
         "needed": str(destination.dtype),
     }
+
+
+def _describe_loaded_state(evidence: Evidence, destination: Operand) -> dict[str, Any]:
+    """Returns the line that cast the loaded states of an optimizer, and the call that loaded them, if
+    a value is written into a state whose dtype is not that of its parameter.
+    """
+    facts = evidence.optimizer
+    load = None if facts is None else find_state_load(facts.optimizer)
+    state = destination.tensor
+    if facts is None or load is None or state is None:
+        return {}
+    for parameter, states in facts.optimizer.state.items():
+        for key, value in states.items():
+            if value is not state or state.dtype == parameter.dtype:
+                continue
+            cast = find_state_cast(evidence.frames, state.dtype)
+            return {
+                "state": key,
+                "load": ast.unparse(load[0]),
+                "load_at": load[1],
+                "state_cast": "" if cast is None else cast.text,
+                "state_cast_at": "" if cast is None else cast.location,
+                "parameter_dtype": format_dtype(parameter.dtype),
+            }
+    return {}
 
 
 def _read_setting_of_cast(text: str) -> str:
