@@ -106,7 +106,7 @@ def test_two_comment_lines_and_a_model_that_people_use(name):
 
 
 # the others are trained by `make test-full`
-EVERY_DAY = ("lora", "flux")
+EVERY_DAY = ("lora",)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,13 @@ def tokenizer(families):
     return families.of("chatml")
 
 
-@pytest.mark.parametrize("case", ENDLESS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.full] if case in ("a power", "a doubling") else [])
+        for case in ENDLESS
+    ],
+)
 def test_a_template_is_bounded(case, tokenizer, monkeypatch):
     monkeypatch.setattr(render, "MAX_SECONDS", 1.0)
     render.close_processes()  # the limit is the process's from its start

@@ -55,14 +55,10 @@ def cases():
         for kind in ("shard", "replicate"):
             for family in MIXTURES:
                 if not (case == "fp32 lora balanced" and family == "deepseek_v3"):
-                    marks = (
-                        []
-                        if (case, kind, family) == ("fp32 full", "shard", "gpt_oss")
-                        else pytest.mark.full
-                    )
-                    yield pytest.param(case, kind, family, marks=marks)
+                    yield case, kind, family
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "kind", "family"), cases())
 def test_two_processes_make_the_run_of_one(case, kind, family, mixture, tmp_path):

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.commands import ask, invoke
 from tests.results import metrics
 
@@ -38,6 +40,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in metrics(folder) if "loss" in row]
 
 
+@pytest.mark.full
 def test_somebody_with_an_excel_sheet(
     workshop: SimpleNamespace, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -60,6 +63,7 @@ def test_somebody_with_an_excel_sheet(
     assert "So; it is." in Path("run/examples.json").read_text()
 
 
+@pytest.mark.full
 def test_somebody_with_pairs_of_the_public_form(
     workshop: SimpleNamespace, tmp_path: Path, monkeypatch: Any
 ) -> None:

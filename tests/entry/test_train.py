@@ -32,14 +32,14 @@ def settings(workshop, folder, **train):
 
 @pytest.fixture(scope="module")
 def plain(workshop, tmp_path_factory):
-    """A run of the settings above, which tests read only."""
-    return isotype.train(**settings(workshop, tmp_path_factory.mktemp("plain") / "run"))
+    """A run of the settings above with a report, which tests read only."""
+    sections = settings(workshop, tmp_path_factory.mktemp("plain") / "run")
+    sections["run"]["report"] = True
+    return isotype.train(**sections)
 
 
-def test_train_returns_a_run_with_metrics_adapter_report_and_chat(workshop, tmp_path):
-    given = settings(workshop, tmp_path / "run")
-    given["run"]["report"] = True
-    run = isotype.train(**given)
+def test_train_returns_a_run_with_metrics_adapter_report_and_chat(plain):
+    run = plain
     assert run.status == "done"
     assert list(run.metrics.dropna(subset=["loss"])["step"]) == [1, 2, 3, 4]
     assert (run.adapter / "adapter_model.safetensors").is_file()
@@ -48,12 +48,6 @@ def test_train_returns_a_run_with_metrics_adapter_report_and_chat(workshop, tmp_
     assert "best evaluation loss" in repr(run)
     with pytest.raises(UsageError, match=r"run\.adapter is what it saved"):
         _ = run.model
-
-
-def test_a_section_is_a_name_a_mapping_or_its_class(plain, workshop, tmp_path):
-    given = settings(workshop, tmp_path / "run")
-    other = isotype.train(**given | {"train": TrainSection(**given["train"])})
-    same_result(plain.folder, other.folder)
 
 
 def test_a_run_configuration_and_a_resume(default_run, configured):
@@ -108,7 +102,10 @@ def test_callbacks_that_draw_and_generate_leave_the_run_bit_identical(plain, wor
         def on_samples(self, moment):
             told.append(("samples", moment.step, moment.row["samples"]))
 
-    watched = isotype.train(**settings(workshop, tmp_path / "watched"), callbacks=[Watches()])
+    sections = settings(workshop, tmp_path / "watched")
+    # a section may be a mapping or its class
+    sections["train"] = TrainSection(**sections["train"])
+    watched = isotype.train(**sections, callbacks=[Watches()])
     same_result(plain.folder, watched.folder)
     assert {name for name, *_ in told} == {"step", "evaluation", "save", "samples"}
 
@@ -133,7 +130,9 @@ def test_an_objective_replaces_the_cross_entropy(plain, workshop, tmp_path):
             reduction="sum",
         )
 
-    run = isotype.train(**settings(workshop, tmp_path / "run"), objective=smoothed)
+    run = isotype.train(
+        **settings(workshop, tmp_path / "run", steps=1, eval_every=1), objective=smoothed
+    )
     first, other = (r.metrics.dropna(subset=["loss"])["loss"].iloc[0] for r in (plain, run))
     assert first != pytest.approx(other)
     assert plain.record.curve("eval_loss")[0] == run.record.curve("eval_loss")[0]
@@ -195,7 +194,7 @@ def test_a_run_leaves_the_process_as_it_was(workshop, tmp_path):
     transformers.utils.logging.set_verbosity_warning()
     transformers.utils.logging.enable_progress_bar()
     before = process_state()
-    isotype.train(**settings(workshop, tmp_path / "run", deterministic=True))
+    isotype.train(**settings(workshop, tmp_path / "run", deterministic=True, steps=1, eval_every=1))
     assert process_state() == before
 
 

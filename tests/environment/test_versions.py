@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
 from isotype import pages
 from tests.api import find_faults
+from tests.warm import interpreter
 
 
 def test_the_record_of_a_process_that_set_tf32_by_its_new_name():
@@ -19,9 +19,7 @@ def test_the_record_of_a_process_that_set_tf32_by_its_new_name():
         "import torch; torch.backends.cuda.matmul.fp32_precision = 'tf32'; "
         "from isotype.environment.versions import environment; assert environment()['torch']['tf32_matmul'] is True"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    ended = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -146,6 +146,7 @@ def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
     assert load_run(run).weights_name == "checkpoint step_6"
 
 
+@pytest.mark.full
 def test_a_run_that_is_not_finished_asks_by_the_template_of_its_settings(configured, tmp_path):
     template = tmp_path / "own.jinja"
     template.write_text(
@@ -169,6 +170,7 @@ def test_ls_lists_runs(default_run, tmp_path):
     assert "done" in ask("ls", tmp_path)
 
 
+@pytest.mark.full
 def test_an_adapter_on_a_4_bit_base_is_merged_in_fp32(configured, tmp_path, workshop):
     base = save_with_tokenizer(
         "llama", workshop.base, tmp_path / "wide", hidden_size=64, intermediate_size=128

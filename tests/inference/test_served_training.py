@@ -271,7 +271,7 @@ def enlarge(base: Path, factors: dict[str, float]) -> None:
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("serve_as", ["nvfp4", None])
+@pytest.mark.parametrize("serve_as", ["nvfp4", pytest.param(None, marks=pytest.mark.full)])
 def test_matrices_that_a_server_joins_have_one_global_scale(place, tmp_path, serve_as) -> None:
     """vLLM keeps the largest `weight_global_scale` of q, k and v, and of gate and up."""
     shutil.copytree(place / "base", tmp_path / "base")
@@ -289,6 +289,7 @@ def test_matrices_that_a_server_joins_have_one_global_scale(place, tmp_path, ser
         assert result["loss"]["served"] == result["loss"]["trained"]
 
 
+@pytest.mark.full
 def test_a_published_nvfp4_base_gets_one_global_scale(place, tmp_path) -> None:
     """The matrices of a base may have different global scales, as other programs write them."""
     changes = {"adapter__serve_as": None, "train__steps": 2}

@@ -27,10 +27,10 @@ def trainer_of(name, models, form="lora", **more):
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        ("Trainer", "full"),
+        pytest.param("Trainer", "full", marks=pytest.mark.full),
         ("SFT", "lora"),
         pytest.param("DPO", "lora", marks=pytest.mark.full),
-        ("GRPO", "lora"),
+        pytest.param("GRPO", "lora", marks=pytest.mark.full),
     ],
 )
 def test_curves_in_fp32_are_the_unmodified_trainers(name, form, models):
@@ -78,7 +78,7 @@ def same_state(before, after):
 @pytest.mark.parametrize(
     ("name", "form", "precision"),
     [
-        ("SFT", "qlora", "nf4-lora"),
+        pytest.param("SFT", "qlora", "nf4-lora", marks=pytest.mark.full),
         ("DPO", "full", "bf16-mixed"),
         pytest.param("SFT", "lora", "bf16-lora", marks=pytest.mark.full),
     ],

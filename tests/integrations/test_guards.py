@@ -114,7 +114,7 @@ class Watching(TrainerCallback):
         pytest.param("DPO", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("grads", ["bf16", "fp32"])
+@pytest.mark.parametrize("grads", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
 def test_gradients_are_summed_as_declared_and_the_curve_is_the_unmodified_trainers(
     name, grads, models
 ):

@@ -51,7 +51,9 @@ def whole(logits, labels, kept):
     )
 
 
-@pytest.mark.parametrize(("loss", "read"), [(selected, False), (whole, True)])
+@pytest.mark.parametrize(
+    ("loss", "read"), [pytest.param(selected, False, marks=pytest.mark.full), (whole, True)]
+)
 def test_a_users_own_loss_is_the_same_and_what_it_reads_is_counted(loss, read, models, tmp_path):
     want = curve(plain(Setting(models), own(loss)))
     trainer = attached(

@@ -69,7 +69,9 @@ def said(folder):
     }
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", pytest.param("GRPO", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind", ["SFT", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("DPO", "GRPO"))]
+)
 def test_losses_with_pictures_are_the_unattached_trainers(kind, vlm, tmp_path):
     want = curve(trainer_of(vlm("gemma3"), tmp_path / "plain", kind))
     attached = trainer_of(vlm("gemma3"), tmp_path / "attached", kind)

@@ -31,7 +31,10 @@ def run(name, models, tmp_path, *, precision="bf16-lora", **more):
 
 @pytest.mark.parametrize(
     ("name", "head", "times"),
-    [("Trainer", "linear_cross_entropy", 1), ("DPO", "linear_log_probs", 2)],
+    [
+        ("Trainer", "linear_cross_entropy", 1),
+        pytest.param("DPO", "linear_log_probs", 2, marks=pytest.mark.full),
+    ],
 )
 def test_the_folder_records_declared_replaced_and_observed(name, head, times, models, tmp_path):
     trainer, read = run(name, models, tmp_path)

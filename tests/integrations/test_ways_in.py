@@ -70,11 +70,11 @@ MORE = {
 
 OTHERS = [
     pytest.param(name, marks=pytest.mark.full)
-    for name in ("kto", "reward", "dpo", "rloo", "distillation")
+    for name in ("sft", "kto", "reward", "dpo", "rloo", "distillation")
 ]
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo", *OTHERS])
+@pytest.mark.parametrize("name", ["grpo", *OTHERS])
 def test_a_script_of_trls_runs_with_one_line_added(name, models, tmp_path, monkeypatch):
     data = tmp_path / "data"
     data.mkdir()

@@ -18,8 +18,8 @@ LISTED = {
     "features_that_were_stored_in_fp16": "an input of the model in fp16",
 }
 OFTEN = {
-    "a_table_rounded_at_the_beginning_of_a_step", "an_update_of_the_trainers_own_in_bf16_pure", "states_that_a_file_held_in_bf16",
-    "an_optimizer_that_rounds_its_weights", "a_gradient_hook_that_rounds", "gradients_replaced_by_rounded_ones",
+    "a_table_rounded_at_the_beginning_of_a_step", "an_update_of_the_trainers_own_in_bf16_pure",
+    "an_optimizer_that_rounds_its_weights", "a_gradient_hook_that_rounds",
     "a_denominator_that_was_made_elsewhere_in_bf16", "averages_in_place_for_an_evaluation", "momentum_from_a_bf16_checkpoint_with_warmup",
 }  # fmt: skip
 

@@ -94,7 +94,7 @@ def test_a_callback_that_rounds_a_buffer_is_named(task):
         train(*task(), callbacks=[Rounds()])
 
 
-@pytest.mark.parametrize("dtype", ["stored", "values"])
+@pytest.mark.parametrize("dtype", ["stored", pytest.param("values", marks=pytest.mark.full)])
 def test_a_checkpoint_whose_states_are_bf16_is_not_resumed_as_fp32(dtype, task, tmp_path):
     loaded, made = task()
     assert train(loaded, made) == 0

@@ -121,7 +121,7 @@ def test_every_form_gives_plain_pytorchs_output_and_gradients(dtype, backend, mo
     ("form", "transposed", "path"),
     [
         ("mxfp4-ct", True, nullcontext),
-        ("gptq-v2", False, on_the_kernels_of_a_gpu),
+        pytest.param("gptq-v2", False, on_the_kernels_of_a_gpu, marks=pytest.mark.full),
         pytest.param("fp8-block", False, on_the_kernels_of_a_gpu, marks=pytest.mark.full),
     ],
 )

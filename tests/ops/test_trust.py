@@ -213,6 +213,11 @@ TRITON_FUNCTIONS = {
 }
 
 
+# above 1.5 s, where other functions of the same op, and other ops, are tested every day
+LONG = ("gradient_", "row_value_gradients")
+LONG_OPS = ("experts", "linear_divergence")
+
+
 def make_wrong(function):
     """Returns a function that scales each result, or each tensor that it changes, by 1.05."""
 
@@ -232,7 +237,12 @@ def make_wrong(function):
 
 
 @pytest.mark.parametrize(
-    ("op", "name"), [(op, name) for op, names in TRITON_FUNCTIONS.items() for name in names]
+    ("op", "name"),
+    [
+        pytest.param(op, name, marks=[pytest.mark.full] if name in LONG else [])
+        for op, names in TRITON_FUNCTIONS.items()
+        for name in names
+    ],
 )
 def test_a_wrong_triton_kernel_is_found(monkeypatch, op, name):
     pytest.importorskip("triton")
@@ -242,7 +252,13 @@ def test_a_wrong_triton_kernel_is_found(monkeypatch, op, name):
         assert "error" in trust.check_kernels(op, CPU, [torch.bfloat16])
 
 
-@pytest.mark.parametrize("op", sorted(TRITON_FUNCTIONS))
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, marks=[pytest.mark.full] if op in LONG_OPS else [])
+        for op in sorted(TRITON_FUNCTIONS)
+    ],
+)
 def test_right_triton_kernels_pass(op):
     pytest.importorskip("triton")
     with triton_kernels("cpu"):

@@ -61,7 +61,7 @@ def scaled(file: Path, factor: float) -> bytes:
     return content
 
 
-@pytest.mark.parametrize("change", ["weights", "longer"])
+@pytest.mark.parametrize("change", ["weights", pytest.param("longer", marks=pytest.mark.full)])
 def test_a_base_that_is_written_while_the_run_trains_ends_it(
     change, base, configured, default_run, tmp_path
 ):
@@ -119,6 +119,7 @@ def test_cached_rows_that_change_end_the_run(configured, tmp_path):
     assert train(config, resume=tmp_path / "run") == 0
 
 
+@pytest.mark.full
 def test_a_second_run_with_the_same_cached_rows_disturbs_no_first_one(configured, tmp_path, capsys):
     data = {"cache": str(tmp_path / "cache")}
     second = configured("second", data=data)
@@ -205,6 +206,7 @@ def test_a_path_to_other_content_is_refused(key, base, workshop, run_copy, tmp_p
     assert train(accepted, resume=run) == 0
 
 
+@pytest.mark.full
 def test_other_settings_of_a_moved_source_are_refused(workshop, configured, tmp_path):
     rows = [str(shutil.copy(workshop.chats, tmp_path / f"{name}.jsonl")) for name in "abc"]
     sources = [{"name": rows[0], "weight": 1}, {"name": rows[1], "weight": 1}]

@@ -216,6 +216,7 @@ def test_values_that_fp32_layers_do_not_help_refuse_the_run(configured, workshop
         train(loaded)
 
 
+@pytest.mark.full
 def test_qlora_in_fp16(configured, tmp_path):
     pytest.importorskip("bitsandbytes")
     precision = {"preset": "nf4-lora", "compute": "fp16", "loss_scaling": "dynamic"}

@@ -131,6 +131,7 @@ def test_a_resumed_run_with_partial_evaluations_is_bit_identical(partial, tmp_pa
     same_result(tmp_path / "run", resumed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", ["this", pytest.param("earlier", marks=pytest.mark.full)])
 def test_a_run_of_all_rows_goes_on_with_all_rows(
     version, configured, partial, tmp_path, monkeypatch

@@ -31,7 +31,7 @@ PACKAGES = {
 }
 OPTIMIZERS = ("adamw8bit", "lion", "lion8bit", "muon", "adafactor", "schedule-free", "prodigy")
 RESUMED = [
-    pytest.param(name, marks=[] if name in ("muon", "schedule-free") else pytest.mark.full)
+    pytest.param(name, marks=[] if name == "schedule-free" else pytest.mark.full)
     for name in OPTIMIZERS
 ]
 

@@ -132,13 +132,20 @@ def test_the_trained_model_is_freed_before_its_result_is_loaded(configured, monk
     ("precision", "text", "dtype", "grads"),
     [
         # the roles of bf16-lora
-        (
+        pytest.param(
             {"preset": "bf16-mixed", "save": "model fp32"},
             "bf16-mixed save=fp32",
             torch.float32,
             "fp32",
+            marks=pytest.mark.full,
         ),
-        ({"preset": "bf16-pure"}, "bf16-pure", torch.bfloat16, "bf16"),
+        pytest.param(
+            {"preset": "bf16-pure"},
+            "bf16-pure",
+            torch.bfloat16,
+            "bf16",
+            marks=pytest.mark.full,
+        ),
         (
             {"preset": "bf16-pure", "grads": "fp32"},
             "bf16-pure grads=fp32",
@@ -213,24 +220,24 @@ def test_a_damaged_checkpoint_is_passed_over_written_again_and_never_in_the_way_
     """
     sections = {
         "data": {"eval_split": 0.0},
-        "train": {"schedule": "constant"},
+        "train": {"schedule": "constant", "steps": 2},
         "run": {"save_every": 2, "keep": 1},
     }
     assert train(configured(**sections)) == 0
     run = tmp_path / "run"
-    (run / "checkpoints/step_6").rename(run / "checkpoints/step_60")
-    os.truncate(run / "checkpoints/step_60/tensors.safetensors", 50)
+    (run / "checkpoints/step_2").rename(run / "checkpoints/step_20")
+    os.truncate(run / "checkpoints/step_20/tensors.safetensors", 50)
     assert train(configured(**sections), resume=run) == 0
     out = capsys.readouterr().out
-    assert "step_60 is damaged" in out
+    assert "step_20 is damaged" in out
     assert "no whole checkpoint: starting from the beginning" in out
-    assert CheckpointStore(run / "checkpoints").find_newest_intact()[0] == 6
-    assert not (run / "checkpoints/step_60").exists()
-    shutil.copytree(run / "checkpoints/step_6", run / "checkpoints/step_8")
-    (run / "checkpoints/step_8/state.json").unlink()
-    longer = sections | {"train": sections["train"] | {"steps": 8}}
+    assert CheckpointStore(run / "checkpoints").find_newest_intact()[0] == 2
+    assert not (run / "checkpoints/step_20").exists()
+    shutil.copytree(run / "checkpoints/step_2", run / "checkpoints/step_4")
+    (run / "checkpoints/step_4/state.json").unlink()
+    longer = sections | {"train": sections["train"] | {"steps": 4}}
     assert train(configured(**longer), resume=run) == 0
-    assert CheckpointStore(run / "checkpoints").find_newest_intact() == (8, [])
+    assert CheckpointStore(run / "checkpoints").find_newest_intact() == (4, [])
 
 
 def test_an_edited_file_of_settings_is_neither_taken_nor_ignored_in_silence(
@@ -344,6 +351,7 @@ def test_the_end_of_a_run_says_which_weights_are_saved_and_on_which_rows(
     assert weights[None] != weights["best"]
 
 
+@pytest.mark.full
 def test_with_patience_the_last_weights_are_saved_where_that_is_asked(configured, tmp_path):
     sections = {"steps": 40, "learning_rate": 1.0, "schedule": "constant", "eval_every": 1}
     run = {"save": "last", "samples": []}

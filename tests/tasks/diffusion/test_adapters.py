@@ -130,7 +130,9 @@ def peft_deltas(folder):
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("sdxl", {"rslora": True, "alpha_pattern": {"to_q": 8.0}}),
+        pytest.param(
+            "sdxl", {"rslora": True, "alpha_pattern": {"to_q": 8.0}}, marks=pytest.mark.full
+        ),
         ("wan", {}),
         *(
             pytest.param(name, {}, marks=pytest.mark.full)
@@ -328,7 +330,11 @@ def test_adapters_on_the_way_change_nothing_and_are_drawn_with(drawn, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("family", "adapter"), [("flux", {"dora": True}), ("sdxl", {"start": "pissa"})]
+    ("family", "adapter"),
+    [
+        ("flux", {"dora": True}),
+        pytest.param("sdxl", {"start": "pissa"}, marks=pytest.mark.full),
+    ],
 )
 def test_a_dora_or_a_start_is_loaded_by_diffusers(drawn, studio, tmp_path, family, adapter):
     assert train(drawn(model=getattr(studio, family), adapter={"r": 4, **adapter})) == 0

@@ -281,6 +281,7 @@ def test_large_pictures_beside_small_clips_are_the_largest_rows(studio, drawn, c
     assert plan["data"]["latent_tokens"] == 16 * 16, "more than the 3 * 4 * 4 of a clip"
 
 
+@pytest.mark.full
 def test_a_run_on_pictures_and_clips_resumes(studio, drawn, clips, tmp_path):
     loaded = drawn(
         model=studio.wan,
@@ -308,6 +309,7 @@ def test_the_same_clips_in_two_lengths(clips):
         collect_pictures(ImagesSection(train=[{**source, "frames": 5}] * 2), seed=0)
 
 
+@pytest.mark.full
 def test_the_loss_of_a_clip_falls(studio, drawn, clips, tmp_path):
     loaded = drawn(
         model=studio.wan,

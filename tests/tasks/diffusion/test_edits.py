@@ -54,6 +54,7 @@ def test_an_edit_is_drawn_and_exported_also_where_the_pictures_of_its_prompts_ar
     assert ask("sample", tmp_path / "run", "red", "--control", studio.pairs / "before/circle_1.png")
 
 
+@pytest.mark.full
 def test_an_edit_with_its_blocks_in_host_memory_is_the_same(drawn, studio, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "isotype.training.memory.blocks.MIN_OFFLOADED_BYTES", 1 << 8

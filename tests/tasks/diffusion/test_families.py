@@ -320,6 +320,7 @@ FULL = (
     "ideogram4",
     "longcat",
     "kandinsky5",
+    "klein_several",
 )
 
 

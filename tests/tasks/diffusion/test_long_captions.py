@@ -86,6 +86,7 @@ def test_what_lies_beyond_the_windows_is_counted(drawn, pipeline, captioned):
     assert "longer than the 14 tokens that are read (up to 17)" in line
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "pipeline", [pytest.param("sd1", marks=pytest.mark.full), "sdxl"], indirect=True
 )

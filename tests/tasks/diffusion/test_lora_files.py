@@ -93,8 +93,16 @@ FLUX_FILES = {
     },
 }
 
+EVERY_DAY = ("kohya", "Isotype, for ComfyUI")  # other endings of names, and alphas of their own
 
-@pytest.mark.parametrize("name", FLUX_FILES)
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.full)
+        for name in FLUX_FILES
+    ],
+)
 def test_a_file_of_every_format_starts_a_run_with_its_ranks_and_alphas(
     drawn, studio, tmp_path, name
 ):

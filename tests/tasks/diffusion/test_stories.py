@@ -82,6 +82,7 @@ def test_an_edit_lora_from_pairs(place):
     assert json.loads((place / "runs/red/result.json").read_text())["status"] == "done"
 
 
+@pytest.mark.full
 def test_a_qwen_image_lora(place):
     (train,) = commands("train model.name=qwen-image")
     told(train)

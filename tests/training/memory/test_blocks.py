@@ -106,7 +106,7 @@ def random_llama(configured, workshop, **changes):
     "precision",
     [
         {"preset": "bf16-lora"},
-        {"preset": "nf4-lora"},
+        pytest.param({"preset": "nf4-lora"}, marks=pytest.mark.full),
         pytest.param({"preset": "bf16-lora", "base": "fp8"}, marks=pytest.mark.full),
     ],
     ids=str,

@@ -101,7 +101,9 @@ def test_a_mapping_whose_written_pages_are_swapped_out_is_not_released(tmp_path,
     assert int(mapped[5]) == 77
 
 
-@pytest.mark.parametrize(("base", "count"), [("bf16", 0), ("int8", 1)])
+@pytest.mark.parametrize(
+    ("base", "count"), [pytest.param("bf16", 0, marks=pytest.mark.full), ("int8", 1)]
+)
 def test_a_packed_base_releases_the_pages_of_its_file(base, count, configured, monkeypatch):
     released = []
     monkeypatch.setattr(setup, "release_mapped_pages", lambda: released.append(1))

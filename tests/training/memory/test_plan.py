@@ -160,7 +160,7 @@ def planned_on_a_gpu(*overrides: str):
     return made, plan
 
 
-@pytest.mark.parametrize("base", ["bf16", "nf4", "int8"])
+@pytest.mark.parametrize("base", ["bf16", "nf4", pytest.param("int8", marks=pytest.mark.full)])
 def test_blocks_in_host_memory_are_planned_without_a_second_simulation(base):
     made, on_device = planned_on_a_gpu(f"precision.base={base}")
     _, offloaded = planned_on_a_gpu(f"precision.base={base}", "model.offload=blocks")

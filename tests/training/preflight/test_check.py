@@ -42,7 +42,7 @@ OF_TRAINERS = {"PF023", "PF024"}  # checks of trainers to which Isotype is attac
     [
         {
             "precision": {"preset": "bf16-lora"},
-            "train": {"optimizer": "adamw8bit"},
+            "train": {"optimizer": "adamw8bit", "steps": 3},
             "adapter": {"r": 64, "dropout": 0.1},
         },
         pytest.param(

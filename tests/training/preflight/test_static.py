@@ -93,7 +93,6 @@ def test_too_little_memory_is_an_error_and_almost_too_little_a_warning(subject):
     one = subject(train={"batch_size": 16})
     needs = planned(one).peak + besides(one)
     for share, severities in (
-        (2.0, []),
         (1.25, []),
         (1.0, [Severity.WARNING]),
         (0.8, [Severity.ERROR]),
