@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from isotype.lora import fuse_lora, unfuse_lora
-from isotype.optimize import optimize, restore
+from isotype.optimize import check_placed, optimize, restore
 from tests.models import assert_same_step, lora, quantised, step, tiny
 
 IDS = torch.arange(40).view(2, 20) * 7 % 90 + 3
@@ -72,7 +72,18 @@ def test_a_whole_model_learns_as_with_pefts_code_and_is_restored(base):
     manifest = optimize(model)
     assert {e.op for e in manifest.replaced if e.part == "lora"} == {"lora_dora"}
     assert_same_step(step(model, input_ids=IDS, labels=IDS), want, rtol=1e-3, atol=1e-5)
+    if base == "dense":
+        # a write that changes neither the address nor the version of the weight
+        weight = model.get_parameter(
+            "base_model.model.model.layers.0.mlp.up_proj.base_layer.weight"
+        )
+        weight.data.mul_(3)
+        check_placed(model)
+        got = step(model, input_ids=IDS, labels=IDS)
     restore(model)
+    if base == "dense":
+        want = step(model, input_ids=IDS, labels=IDS)
+        assert_same_step(got, want, rtol=1e-3, atol=1e-5)
     assert torch.equal(step(model, input_ids=IDS, labels=IDS)[0], want[0])
 
 

@@ -1,14 +1,17 @@
 """`generate` of an optimised model: its products of few rows, its adapters, and prompts in a batch."""
 
+import copy
 import ctypes
 from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
 
 from isotype.data.rows import SamplePrompt
-from isotype.optimize import optimize
+from isotype.optimize import optimize, restore
 from isotype.precision import PRESETS
 from isotype.precision.apply import apply_precision
 from tests.api import (
@@ -30,8 +33,8 @@ row_kernels = pytest.mark.skipif(not LORA_KERNELS.load(), reason="no C++ compile
 PROMPT = torch.tensor([[5, 9, 11, 3, 20]])
 
 
-def adapted_model(preset, targets="all-linear", family="llama"):
-    config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+def adapted_model(preset, targets="all-linear", family="llama", **settings):
+    config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **settings)
     model = peft.get_peft_model(tiny(family, attn_implementation="sdpa"), config)
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
@@ -320,6 +323,73 @@ def test_generation_sees_adapters_that_changed_since_the_last_call():
     second = model.generate(input_ids=PROMPT, **options).logits[0]
     assert not torch.equal(first, second)
     torch.testing.assert_close(second, logits(model).float(), rtol=2e-2, atol=2e-2)
+
+
+def replace_data(model, factor):
+    """As an average of the weights takes their place for an evaluation."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data * factor
+
+
+def write_data(model, factor):
+    """The parameter has the same address and version afterwards."""
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data * factor)
+
+
+def move_to_another_dtype(model, factor):
+    model.double()
+    write_data(model, factor)
+    model.float()
+
+
+def assign_state(model, factor):
+    state = {name: tensor * factor for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+@row_kernels
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_generation_sees_weights_that_changed_since_the_last_call(use_dora):
+    model = adapted_model("fp32", use_dora=use_dora)
+    options = {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True}
+    before = model.generate(input_ids=PROMPT, **options).logits[1]
+    for change in (replace_data, write_data, move_to_another_dtype, assign_state):
+        change(model, 1 + 0.2 * torch.rand(1, generator=torch.Generator().manual_seed(2)))
+        after = model.generate(input_ids=PROMPT, **options).logits[1]
+        copied = copy.deepcopy(model)
+        restore(copied)
+        expected = copied.generate(input_ids=PROMPT, **options).logits[1]
+        torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4, msg=change.__name__)
+        assert (after - before).abs().max() > 1e-2
+        before = after
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP"])
+def test_generation_between_steps_of_a_wrapped_model_sees_the_new_weights(wrapper):
+    model = adapted_model("fp32")
+    inner = model.base_model.model
+    options = {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True}
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        if wrapper == "DDP":
+            wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            for unit in (*inner.model.layers, inner):
+                fully_shard(unit)
+            wrapped = model
+        before = model.generate(input_ids=PROMPT, **options).logits[0]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        wrapped(input_ids=PROMPT, labels=PROMPT).loss.backward()
+        optimizer.step()
+        after = model.generate(input_ids=PROMPT, **options).logits[0]
+        torch.testing.assert_close(after, logits(model), rtol=1e-4, atol=1e-4)
+        assert (after - before).abs().max() > 1e-2
+    finally:
+        distributed.destroy_process_group()
 
 
 def draw(model, prompts, **options):

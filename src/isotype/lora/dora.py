@@ -5,7 +5,7 @@ The output of the layer is y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias. n contai
 of W + s B A. No gradient is computed for these norms, as in the paper and in PEFT. So a DoRA layer
 computes a LoRA layer and multiplies each output feature by a factor. The norm of each row is
 computed as n² = |W|² + 2 s <W Aᵀ, B> + s² <B (A Aᵀ), B>, without computing W + s B A. |W|² is
-computed only once for each weight, because the weight is frozen. n is fp32. At the start of
+computed once per step and per call of `generate`, because the weight is frozen. n is fp32. At the start of
 training, m / n is near 1. The distance between two bf16 numbers near 1 is as large as the changes
 that training makes to m / n.
 
@@ -25,7 +25,7 @@ from ..ops.backend import autocast_off
 from .linear import LoraDtypes, Projection, apply_linear, base_weight
 from .products import can_call_kernels_directly, row_blocks, scaled_product
 
-# weight -> (data pointer, version, |W|² of each row)
+# weight -> (data pointer, version, |W|² of each row); cleared by `forget_row_squares`
 _row_squares_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -104,8 +104,18 @@ def adapted_row_norms(projection: Projection, x: Tensor, dtype: torch.dtype) -> 
         return norms
 
 
+def forget_row_squares() -> None:
+    """Makes the next call of each layer compute |W|² again. A step and a call of `generate` begin
+    with it, because the values can change at the same address and with the same version: after
+    `weight.data.copy_(other)`, and when FSDP gathers a weight.
+    """
+    _row_squares_cache.clear()
+
+
 def _row_squares(weight: Tensor, w_OK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns |W|² of each row. The result is cached until the weight is written to."""
+    """Returns |W|² of each row. The result is cached until the weight is written to, and at most
+    until the next call of `forget_row_squares`.
+    """
     cached: tuple[int, int, Tensor] | None = _row_squares_cache.get(weight)
     if (
         cached is None

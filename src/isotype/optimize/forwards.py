@@ -31,6 +31,7 @@ from ..lora.attach import (
     refresh_plan,
 )
 from ..lora.decode import MlpHalf, NormedRows, ReadNorm, are_norm_kernels_usable
+from ..lora.dora import forget_row_squares
 from ..lora.mlp import MlpRowLayers, run_gated_mlp
 from ..lora.products import kept_row_layers
 from ..ops import add_rms_norm, gelu_mul, rms_norm, rope, silu_mul
@@ -55,6 +56,7 @@ def check_placed(model: nn.Module) -> None:
 
     Raises  UsageError if the forward of a class was replaced after `optimize`
     """
+    forget_row_squares()
     for module in vars(model).get(PLACED_KEY, ()):
         method = get_method(module)
         if method is not None and not method.is_current:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ..instance_method import InstanceMethod, Placement
 from ..lora.attach import has_replaced_forward, is_lora, linear_for_few_rows
+from ..lora.dora import forget_row_squares
 from ..lora.products import keep_cast_adapters
 from ..precision.apply import inner_model
 from ..precision.parts import has_sharded_units
@@ -214,6 +215,7 @@ def use_fast_linears(model: nn.Module) -> Iterator[None]:
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     stream: SamplingStream = self.__dict__[_STREAM][0]
+    forget_row_squares()
     copy_blocks = stream.copy_blocks
     if stream.training_state is not None:
         # training needs the memory after this call
