@@ -11,6 +11,7 @@ only a guess, and the report says so.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from .compile_inputs import (
     remove_duplicates,
     unwrap_kernel,
 )
-from .observe import call_name
+from .observe import call_name, parse_function
 
 # dtype of torch -> Triton's type name of a pointer
 _POINTER_TYPES = {
@@ -66,32 +67,47 @@ def find_fixed_dtypes(function: Any) -> dict[str, str]:
     dtype. Returns the type (such as `*fp32`) of each such parameter.
     """
     fixed_types = dict[str, str]()
-    tree = _parse_source(function)
-    if tree is None:
-        return fixed_types
+    for call, local_dtypes in _find_launches(_read_source(function)):
+        assert isinstance(call.func, ast.Subscript)
+        if not _is_name(call.func.value, function.__name__):
+            continue
+        arguments: dict[str, ast.expr] = {}
+        if not any(isinstance(argument, ast.Starred) for argument in call.args):
+            arguments |= zip(function.arg_names, call.args)
+        for keyword in call.keywords:
+            if keyword.arg is not None and keyword.arg in function.arg_names:
+                arguments[keyword.arg] = keyword.value
+        for name, value in arguments.items():
+            type_name = _created_dtype(value)
+            if isinstance(value, ast.Name) and local_dtypes.get(value.id):
+                type_name = local_dtypes[value.id]
+            if type_name is not None:
+                fixed_types.setdefault(name, type_name)
+    return fixed_types
+
+
+@functools.lru_cache(maxsize=16)
+def _find_launches(source: str) -> list[tuple[ast.Call, dict[str, str | None]]]:
+    """Returns the calls `kernel[grid](...)` in the functions of a file, each with the dtypes of the
+    local variables. A file may hold many kernels, and is parsed only once.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return []
+    launches = []
     for scope in ast.walk(tree):
         if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        local_dtypes = _created_dtypes(scope)
-        for call in ast.walk(scope):
-            if (
-                isinstance(call, ast.Call)
-                and isinstance(call.func, ast.Subscript)
-                and _is_name(call.func.value, function.__name__)
-            ):
-                arguments: dict[str, ast.expr] = {}
-                if not any(isinstance(argument, ast.Starred) for argument in call.args):
-                    arguments |= zip(function.arg_names, call.args)
-                for keyword in call.keywords:
-                    if keyword.arg is not None and keyword.arg in function.arg_names:
-                        arguments[keyword.arg] = keyword.value
-                for name, value in arguments.items():
-                    type_name = _created_dtype(value)
-                    if isinstance(value, ast.Name) and local_dtypes.get(value.id):
-                        type_name = local_dtypes[value.id]
-                    if type_name is not None:
-                        fixed_types.setdefault(name, type_name)
-    return fixed_types
+        calls = [
+            node
+            for node in ast.walk(scope)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+        ]
+        if calls:
+            local_dtypes = _created_dtypes(scope)
+            launches += [(call, local_dtypes) for call in calls]
+    return launches
 
 
 def _is_name(node: ast.AST, name: str) -> bool:
@@ -100,12 +116,12 @@ def _is_name(node: ast.AST, name: str) -> bool:
     )
 
 
-def _parse_source(function: Any) -> ast.AST | None:
+def _read_source(function: Any) -> str:
     try:
         with open(locate_kernel(function)[0], encoding="utf-8") as file:
-            return ast.parse(file.read())
-    except (OSError, SyntaxError, ValueError):
-        return None
+            return file.read()
+    except (OSError, ValueError):
+        return ""
 
 
 def _created_dtypes(scope: ast.AST) -> dict[str, str | None]:
@@ -197,7 +213,7 @@ class _UseReader(ast.NodeVisitor):
         self.depth = depth
         self.scope = dict(function.__globals__)
         self.parameters = list(function.arg_names)
-        self.tree = function.parse()
+        self.tree = parse_function(function)
         self.values: dict[str, list[ast.expr]] = {}  # variable -> the assigned values
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Assign):
