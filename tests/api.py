@@ -68,6 +68,7 @@ INNER = {
     "isotype.doctor.run.recorded_origins": "find_recorded_origin",
     "isotype.doctor.run.rules": "decide_cause",
     "isotype.doctor.run.weight_record": "RECORD remove_record_frames",
+    "isotype.doctor.run.recorded_calls": "find_recorded_producer",
     "isotype.doctor.trace": "trace",
     "isotype.doctor.trace.origin": "Origin",
     "isotype.entry.presets": "presets=",

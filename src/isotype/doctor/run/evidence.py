@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +26,18 @@ from .frames import CallFrame, collect_frames, iterate_causes
 from .mixed_weights import NEEDS_ONE_DTYPE
 from .modules import ModelNames
 from .producers import Producer, find_producer
+from .recorded_calls import (
+    confirm_producer,
+    correct_autocast,
+    find_failed_call,
+    find_recorded_producer,
+    match_arguments,
+)
 from .settings import OptimizerFacts, Setting, collect_settings, find_optimizer
+from .weight_record import RECORD
+
+if TYPE_CHECKING:
+    from .tensor_record import FailedCall
 
 MENTIONS_DTYPE = re.compile(
     r"dtype|scalar ?type|\bdata ?type|BFloat16|\bHalf\b|\bFloat\b|\bDouble\b|float(16|32|64)|FP16"
@@ -191,9 +202,14 @@ class Evidence:
     def producer_of(self, operand: Operand) -> Producer:
         key = id(operand)
         if key not in self.producers:
-            self.producers[key] = find_producer(
+            producer = find_producer(
                 operand.node, self.frames, operand.frame_index, operand.dtype, self.names
             )
+            if operand.tensor is not None and not operand.path:
+                recorded = find_recorded_producer(operand.tensor, self.frames, self.names)
+                if recorded is not None:
+                    producer = confirm_producer(producer, recorded, operand.tensor)
+            self.producers[key] = producer
         return self.producers[key]
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,7 +259,9 @@ def collect_evidence(error: BaseException) -> Evidence | None:
     its causes is about dtypes.
     """
     causes = [cause for cause in iterate_causes(error) if _mentions_dtype(cause)]
-    second = run_without_compiler(error) if causes else None
+    # with --trace nothing is compiled
+    is_compiled = bool(causes) and RECORD.tensors is None
+    second = run_without_compiler(error) if is_compiled else None
     if second is not None and _mentions_dtype(second[0]):
         evidence = _build_evidence(*second)
         if _concerns_torch(evidence):
@@ -301,8 +319,10 @@ def _concerns_torch(evidence: Evidence) -> bool:
 
 def _build_evidence(error: BaseException, frames: Sequence[CallFrame]) -> Evidence:
     names = ModelNames(frames)
-    operation, operands = _read_operands(str(error), frames, names)
+    failed_call = find_failed_call(error)
+    operation, operands = _read_operands(str(error), frames, names, failed_call)
     operands.extend(list(_read_computed_operand(str(error), operands, frames, names)))
+    device = operands[0].device.type if operands else ""
     user_frames = [f for f in frames if f.is_user_code and not f.is_compiled_entry]
     owners = [frame.variables.get("self") for frame in frames]
     modules = [
@@ -319,7 +339,7 @@ def _build_evidence(error: BaseException, frames: Sequence[CallFrame]) -> Eviden
         user_frame=user_frames[-1] if user_frames else frames[-1],
         module=modules[-1] if modules else None,
         in_backward=any(frame.function == "_engine_run_backward" for frame in frames),
-        autocast=read_autocast_state(frames, operands[0].device.type if operands else ""),
+        autocast=correct_autocast(read_autocast_state(frames, device), failed_call, device),
         other_region=find_other_region(frames, modules[0] if modules else None),
         settings=collect_settings(frames),
         optimizer=find_optimizer(frames),
@@ -328,7 +348,10 @@ def _build_evidence(error: BaseException, frames: Sequence[CallFrame]) -> Eviden
 
 
 def _read_operands(
-    message: str, frames: Sequence[CallFrame], names: ModelNames
+    message: str,
+    frames: Sequence[CallFrame],
+    names: ModelNames,
+    failed_call: FailedCall | None,
 ) -> tuple[str, list[Operand]]:
     """Returns the operation that failed, and its tensors. If the innermost expression contains no
     tensor that can be read, and the message names one dtype, the operand is the value that the
@@ -339,14 +362,17 @@ def _read_operands(
     for index in reversed(range(last + 1)):
         frame = frames[index]
         node = frame.expression
+        received: Sequence[Any] = ()
         if index == last:
             operation, nodes = _split_expression(node, frame)
             compared = find_check_operands(frame)
             if compared:
                 operation, nodes = _name_check(frame), list(compared)
+            elif failed_call is not None:
+                nodes, received = match_arguments(failed_call, frame, nodes)
         else:
             operation, nodes = frame.function, []
-        operands = list(_make_operands(nodes, index, frame, names))
+        operands = list(_make_operands(nodes, index, frame, names, received))
         if not operands and index == len(frames) - 1:
             operands = _make_computed_operands(message, nodes, index, frame, names)
         if not operands:
@@ -466,10 +492,25 @@ def _is_assigned(node: ast.AST, statement: ast.stmt | None) -> bool:
 
 
 def _make_operands(
-    nodes: Sequence[ast.AST], index: int, frame: CallFrame, names: ModelNames
+    nodes: Sequence[ast.AST],
+    index: int,
+    frame: CallFrame,
+    names: ModelNames,
+    received: Sequence[Any] = (),
 ) -> Iterator[Operand]:
-    for node in nodes:
-        value = read_value(node, frame)
+    """Yields the tensors among the values of expressions.
+
+    received  the recorded values of the expressions. Those that no variable holds come last
+    """
+    values = [(node, read_value(node, frame)) for node in nodes]
+    computed = [
+        (node, value)
+        for node, value in zip(nodes, received)
+        if isinstance(value, torch.Tensor) and read_value(node, frame) is not value
+    ]
+    computed_nodes = [node for node, _ in computed]
+    values = [(node, value) for node, value in values if node not in computed_nodes]
+    for node, value in [*values, *computed]:
         label = " ".join(ast.unparse(node).split())
         if is_tensor(value):
             yield _make_operand(label, value, node, index, names)

@@ -97,7 +97,8 @@ class CallFrame:
         """Returns the syntax tree of the expression that failed. If the interpreter does not know
         the expression, returns the tree of the whole statement.
         """
-        scope = self.scope
+        # the code of a comprehension is not that of a function
+        scope = self.scope or _parse_file(self.file)
         if scope is None:
             return None
         matches = [node for node in ast.walk(scope) if _position_of(node) == self.position]
@@ -181,6 +182,16 @@ def make_returned_frame(
     values |= variables
     position = (None, None, None, None)
     return CallFrame(code, _END_OF_CODE, position, values, function.__globals__)
+
+
+def make_called_frame(
+    code: CodeType, instruction: int, global_variables: Mapping[str, Any] | None = None
+) -> CallFrame:
+    """Returns a frame of a call that has ended, without its local variables."""
+    empty = (None, None, None, None)
+    position = next(islice(code.co_positions(), instruction // 2, None), empty)
+    line = position[0] or code.co_firstlineno
+    return CallFrame(code, line, position, {}, global_variables or {})
 
 
 def make_module_frame(frame: CallFrame) -> CallFrame | None:

@@ -30,7 +30,7 @@ def install() -> None:
         def explain_uncaught(
             kind: type[BaseException], error: BaseException, traceback: TracebackType | None
         ) -> None:
-            remove_record_frames(traceback)
+            remove_record_frames(error)
             earlier_hook(kind, error, traceback)
             explain_to_stderr(error)
 
@@ -46,7 +46,7 @@ def install_thread_hook(json_file: str | None = None) -> None:
         return
 
     def explain_uncaught(args: threading.ExceptHookArgs) -> None:
-        remove_record_frames(args.exc_traceback)
+        remove_record_frames(args.exc_value)
         earlier_hook(args)
         if args.exc_value is not None:
             explain_to_stderr(args.exc_value, json_file=json_file)
@@ -66,7 +66,7 @@ def install_in_notebook(shell: Any) -> None:
         traceback: TracebackType | None,
         tb_offset: int | None = None,
     ) -> None:
-        remove_record_frames(traceback)
+        remove_record_frames(error)
         shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
         explain_to_stderr(error)
 

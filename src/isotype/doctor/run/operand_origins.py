@@ -14,6 +14,7 @@ from .modules import floating_weight_dtypes
 from .producers import Producer
 from .recorded_origins import find_recorded_origin, find_tensor_origin
 from .weight_origin import WeightOrigin
+from .weight_record import RECORD
 
 # the causes in which two values differ in dtype; their sentence says what made each of them
 _CODES = ("RN001", "RN008", "RN011", "RN016", "RN017", "RN020", "RN022", "RN023")
@@ -29,6 +30,23 @@ def find_operand_origin(evidence: Evidence, operand: Operand) -> WeightOrigin | 
         return None
     origin = find_tensor_origin(operand.weight)
     return None if origin is None or origin.kind == "default" else origin
+
+
+def add_value_origins(finding: Finding, evidence: Evidence) -> Finding:
+    """Adds to the cause of a finding which recorded calls gave the values of the failing expression
+    their dtypes, if these differ, and the cause does not name these calls.
+    """
+    if RECORD.tensors is None or len(evidence.floating_dtypes) < 2:
+        return finding
+    cause = finding.cause or ""
+    for operand in evidence.operands:
+        producer = evidence.producers.get(id(operand))
+        if producer is None or operand.path or producer.location in cause:
+            continue
+        origin = producer.describe(operand.dtype_name)
+        if origin:
+            cause += f"; {operand.label}: {origin}"
+    return dataclasses.replace(finding, cause=cause)
 
 
 def add_weight_origins(finding: Finding, evidence: Evidence) -> Finding:

@@ -125,6 +125,23 @@ class Producer:
     stored: str = ""
     stored_at: str = ""
 
+    def describe(self, dtype_name: str) -> str:
+        """Returns the expression that gave a tensor its dtype as a part of a sentence, if it is
+        proven, and otherwise "".
+        """
+        place = f"`{self.text}` ({self.location})"
+        if not self.is_proven:
+            return ""
+        if self.reason:
+            return f"{place} returns {dtype_name}, because {self.reason}"
+        if self.kind == "module":
+            return f"{place} returns {dtype_name}, as the weights of {self.path} are"
+        if self.kind == "cast":
+            return f"{place} casts it to {dtype_name}"
+        if self.kind == "creation":
+            return f"{place} creates it in {dtype_name}"
+        return f"{place} is {dtype_name}"
+
 
 def find_producer(
     node: ast.AST, frames: Sequence[CallFrame], index: int, dtype: torch.dtype, names: ModelNames

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-USAGE = "isotype doctor run [--json FILE] [--forward-lines] [--nan] SCRIPT.py|-m MODULE [ARGS]"
+USAGE = "isotype doctor run [--json FILE] [--forward-lines] [--nan] [--trace] SCRIPT.py|-m MODULE [ARGS]"
 
 NO_STEP = (
     "isotype doctor run: --nan saw no backward and no optimizer step in the main thread. It checked"
@@ -42,6 +42,7 @@ class Request:
     forward_lines  whether autograd records the line of each forward operator
     checks_nan     whether to stop at the first step whose loss, gradients or update contain NaN or
                    inf
+    records_tensors  whether to record which call gave each tensor its dtype
     """
 
     target: str
@@ -50,19 +51,22 @@ class Request:
     json_file: str | None = None
     forward_lines: bool = False
     checks_nan: bool = False
+    records_tensors: bool = False
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Request:
         """Parses the options of this command, which come before the program. Raises ProgramError."""
         remaining = list(words)
         json_file = None
-        forward_lines = checks_nan = False
+        forward_lines = checks_nan = records_tensors = False
         while remaining and remaining[0].startswith("-") and remaining[0] != "-m":
             option, _, value = remaining.pop(0).partition("=")
             if option == "--forward-lines":
                 forward_lines = True
             elif option == "--nan":
                 checks_nan = True
+            elif option == "--trace":
+                records_tensors = True
             elif option == "--json":
                 if not value and not remaining:
                     raise ProgramError("--json needs a file")
@@ -75,7 +79,15 @@ class Request:
         if not remaining:
             raise ProgramError("no program was given")
         arguments = remaining[1:]
-        return cls(remaining[0], is_module, arguments, json_file, forward_lines, checks_nan)
+        return cls(
+            remaining[0],
+            is_module,
+            arguments,
+            json_file,
+            forward_lines or records_tensors,
+            checks_nan,
+            records_tensors,
+        )
 
 
 def main(words: Sequence[str]) -> int:
@@ -95,7 +107,12 @@ def main(words: Sequence[str]) -> int:
     from .hook import install_thread_hook
     from .weight_record import RECORD, remove_record_frames
 
-    RECORD.install()
+    if request.records_tensors:
+        # compiled code does not call the record
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        RECORD.record_tensors()
+    else:
+        RECORD.install()
     sys.modules["__main__"] = module
     name = module.__file__ if request.is_module else None
     sys.argv = [name or request.target, *request.arguments]
@@ -113,10 +130,10 @@ def main(words: Sequence[str]) -> int:
         raise
     except BaseException as error:
         traceback = _skip_outer_frames(error.__traceback__, code)
-        remove_record_frames(traceback)
+        error.__traceback__ = traceback
+        remove_record_frames(error)
         if request.checks_nan:
             _skip_recorder_frames(traceback)
-        error.__traceback__ = traceback
         sys.excepthook(type(error), error, traceback)
         if isinstance(error, KeyboardInterrupt):
             return 130

@@ -8,16 +8,14 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from types import CodeType
-from typing import Any
 
 import torch
 from torch import nn
 
 from ...observe.origin import is_library_file
 from .expressions import CASTING_METHODS, node_keyword, read_value
-from .frames import CallFrame
+from .frames import CallFrame, make_called_frame
 from .modules import floating_weight_dtypes
 from .weight_origin import ADAPTER_KEYWORD, DTYPE_KEYWORDS, PREPARATION, WeightOrigin
 from .weight_record import RECORD, WeightEvent
@@ -169,13 +167,13 @@ def read_origin(event: WeightEvent) -> WeightOrigin | None:
     if index is None:
         return None
     text, location, call = _read_call(*event.calls[index][:2])
-    frame = _make_frame(*event.calls[index])
+    frame = make_called_frame(*event.calls[index])
     kind = _find_kind(event, call, frame, codes[:index])
     function = ""
     if kind == "library":
         inner = next(
             frame
-            for frame in (_make_frame(*call) for call in event.calls)
+            for frame in (make_called_frame(*call) for call in event.calls)
             if frame.function not in CASTING_METHODS
         )
         function = f"{inner.code.co_qualname} ({inner.location})"
@@ -188,7 +186,7 @@ def _read_call(code: CodeType, instruction: int) -> tuple[str, str, ast.Call | N
     assignment, such as `self.weight = nn.Parameter(...)`, returns the source code of the statement,
     and the call whose result is assigned.
     """
-    frame = _make_frame(code, instruction, {})
+    frame = make_called_frame(code, instruction)
     call = frame.expression
     if not isinstance(call, ast.Call):
         statement = frame.statement
@@ -228,11 +226,3 @@ def _find_kind(
         return "assignment"
     has_dtype = call is not None and "dtype" in ast.unparse(call)
     return "default" if event.dtype == event.default_dtype and not has_dtype else "construction"
-
-
-def _make_frame(code: CodeType, instruction: int, global_variables: dict[str, Any]) -> CallFrame:
-    """Returns a frame of a call that has ended, without its local variables."""
-    empty = (None, None, None, None)
-    position = next(islice(code.co_positions(), instruction // 2, None), empty)
-    line = position[0] or code.co_firstlineno
-    return CallFrame(code, line, position, {}, global_variables)

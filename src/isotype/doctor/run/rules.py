@@ -43,7 +43,7 @@ from .model_casts import (
     find_unwrapping,
 )
 from .modules import floating_weight_dtypes
-from .operand_origins import add_weight_origins, find_operand_origin
+from .operand_origins import add_value_origins, add_weight_origins, find_operand_origin
 from .producers import (
     Producer,
     Promotion,
@@ -67,6 +67,7 @@ from .settings import find_arguments_without_autocast, is_prepared_model, runs_u
 from .storages import StorageCreation, find_storage_creation
 from .user_files import iterate_user_files
 from .weight_origins import WeightOrigin, find_model_origin, find_weight_origin
+from .weight_record import RECORD
 
 _format_finding = load_finding_formatter(SHEET)
 _LABEL_WIDTH = 28
@@ -81,6 +82,7 @@ _FLOAT_ONLY = (
     "torch.complex",
 )
 _MAX_GROUPS = 4  # classes of modules that one row of the report counts, or operands in a title
+_MAX_ROWS = 6  # operands that are listed
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _NUMPY_FLOATS = ("float16", "float32", "float64")
 _WRITING_OPERATIONS = frozenset(
@@ -103,9 +105,13 @@ def decide_cause(evidence: Evidence) -> Finding:
     """Returns the finding of the first rule that recognises the cause. If no rule recognises the
     cause, returns RN000, a note that lists the facts.
     """
+    if RECORD.tensors is not None:
+        for operand in _floating(evidence)[:_MAX_ROWS]:
+            evidence.producer_of(operand)  # shown with the operands
     for rule in RULES:
         finding = rule(evidence)
         if finding is not None:
+            finding = add_value_origins(finding, evidence)
             return _check_fix(add_weight_origins(finding, evidence), evidence)
     first_line = evidence.message.strip().partition("\n")[0]
     return _make_finding(
@@ -120,8 +126,10 @@ def decide_cause(evidence: Evidence) -> Finding:
 _CODE_OR_PLACE = re.compile(r"`(?P<code>[^`]+)`|(?: at|before) (?P<file>\S+):(?P<line>\d+)|[(;]")
 _GENERAL_FIX = (
     "cast the value where your code makes it: the frames do not show this line, and `isotype"
-    " doctor trace` names it"
+    " doctor run --trace` names it"
 )
+_ADVICE_TO_TRACE = "; `isotype doctor run --trace` names the line"
+_GENERAL_FIX_OF_RECORD = "cast the value where your code makes it"
 
 
 def _check_fix(finding: Finding, evidence: Evidence) -> Finding:
@@ -130,11 +138,16 @@ def _check_fix(finding: Finding, evidence: Evidence) -> Finding:
     """
     library_files = {short_path(f.file) for f in evidence.frames if not f.is_user_code}
     places = {match["file"] for match in _CODE_OR_PLACE.finditer(finding.fix or "")}
+    general_fix = _GENERAL_FIX
+    if RECORD.tensors is not None:
+        general_fix = _GENERAL_FIX_OF_RECORD
+        fix = (finding.fix or "").replace(_ADVICE_TO_TRACE, "")
+        finding = dataclasses.replace(finding, fix=fix)
     if places & library_files:
-        return dataclasses.replace(finding, fix=_GENERAL_FIX)
+        return dataclasses.replace(finding, fix=general_fix)
     for code, file, line in _iterate_located_code(finding.fix or ""):
         if not _is_applicable(code, file, line, evidence):
-            return dataclasses.replace(finding, fix=_GENERAL_FIX)
+            return dataclasses.replace(finding, fix=general_fix)
     return finding
 
 
@@ -258,7 +271,7 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
     if frame is not evidence.user_frame:
         details.append(("raised at", evidence.user_frame.location))
     lists: set[tuple[str, torch.dtype]] = set()
-    for operand in evidence.operands[:6]:
+    for operand in evidence.operands[:_MAX_ROWS]:
         if evidence.frames[operand.frame_index].function in _PLUMBING:
             continue
         if operand.list_name and (operand.list_name, operand.dtype) in lists:
@@ -289,7 +302,25 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
     if evidence.settings:
         settings = ", ".join(map(str, evidence.settings))
         details.append(("settings", settings))
+    unknown = _list_unknown_origins(evidence)
+    if unknown:
+        lines = f"the lines that gave {' and '.join(unknown)} their dtypes"
+        if len(unknown) == 1:
+            lines = f"the line that gave {unknown[0]} its dtype"
+        details.append(("next", f"isotype doctor run --trace names {lines}"))
     return tuple(details)
+
+
+def _list_unknown_origins(evidence: Evidence) -> list[str]:
+    """Returns the labels of the operands whose dtype has an origin that the frames do not show."""
+    if RECORD.tensors is not None:
+        return []
+    labels = []
+    for operand in _floating(evidence)[:_MAX_ROWS]:
+        producer = evidence.producers.get(id(operand))
+        if producer is not None and not operand.path and not producer.is_proven:
+            labels.append(operand.label)
+    return labels
 
 
 def _name_optimizer_tensor(evidence: Evidence, operand: Operand) -> tuple[str, str]:
@@ -802,7 +833,7 @@ def find_numpy_conversion(evidence: Evidence) -> Finding | None:
             facts["at"] = evidence.user_frame.location
     if evidence.operands:
         producer = evidence.producer_of(evidence.operands[0])
-        facts["origin"] = _describe_producer(producer, evidence.operands[0].dtype_name)
+        facts["origin"] = producer.describe(evidence.operands[0].dtype_name)
         return _make_operand_finding("RN013", evidence, evidence.operands[0], **facts)
     if "value" in facts:  # the value of a call, which no variable holds
         node = evidence.user_frame.expression
@@ -812,27 +843,9 @@ def find_numpy_conversion(evidence: Evidence) -> Finding | None:
         producer = find_producer(
             node.func.value, evidence.frames, index, to_torch(facts["has"]), evidence.names
         )
-        facts["origin"] = _describe_producer(producer, facts["has"])
+        facts["origin"] = producer.describe(facts["has"])
         return _make_finding("RN013", evidence, evidence.user_frame, **facts)
     return None
-
-
-def _describe_producer(producer: Producer, dtype_name: str) -> str:
-    """Returns the expression that gave a tensor its dtype as a part of a sentence, if the source
-    code proves it, and otherwise "".
-    """
-    place = f"`{producer.text}` ({producer.location})"
-    if not producer.is_proven:
-        return ""
-    if producer.reason:
-        return f"{place} returns {dtype_name}, because {producer.reason}"
-    if producer.kind == "module":
-        return f"{place} returns {dtype_name}, as the weights of {producer.path} are"
-    if producer.kind == "cast":
-        return f"{place} casts it to {dtype_name}"
-    if producer.kind == "creation":
-        return f"{place} creates it in {dtype_name}"
-    return f"{place} is {dtype_name}"
 
 
 def _describe_others(evidence: Evidence, others: Sequence[Operand]) -> str:
@@ -841,7 +854,7 @@ def _describe_others(evidence: Evidence, others: Sequence[Operand]) -> str:
     """
     for operand in others:
         producer = evidence.producer_of(operand)
-        description = _describe_producer(producer, operand.dtype_name)
+        description = producer.describe(operand.dtype_name)
         is_known = producer.text != operand.label or producer.reason
         if description and is_known and not operand.path:
             return f"{operand.label} is {operand.dtype_name}: {description}"

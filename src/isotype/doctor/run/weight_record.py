@@ -19,10 +19,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import CodeType, FrameType, ModuleType, TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+if TYPE_CHECKING:
+    from .tensor_record import TensorRecord
+
+# the files of the records, and PyTorch's function that passes a call to a mode
+_RECORD_FILES = (__file__, os.path.join(os.path.dirname(__file__), "tensor_record.py"))
+_FORWARDING_FUNCTION = "handle_torch_function"
 _MAX_CALLS = 32  # frames outside of PyTorch that are kept for a call
 _MAX_EVENTS = 4  # events that are kept for a weight; the first and the last ones
+_FOLDER = os.path.dirname(__file__) + os.sep
 _METHODS = ("_apply", "register_parameter", "register_buffer")
 
 
@@ -54,16 +61,18 @@ class WeightEvent:
 class WeightRecord:
     """Holds the events of each parameter and buffer of the modules that a program builds. It does
     not keep the modules alive.
+
+    tensors  the record of all tensors, with `--trace`, and otherwise None
     """
 
     def __init__(self) -> None:
+        self.tensors: TensorRecord | None = None
         self._events: MutableMapping[Any, dict[str, list[WeightEvent]]] = {}
         self._state = threading.local()
         self._loads: MutableMapping[Any, tuple[RunningCode, ...]] = {}
         self._originals: dict[str, Callable[..., Any]] = {}
         self._load_states: Callable[..., Any] | None = None
         self._torch: Any = None
-        self._torch_folder = ""
 
     def install(self) -> None:
         """Starts to record. If torch is not imported yet, starts after its import."""
@@ -77,7 +86,6 @@ class WeightRecord:
         from torch.utils.weak import WeakIdKeyDictionary
 
         self._torch = torch
-        self._torch_folder = os.path.dirname(torch.__file__) + os.sep
         self._events, self._loads = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         self._originals = {name: getattr(torch.nn.Module, name) for name in _METHODS}
         wrappers = (self._record_cast, self._record_registration, self._record_registration)
@@ -86,8 +94,19 @@ class WeightRecord:
         self._load_states = torch.optim.Optimizer.load_state_dict
         torch.optim.Optimizer.load_state_dict = self._record_load(self._load_states)  # type: ignore[method-assign]
 
+    def record_tensors(self) -> None:
+        """Imports torch and also starts the record of all tensors."""
+        from .tensor_record import TensorRecord
+
+        self.install()
+        self.tensors = TensorRecord()
+        self.tensors.install()
+
     def remove(self) -> None:
         """Stops to record, and forgets all events."""
+        if self.tensors is not None:
+            self.tensors.remove()
+            self.tensors = None
         for name, method in self._originals.items():
             setattr(self._torch.nn.Module, name, method)
         if self._load_states is not None:
@@ -121,7 +140,7 @@ class WeightRecord:
         def load_state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             with suppress(Exception):  # the program must not end because of its record
-                self._loads[optimizer] = self._read_calls(sys._getframe(1))
+                self._loads[optimizer] = read_calls(sys._getframe(1))
 
         return load_state_dict
 
@@ -173,17 +192,7 @@ class WeightRecord:
 
     def _make_event(self, dtype: Any, frame: FrameType | None, *, is_cast: bool) -> WeightEvent:
         default_dtype = self._torch.get_default_dtype()
-        return WeightEvent(is_cast, dtype, default_dtype, self._read_calls(frame))
-
-    def _read_calls(self, frame: FrameType | None) -> tuple[RunningCode, ...]:
-        """Returns a frame and those around it, without the frames of PyTorch."""
-        calls: list[RunningCode] = []
-        while frame is not None and len(calls) < _MAX_CALLS:
-            file = frame.f_code.co_filename
-            if file != __file__ and not file.startswith((self._torch_folder, "<frozen ")):
-                calls.append(RunningCode(frame.f_code, frame.f_lasti, frame.f_globals))
-            frame = frame.f_back
-        return tuple(calls)
+        return WeightEvent(is_cast, dtype, default_dtype, read_calls(frame))
 
     def _add(self, module: Any, name: str, event: WeightEvent) -> None:
         events = self._events.setdefault(module, {}).setdefault(name, [])
@@ -193,6 +202,18 @@ class WeightRecord:
 
 
 RECORD = WeightRecord()
+
+
+def read_calls(frame: FrameType | None) -> tuple[RunningCode, ...]:
+    """Returns a frame and those around it, without the frames of PyTorch and of the record."""
+    torch_folder = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
+    calls: list[RunningCode] = []
+    while frame is not None and len(calls) < _MAX_CALLS:
+        file = frame.f_code.co_filename
+        if not file.startswith((_FOLDER, torch_folder, "<frozen ")):
+            calls.append(RunningCode(frame.f_code, frame.f_lasti, frame.f_globals))
+        frame = frame.f_back
+    return tuple(calls)
 
 
 def _read_weight(module: Any, name: str) -> Any:
@@ -237,11 +258,37 @@ class _TorchFinder:
         return spec
 
 
-def remove_record_frames(traceback: TracebackType | None) -> None:
-    """Removes the frames of this module from the inside of a traceback."""
+def remove_record_frames(error: BaseException | None) -> None:
+    """Removes the frames of the records from the traceback of an exception, and those in which
+    PyTorch passed a call to the record of tensors. The exceptions that caused it are included.
+    """
+    cleaned: list[BaseException] = []
+    while error is not None and not any(error is other for other in cleaned):
+        _clean_traceback(error.__traceback__)
+        cleaned.append(error)
+        error = error.__cause__ or error.__context__
+
+
+def _clean_traceback(traceback: TracebackType | None) -> None:
+    links = []
     while traceback is not None:
-        link = traceback.tb_next
-        while link is not None and link.tb_frame.f_code.co_filename == __file__:
-            link = link.tb_next
-        traceback.tb_next = link
-        traceback = link
+        links.append(traceback)
+        traceback = traceback.tb_next
+    kept: list[TracebackType] = []
+    for link in links:
+        code = link.tb_frame.f_code
+        if kept and code.co_filename in _RECORD_FILES:
+            if kept[-1].tb_frame.f_code.co_name == _FORWARDING_FUNCTION:
+                kept.pop()
+            continue
+        if len(kept) > 1 and kept[-1].tb_frame.f_code is code and _is_passed_on(links, link):
+            kept.pop()  # the same function, which PyTorch called again after the record
+        kept.append(link)
+    for link, following in zip(kept, [*kept[1:], None]):
+        link.tb_next = following
+
+
+def _is_passed_on(links: list[TracebackType], link: TracebackType) -> bool:
+    """True if the frame before this one belongs to a record."""
+    previous = links[links.index(link) - 1]
+    return previous.tb_frame.f_code.co_filename in _RECORD_FILES

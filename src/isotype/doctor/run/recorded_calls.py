@@ -1,0 +1,250 @@
+"""Reads from the record of `doctor run --trace` which call gave a tensor its dtype, and what the
+function that failed had received.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...dtypes import format_dtype
+from ...observe.origin import is_library_file
+from .autocast import AutocastState
+from .expressions import read_value
+from .frames import CallFrame, make_called_frame
+from .modules import ModelNames
+from .producers import Producer, Promotion
+from .weight_record import RECORD, RunningCode
+
+if TYPE_CHECKING:
+    from .tensor_record import FailedCall, TensorEvent
+
+_ARRAY_REASON = "its data is a NumPy array of"
+_KINDS = {"conversion": "call", "operation": "call", "outside": "parameter"}
+
+
+def find_recorded_producer(
+    tensor: torch.Tensor, frames: Sequence[CallFrame], names: ModelNames
+) -> Producer | None:
+    """Returns the call that gave a tensor its dtype, or None if the record does not show it."""
+    event = None if RECORD.tensors is None else RECORD.tensors.event_of(tensor)
+    if event is None:
+        return None
+    *operations, last = _follow(event)
+    path = ""
+    if last.kind == "outside":
+        path = _read_path(last, names)
+        if not path or not operations:
+            return None
+        last = operations[-1]
+    place = _find_place(last, frames)
+    if place is None:
+        return None
+    described = [_describe_promotion(event) for event in operations if event.kind == "promotion"]
+    return Producer(
+        "parameter" if path else _KINDS.get(last.kind, last.kind),
+        place.text,
+        place.location,
+        place.function,
+        path,
+        is_proven=True,
+        promotions=tuple(promotion for promotion in described if promotion is not None),
+        reason=_find_reason(last, path, place, names),
+    )
+
+
+def confirm_producer(static: Producer, recorded: Producer, tensor: torch.Tensor) -> Producer:
+    """Returns what the source code shows, if the record confirms it: the program ran this line when
+    it computed the tensor, or a module with weights of this dtype computed it. Otherwise returns
+    what the record shows.
+    """
+    is_module = static.kind == "module" and recorded.path.startswith(static.path)
+    is_array = recorded.reason.startswith(_ARRAY_REASON)  # NumPy's calls are not recorded
+    is_confirmed = is_module or is_array or static.location in _list_locations(tensor)
+    if static.is_proven and is_confirmed:
+        return static
+    return dataclasses.replace(
+        recorded,
+        passed=static.passed,
+        passed_at=static.passed_at,
+        hook=static.hook,
+        stored=static.stored,
+        stored_at=static.stored_at,
+    )
+
+
+def _list_locations(tensor: torch.Tensor) -> set[str]:
+    """Returns the lines that were running in the calls that gave a tensor its dtype."""
+    event = None if RECORD.tensors is None else RECORD.tensors.event_of(tensor)
+    return {
+        make_called_frame(call.code, call.instruction).location
+        for part in (() if event is None else event.chain())
+        for call in part.calls
+    }
+
+
+def find_failed_call(error: BaseException) -> FailedCall | None:
+    """Returns the record of the PyTorch function that raised this error."""
+    record = RECORD.tensors
+    call = None if record is None else record.failed_call
+    return call if call is not None and call.message == str(error) else None
+
+
+def match_arguments(
+    call: FailedCall, frame: CallFrame, nodes: Sequence[ast.AST]
+) -> tuple[list[ast.AST], list[Any]]:
+    """Returns the expressions of the operands of the failing line, and the values that the failed
+    function received for them. If they cannot be matched, the values are an empty list.
+    """
+    expressions = list(nodes)
+    if not call.calls or call.calls[0].code is not frame.code:
+        return expressions, []
+    arguments = [*call.args, *call.kwargs.values()]
+    if call.function == "__setitem__":
+        arguments = [arguments[0], arguments[2], arguments[1]]
+    if len(arguments) == len(expressions) + 1:
+        match frame.expression:
+            case ast.Call(ast.Attribute(receiver)):
+                expressions.insert(0, receiver)  # the tensor whose method was called
+    if len(arguments) != len(expressions):
+        return list(nodes), []
+    for node, argument in zip(expressions, arguments):
+        value = read_value(node, frame)
+        if isinstance(value, torch.Tensor) and value is not argument:
+            return list(nodes), []  # another call on this line
+    return expressions, arguments
+
+
+def correct_autocast(state: AutocastState, call: FailedCall | None, device: str) -> AutocastState:
+    """Returns the autocast state in which the failed function ran."""
+    if call is None:
+        return state
+    dtype = call.autocast.get(device or "cpu")
+    if dtype is None:
+        return state if state.is_on is False else AutocastState()
+    if state.is_on and state.dtype == dtype:
+        return state
+    place = find_user_call(call.region)
+    location = "" if place is None else make_called_frame(place.code, place.instruction).location
+    return AutocastState(True, dtype, device, location or state.location)
+
+
+def find_user_call(calls: Sequence[RunningCode]) -> RunningCode | None:
+    """Returns the innermost frame of the user's code."""
+    return next((call for call in calls if not is_library_file(call.code.co_filename)), None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """The expression that made a tensor.
+
+    inner  the library's line that did it for this expression; "" if the expression did it itself
+    """
+
+    text: str
+    location: str
+    function: str
+    inner: str = ""
+
+
+def _follow(event: TensorEvent) -> list[TensorEvent]:
+    """Returns the event that decided a dtype, after the operations through which the tensor got it,
+    the last one first.
+    """
+    events = []
+    for part in event.chain():
+        events.append(part)
+        if part.kind not in ("promotion", "conversion"):
+            break
+    return events
+
+
+def _read_path(event: TensorEvent, names: ModelNames) -> str:
+    source = None if event.operand is None else event.operand()
+    return "" if source is None else names.tensor_path(source) or ""
+
+
+def _find_place(event: TensorEvent, frames: Sequence[CallFrame]) -> _Place | None:
+    """Returns the expression of the user's code that made a tensor. If this expression is still
+    running, as `model(**batch)` is, returns the library's line inside it.
+    """
+    user_call = find_user_call(event.calls)
+    if user_call is None:
+        return None
+    inner = _make_place(event.calls[0])
+    if user_call is event.calls[0]:
+        return inner
+    frame = make_called_frame(user_call.code, user_call.instruction)
+    running = {(frame.code, frame.position) for frame in frames}
+    if (frame.code, frame.position) in running:
+        return inner
+    place = _make_place(user_call)
+    return dataclasses.replace(place, inner=f"`{inner.text}` ({inner.location})")
+
+
+def _make_place(call: RunningCode) -> _Place:
+    frame = make_called_frame(call.code, call.instruction)
+    node = frame.expression
+    text = " ".join(ast.unparse(node).split()) if isinstance(node, ast.expr) else frame.text
+    return _Place(text, frame.location, frame.function)
+
+
+def _describe_promotion(event: TensorEvent) -> Promotion | None:
+    """Returns a promotion in the user's code, or None for one in a library."""
+    call = event.calls[0] if event.calls else None
+    if call is None or is_library_file(call.code.co_filename):
+        return None
+    frame = make_called_frame(call.code, call.instruction)
+    match frame.expression:
+        case ast.BinOp(left, _, right):
+            operand: ast.expr = (left, right)[min(event.position, 1)]
+        case ast.Call(args=arguments) if event.position < len(arguments):
+            operand = arguments[event.position]
+        case _:
+            return None
+    return Promotion(event.function.capitalize(), ast.unparse(operand), frame.location)
+
+
+def _find_reason(event: TensorEvent, path: str, place: _Place, names: ModelNames) -> str:
+    """Returns why a call returns its dtype, as a part of a sentence, or ""."""
+    dtype_name = format_dtype(event.dtype)
+    if path:
+        return f"it computes with {path}, which is {dtype_name}"
+    if event.kind == "autocast":
+        region = find_user_call(event.region)
+        at = "" if region is None else make_called_frame(region.code, region.instruction).location
+        at = f" ({at})" if at else ""
+        if event.dtype == torch.float32:
+            return f"autocast{at} computes it in fp32"
+        return f"it runs under autocast{at}"
+    if event.data_type and not event.data_type.startswith("torch."):
+        return f"{_ARRAY_REASON} {event.data_type}"
+    if event.kind == "operation" and event.dtype.is_floating_point:
+        sources = " and ".join(sorted(map(format_dtype, event.operand_dtypes)))
+        floats = [dtype for dtype in event.operand_dtypes if dtype.is_floating_point]
+        if not floats:
+            return f"it computes floats from {sources}"
+        if len(floats) > 1:
+            return f"{' with '.join(map(format_dtype, floats))} gives {dtype_name}"
+    if event.kind == "cast" and event.earlier is not None:
+        return _describe_example(event.earlier, names)
+    if place.inner:
+        return f"{place.inner} makes it"
+    return ""
+
+
+def _describe_example(event: TensorEvent, names: ModelNames) -> str:
+    """Describes the tensor whose dtype a cast took, as a part of a sentence."""
+    dtype_name = format_dtype(event.dtype)
+    last = _follow(event)[-1]
+    path = _read_path(last, names)
+    if path:
+        return f"{path} is {dtype_name}"
+    if not last.calls:
+        return ""
+    place = _make_place(last.calls[0])
+    return f"`{place.text}` ({place.location}) made the tensor {dtype_name} whose dtype it takes"

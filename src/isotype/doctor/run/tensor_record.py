@@ -1,0 +1,408 @@
+"""Records for each tensor of a running program which call gave it its dtype (`doctor run --trace`).
+
+A call whose result has the dtype of one of its operands passes on the event of this operand. Every
+other call, such as a cast, a new tensor or a promotion, is a new event. The record also keeps the
+last PyTorch function that failed, with its arguments and the autocast state in which it ran.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.autocast_mode import autocast
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .expressions import CASTING_METHODS, node_keyword
+from .frames import make_called_frame
+from .weight_record import RunningCode, read_calls
+
+_MAX_CHAIN = 8  # events before an event that are kept
+_MAX_ITEMS = 64  # items of a list or dict in which tensors are searched
+_MAX_DEPTH = 2
+_SETTER = "__set__"
+_GETTER = "__get__"
+_CAST_FUNCTIONS = CASTING_METHODS | {"type_as", "int", "long", "short", "bool", "char", "byte"}
+# the kinds of events, the most explicit ones last
+_RANKS = ("outside", "creation", "conversion", "operation", "promotion", "autocast", "cast")
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorEvent:
+    """A call that gave a tensor its dtype.
+
+    kind      `cast`, `creation`, `autocast`, `promotion`, `conversion` (between complex and real
+              numbers), `operation`, or `outside` for a tensor that no recorded call made, such as a
+              weight
+    function  the name of the PyTorch function
+    calls     the frames that do not belong to PyTorch, the innermost first
+    operand   for `outside`: the tensor itself
+    earlier   for a promotion: the event of the operand with the wider dtype. For a cast to the
+              dtype of another tensor: the event of that tensor. For a conversion or an operation:
+              the event of the first operand
+    operand_dtypes  the dtypes of the operands
+    position  for a promotion: the number of the wider operand among the operands
+    data_type  for a creation: the type of the data, such as `float64` for an array of NumPy
+    region    for `autocast`: the calls that entered the region
+    """
+
+    kind: str
+    dtype: torch.dtype
+    function: str = ""
+    calls: tuple[RunningCode, ...] = ()
+    operand: weakref.ref[torch.Tensor] | None = None
+    earlier: TensorEvent | None = None
+    operand_dtypes: tuple[torch.dtype, ...] = ()
+    position: int = 0
+    data_type: str = ""
+    region: tuple[RunningCode, ...] = ()
+
+    def chain(self) -> Iterator[TensorEvent]:
+        """Yields this event, then the event before it, and so on back to the first one."""
+        event: TensorEvent | None = self
+        while event is not None:
+            yield event
+            event = event.earlier
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FailedCall:
+    """The last PyTorch function that raised an error.
+
+    message   the text of the error
+    calls     the frames that do not belong to PyTorch, the innermost first
+    autocast  the dtype of autocast by device, for the devices on which it was on
+    region    the calls that entered the innermost region of autocast
+    """
+
+    message: str
+    function: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    calls: tuple[RunningCode, ...]
+    autocast: dict[str, torch.dtype]
+    region: tuple[RunningCode, ...]
+
+
+class TensorRecord(TorchFunctionMode):
+    """Records the events of the tensors of the main thread while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed_call: FailedCall | None = None
+        self._events: MutableMapping[torch.Tensor, TensorEvent] = WeakIdKeyDictionary()
+        self._regions: list[tuple[RunningCode, ...]] = []  # the autocast regions that are entered
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def install(self) -> None:
+        """Starts to record. The replaced functions do not call the mode, or run the program's code
+        in backward, where PyTorch has switched the mode off.
+        """
+        self.__enter__()
+        for owner, name, wrap in (
+            (torch, "from_numpy", self._record_from_numpy),
+            (autocast, "__enter__", self._record_region),
+            (autocast, "__exit__", self._record_region_end),
+            (BackwardCFunction, "apply", self._record_inside),
+            (saved_tensors_hooks, "__init__", self._record_unpacking),
+        ):
+            original = getattr(owner, name)
+            self._originals.append((owner, name, original))
+            setattr(owner, name, wrap(original))
+
+    def remove(self) -> None:
+        """Stops to record. The events remain."""
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
+        self._originals = []
+        self.__exit__(None, None, None)
+
+    def event_of(self, tensor: torch.Tensor) -> TensorEvent | None:
+        """Returns the event that gave a tensor its dtype. Returns None for a parameter, which has
+        its own record, and if no recorded call made the tensor.
+        """
+        event = self._events.get(tensor)
+        if event is None or event.dtype != tensor.dtype or isinstance(tensor, nn.Parameter):
+            return None
+        return event
+
+    # ---- calls of functions
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, torch.OutOfMemoryError):
+                self._keep_failure(str(error), func, args, kwargs)
+            raise
+        name = func.__name__
+        if name == _GETTER:
+            if isinstance(result, torch.Tensor) and result not in self._events:
+                self._inherit(result, args[:1])
+        elif name == _SETTER:
+            self._record_setter(args)
+        else:
+            self._record_call(name, args, kwargs, result)
+        return result
+
+    def _keep_failure(self, message: str, func: Any, args: Any, kwargs: Any) -> None:
+        enabled = {
+            device: torch.get_autocast_dtype(device)
+            for device in _DEVICES
+            if torch.is_autocast_enabled(device)
+        }
+        calls = read_calls(sys._getframe(1))
+        region = self._regions[-1] if self._regions else ()
+        self.failed_call = FailedCall(
+            message, func.__name__, tuple(args), kwargs, calls, enabled, region
+        )
+
+    def _record_call(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        outputs = [tensor for tensor in _iterate_tensors(result) if _has_number_dtype(tensor)]
+        if not outputs:
+            return
+        operands = list(_iterate_tensors((args, kwargs)))
+        for output in outputs:
+            if any(output is operand for operand in operands):
+                if _is_explicit_cast(name, args, kwargs):
+                    self._record_kept_dtype(output)
+                continue  # an operation in place keeps the dtype
+            if not self._inherit(output, operands):
+                self._events[output] = self._make_event(name, args, kwargs, output, operands)
+
+    def _record_kept_dtype(self, tensor: torch.Tensor) -> None:
+        """Records an explicit cast to the dtype that the tensor has already. It decides the dtype
+        as much as the call that made the tensor.
+        """
+        calls = read_calls(sys._getframe(2))
+        example = _find_example(calls, sys._getframe(2))
+        earlier = None
+        if example is not None and example is not tensor and example.dtype == tensor.dtype:
+            earlier = self._event_or_outside(example)
+        self._events[tensor] = TensorEvent("cast", tensor.dtype, "to", calls, earlier=earlier)
+
+    def _inherit(self, output: torch.Tensor, operands: Sequence[torch.Tensor]) -> bool:
+        """Passes on the event of an operand that has the dtype of the result. Returns False if
+        there is none, or if the call also widened another operand.
+        """
+        dtype = output.dtype
+        if any(_is_narrower(operand.dtype, dtype) and operand.dim() for operand in operands):
+            return False
+        source = self._find_deciding_operand(operands, dtype)
+        if source is None:
+            return False
+        self._events[output] = self._event_or_outside(source)
+        return True
+
+    def _find_deciding_operand(
+        self, operands: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Returns the operand whose dtype the most explicit call decided, such as a cast, or None if
+        no operand has this dtype.
+        """
+        sources = [operand for operand in operands if operand.dtype == dtype]
+        if len(sources) < 2:
+            return sources[0] if sources else None
+        return max(sources, key=self._rank)
+
+    def _rank(self, tensor: torch.Tensor) -> int:
+        if not tensor.numel():
+            return -1  # such as the empty start of a cache
+        event = self.event_of(tensor)
+        return _RANKS.index("outside" if event is None else event.kind)
+
+    def _event_or_outside(self, tensor: torch.Tensor) -> TensorEvent:
+        event = self.event_of(tensor)
+        if event is None:
+            event = TensorEvent("outside", tensor.dtype, operand=weakref.ref(tensor))
+            self._events[tensor] = event
+        return event
+
+    def _make_event(
+        self, name: str, args: Any, kwargs: Any, output: torch.Tensor, operands: Any
+    ) -> TensorEvent:
+        dtype = output.dtype
+        calls = read_calls(sys._getframe(2))
+        operand_dtypes = tuple(dict.fromkeys(operand.dtype for operand in operands))
+        source = self._find_deciding_operand(operands, dtype)
+        data_type, earlier, position = "", None, 0
+        region: tuple[RunningCode, ...] = ()
+        if not operands:
+            kind = "creation"
+            data = args[0] if args else kwargs.get("data")
+            data_type = str(getattr(data, "dtype", ""))
+        elif source is not None:
+            kind = "promotion"
+            earlier = self._event_or_outside(source)
+            position = next(i for i, operand in enumerate(operands) if operand is source)
+        elif name in _CAST_FUNCTIONS or kwargs.get("dtype") == dtype:
+            kind = "cast"
+            example = _find_example(calls, sys._getframe(2))
+            if example is not None and example.dtype == dtype:
+                earlier = self._event_or_outside(example)
+        elif torch.is_autocast_enabled(output.device.type):
+            kind = "autocast"
+            region = self._regions[-1] if self._regions else ()
+        else:
+            is_conversion = _has_same_precision(operands[0].dtype, dtype)
+            kind = "conversion" if is_conversion else "operation"
+            earlier = self._event_or_outside(operands[0])
+        if earlier is not None and sum(1 for _ in earlier.chain()) >= _MAX_CHAIN:
+            *_, earlier = earlier.chain()
+        return TensorEvent(
+            kind,
+            dtype,
+            name,
+            calls,
+            earlier=earlier,
+            operand_dtypes=operand_dtypes,
+            position=position,
+            data_type=data_type,
+            region=region,
+        )
+
+    def _record_setter(self, args: Any) -> None:
+        """Records an assignment such as `parameter.data = value`."""
+        if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[0].dtype == args[1].dtype:
+            event = self.event_of(args[1])
+            if event is not None and args[0] is not args[1]:
+                self._events[args[0]] = event
+
+    # ---- functions that do not call the mode
+    def _record_from_numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def from_numpy(array: Any) -> torch.Tensor:
+            result: torch.Tensor = original(array)
+            calls = read_calls(sys._getframe(1))
+            self._events[result] = TensorEvent(
+                "creation", result.dtype, "from_numpy", calls, data_type=str(array.dtype)
+            )
+            return result
+
+        return from_numpy
+
+    def _record_region(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def enter(region: Any) -> Any:
+            result = original(region)
+            self._regions.append(read_calls(sys._getframe(1)))
+            return result
+
+        return enter
+
+    def _record_region_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def leave(
+            region: Any, kind: Any, error: BaseException | None, traceback: TracebackType | None
+        ) -> Any:
+            if self._regions:
+                self._regions.pop()
+            return original(region, kind, error, traceback)
+
+        return leave
+
+    def _record_inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Switches the mode on while a function runs."""
+
+        @functools.wraps(function)
+        def run(*args: Any) -> Any:
+            if _get_current_function_mode() is self:
+                return function(*args)
+            with self:
+                return function(*args)
+
+        return run
+
+    def _record_unpacking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the constructor of the hooks with which a checkpoint computes its forward again."""
+
+        @functools.wraps(original)
+        def initialise(hooks: Any, pack_hook: Any, unpack_hook: Any) -> None:
+            original(hooks, pack_hook, self._record_inside(unpack_hook))
+
+        return initialise
+
+
+def _has_number_dtype(tensor: torch.Tensor) -> bool:
+    return tensor.dtype != torch.bool
+
+
+def _is_explicit_cast(name: str, args: Any, kwargs: Any) -> bool:
+    """True for a cast, and False for a move to another device."""
+    if name != "to":
+        return name in _CAST_FUNCTIONS
+    values = (*args[1:], *kwargs.values())
+    return any(isinstance(value, (torch.dtype, torch.Tensor)) for value in values)
+
+
+def _has_same_precision(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """True if one dtype is the complex form of the other."""
+    if dtype.is_complex == other.is_complex:
+        return False
+    return dtype.to_real() == other.to_real()
+
+
+def _is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:
+    return dtype != other and (dtype.is_floating_point or dtype.is_complex)
+
+
+def _iterate_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yields the tensors of nested arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth <= _MAX_DEPTH and isinstance(value, (tuple, list)):
+        for item in value[:_MAX_ITEMS]:
+            yield from _iterate_tensors(item, depth + 1)
+    elif depth <= _MAX_DEPTH and type(value) is dict:
+        for item in list(value.values())[:_MAX_ITEMS]:
+            yield from _iterate_tensors(item, depth + 1)
+
+
+def _find_example(calls: tuple[RunningCode, ...], frame: FrameType | None) -> torch.Tensor | None:
+    """Returns the tensor whose dtype a cast takes, such as `x` in `mask.to(x.dtype)`."""
+    if not calls:
+        return None
+    names = _example_names(calls[0].code, calls[0].instruction)
+    while frame is not None and frame.f_code is not calls[0].code:
+        frame = frame.f_back
+    if frame is None or not names:
+        return None
+    value = frame.f_locals.get(names[0])
+    for name in names[1:]:
+        value = getattr(value, "__dict__", {}).get(name)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+@functools.cache
+def _example_names(code: CodeType, instruction: int) -> tuple[str, ...]:
+    """Returns the names of the tensor whose dtype a call reads, such as `("self", "table")` for
+    `x.to(self.table.dtype)` or `x.type_as(self.table)`. Returns an empty tuple if there is none.
+    """
+    call = make_called_frame(code, instruction).expression
+    if not isinstance(call, ast.Call):
+        return ()
+    argument = node_keyword(call, "dtype") or (call.args[0] if call.args else None)
+    match argument:
+        case ast.Attribute(node, "dtype"):
+            pass
+        case node if node is not None and ast.unparse(call.func).endswith(".type_as"):
+            pass
+        case _:
+            return ()
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return (node.id, *names) if isinstance(node, ast.Name) else ()

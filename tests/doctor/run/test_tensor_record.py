@@ -1,0 +1,238 @@
+"""The record of `doctor run --trace`: the call that gave each tensor its dtype."""
+
+import subprocess
+import sys
+import textwrap
+import traceback
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.api import (
+    RECORD,
+    collect_evidence,
+    decide_cause,
+    find_recorded_producer,
+    remove_record_frames,
+)
+
+DOUBLE = nn.Linear(4, 4).double()
+
+
+@pytest.fixture(autouse=True)
+def record():
+    RECORD.record_tensors()
+    yield RECORD.tensors
+    RECORD.remove()
+
+
+class Names:
+    def __init__(self, model=None):
+        self.paths = {} if model is None else {p: name for name, p in model.named_parameters()}
+
+    def tensor_path(self, tensor):
+        return self.paths.get(tensor)
+
+
+def producer_of(tensor, model=None):
+    return find_recorded_producer(tensor, [], Names(model))
+
+
+def widen(x):
+    return x.to(torch.float32)
+
+
+def load_table():
+    return torch.from_numpy(np.linspace(0, 1, 4))
+
+
+class Batches(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        return {"values": np.ones(4), "weight": 0.5}
+
+    def __len__(self):
+        return 2
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Scale.gradient = gradient.double()
+        return gradient * 2
+
+
+def test_cast_in_a_function_that_has_returned():
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    result = producer_of(widen(x).reshape(4, 2).softmax(-1)[0])
+    assert (result.kind, result.text) == ("cast", "x.to(torch.float32)")
+    assert result.function == "widen"
+    assert result.location.endswith(f":{widen.__code__.co_firstlineno + 1}")
+
+
+def test_data_of_numpy_through_a_later_pass_of_a_loop():
+    x = torch.ones(4)
+    table = load_table()
+    for step in range(3):
+        x = x + table[step] * torch.ones(4, dtype=torch.float64)
+    result = producer_of(x)
+    assert (result.kind, result.text) == ("creation", "torch.from_numpy(np.linspace(0, 1, 4))")
+    assert result.reason == "its data is a NumPy array of float64"
+    assert [(p.operation, p.operand) for p in result.promotions] == [
+        ("Add", "table[step] * torch.ones(4, dtype=torch.float64)")
+    ]
+
+
+def test_batch_of_a_loader_names_the_loop_and_the_line_inside():
+    for batch in torch.utils.data.DataLoader(Batches(), batch_size=2):
+        result = producer_of(batch["values"])
+    assert result.kind == "creation"
+    assert result.reason == "its data is a NumPy array of float64"
+
+
+def test_weight_that_widens_a_value_is_named_by_its_path():
+    model = nn.Sequential(nn.Linear(4, 4))
+    x = torch.ones(4, dtype=torch.bfloat16)
+    result = producer_of(x * model[0].weight, model)
+    assert (result.kind, result.path) == ("parameter", "0.weight")
+    assert result.reason == "it computes with 0.weight, which is fp32"
+
+
+def test_quotient_of_integers():
+    lengths = torch.tensor([3, 4])
+    result = producer_of((lengths / 2).unsqueeze(0))
+    assert (result.text, result.reason) == ("lengths / 2", "it computes floats from int64")
+
+
+def test_cast_to_the_dtype_of_another_tensor_names_what_made_that_one():
+    table = torch.ones(4).double()
+    mask = torch.ones(4).to(table.dtype)
+    result = producer_of(mask)
+    assert result.text == "torch.ones(4).to(table.dtype)"
+    assert result.reason.startswith("`torch.ones(4).double()` (")
+
+
+def test_autocast_names_the_region_that_another_function_entered():
+    region = torch.autocast("cpu", dtype=torch.bfloat16)
+    region.__enter__()
+    entered_at = sys._getframe().f_lineno - 1
+    try:
+        result = producer_of(nn.Linear(4, 4)(torch.ones(1, 4)))
+    finally:
+        region.__exit__(None, None, None)
+    assert result.kind == "autocast"
+    assert result.reason.startswith("it runs under autocast (")
+    assert result.reason.endswith(f":{entered_at})")
+
+
+def test_functions_in_backward_are_recorded():
+    x = torch.ones(2, requires_grad=True)
+    Scale.apply(x).sum().backward()
+    assert producer_of(Scale.gradient).text == "gradient.double()"
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
+
+
+def test_record_keeps_no_tensor_alive(record):
+    for _ in range(50):
+        x = torch.ones(2).double() + 1
+    del x
+    assert len(record._events) == 0
+
+
+def fail_on_values_that_no_variable_holds():
+    table = nn.ParameterDict({"mix": nn.Parameter(torch.rand(1, dtype=torch.float64))})
+    x = torch.zeros(3, dtype=torch.float16)
+    return x.lerp(x + 1, weight=widen(table["mix"]))
+
+
+def fail_under_a_region_of_an_object():
+    class Region:
+        def __init__(self):
+            self.region = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    region = Region().region
+    region.__enter__()
+    try:
+        scores = torch.ones(2, 4) @ torch.ones(4, 4)
+        out = torch.zeros(2, 4)
+        out[:1] = torch.zeros(2, 4).index_put((torch.tensor([0]),), scores[:1])[:1]
+    finally:
+        region.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("fail", "operands", "autocast", "cause"),
+    [
+        (
+            fail_on_values_that_no_variable_holds,
+            {"x": "fp16[3]", "x + 1": "fp16[3]", "widen(table['mix'])": "fp32[1]"},
+            "off",
+            "`x.to(torch.float32)` is fp32 (",
+        ),
+        (
+            fail_under_a_region_of_an_object,
+            {"scores[:1]": "bf16[1 4]"},
+            "on, bf16, since ",
+            "`torch.ones(2, 4) @ torch.ones(4, 4)` (",
+        ),
+    ],
+)
+def test_failed_function_shows_what_it_received(fail, operands, autocast, cause):
+    with pytest.raises(RuntimeError) as failure:
+        fail()
+    remove_record_frames(failure.value)
+    evidence = collect_evidence(failure.value)
+    finding = decide_cause(evidence)
+    facts = evidence.to_dict()
+    assert operands.items() <= facts["operands"].items()
+    assert facts["autocast"].startswith(autocast)
+    assert cause in finding.cause
+
+
+def test_traceback_does_not_contain_the_record():
+    try:
+        nn.functional.cross_entropy(torch.ones(2, 3), torch.ones(2).int())
+    except RuntimeError:
+        error = sys.exc_info()[1]
+    remove_record_frames(error)
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert names == ["test_traceback_does_not_contain_the_record", "cross_entropy"]
+
+
+def test_command(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import torch
+
+            class Table:
+                def __init__(self, size):
+                    self.rows = [torch.arange(size) / 2 for _ in range(2)]
+
+                def read(self, index):
+                    return self.rows[index]
+
+            model = torch.nn.Linear(4, 4).bfloat16()
+            print(model(Table(4).read(1)))
+            """
+        )
+    )
+
+    def run(*options):
+        command = [sys.executable, "-m", "isotype.doctor", "run", *options, str(program)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    plain, traced = run(), run("--trace")
+    assert (plain.returncode, traced.returncode) == (1, 1)
+    plain_traceback, _, plain_text = plain.stderr.partition("\nisotype doctor run\n")
+    traceback_text, _, text = traced.stderr.partition("\nisotype doctor run\n")
+    assert traceback_text == plain_traceback
+    assert "isotype doctor run --trace names the line that gave input its dtype" in plain_text
+    assert "`torch.arange(size) / 2` (" in text
+    assert "because it computes floats from int64" in text
