@@ -468,16 +468,28 @@ def run(
             ),
         ),
     ] = False,
+    records_tensors: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help=(
+                "Record which call gave each tensor its dtype, also in functions that have returned"
+                " (the program is slower)."
+            ),
+        ),
+    ] = False,
 ) -> None:
     """Run a program unchanged. If a dtype error ends the program, print the cause, place and fix of
     the error under the traceback. The explanation uses the values in memory at the failure.
 
-    Output, traceback and exit status are the program's own. Without `--nan` the program runs at its
+    Output, traceback and exit status are the program's own. Without `--nan` and `--trace` the program runs at its
     normal speed, and the doctor reads its state only after an error.
 
         isotype doctor run train.py --lr 1e-4
 
         isotype doctor run --json fault.json -m my_package.train
+
+        isotype doctor run --trace train.py
 
         isotype doctor run --nan train.py
 
@@ -496,6 +508,8 @@ def run(
         options.append("--forward-lines")
     if checks_nan:
         options.append("--nan")
+    if records_tensors:
+        options.append("--trace")
     raise typer.Exit(main([*options, program, *context.args]))
 
 

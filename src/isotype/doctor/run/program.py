@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-USAGE = "isotype doctor run [--json FILE] [--forward-lines] [--nan] [--trace] SCRIPT.py|-m MODULE [ARGS]"
+USAGE = "isotype doctor run [--json FILE] [--forward-lines] [--trace|--nan] SCRIPT.py|-m MODULE [ARGS]"
 
 NO_STEP = (
     "isotype doctor run: --nan saw no backward and no optimizer step in the main thread. It checked"
@@ -73,6 +73,8 @@ class Request:
                 json_file = value or remaining.pop(0)
             else:
                 raise ProgramError(f"no option {option}")
+        if checks_nan and records_tensors:
+            raise ProgramError("--nan and --trace observe different faults: give one of them")
         is_module = remaining[:1] == ["-m"]
         if is_module:
             remaining.pop(0)
@@ -84,7 +86,7 @@ class Request:
             is_module,
             arguments,
             json_file,
-            forward_lines or records_tensors,
+            forward_lines,
             checks_nan,
             records_tensors,
         )

@@ -62,10 +62,11 @@ def confirm_producer(static: Producer, recorded: Producer, tensor: torch.Tensor)
     it computed the tensor, or a module with weights of this dtype computed it. Otherwise returns
     what the record shows.
     """
-    is_module = static.kind == "module" and recorded.path.startswith(static.path)
+    is_parameter = static.kind == "parameter" and static.path == recorded.path
     is_array = recorded.reason.startswith(_ARRAY_REASON)  # NumPy's calls are not recorded
-    is_confirmed = is_module or is_array or static.location in _list_locations(tensor)
-    if static.is_proven and is_confirmed:
+    is_module = static.kind == "module"
+    is_run = static.location in _list_locations(tensor)
+    if static.is_proven and (is_parameter or is_array or is_module or is_run):
         return static
     return dataclasses.replace(
         recorded,

@@ -8,6 +8,7 @@ last PyTorch function that failed, with its arguments and the autocast state in 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import sys
 import weakref
@@ -24,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...observe.origin import is_library_file
 from .expressions import CASTING_METHODS, node_keyword
 from .frames import make_called_frame
 from .weight_record import RunningCode, read_calls
@@ -52,6 +54,7 @@ class TensorEvent:
     earlier   for a promotion: the event of the operand with the wider dtype. For a cast to the
               dtype of another tensor: the event of that tensor. For a conversion or an operation:
               the event of the first operand
+    before    for a cast: the event of the tensor before it
     operand_dtypes  the dtypes of the operands
     position  for a promotion: the number of the wider operand among the operands
     data_type  for a creation: the type of the data, such as `float64` for an array of NumPy
@@ -64,6 +67,7 @@ class TensorEvent:
     calls: tuple[RunningCode, ...] = ()
     operand: weakref.ref[torch.Tensor] | None = None
     earlier: TensorEvent | None = None
+    before: TensorEvent | None = None
     operand_dtypes: tuple[torch.dtype, ...] = ()
     position: int = 0
     data_type: str = ""
@@ -191,6 +195,8 @@ class TensorRecord(TorchFunctionMode):
         earlier = None
         if example is not None and example is not tensor and example.dtype == tensor.dtype:
             earlier = self._event_or_outside(example)
+        elif _is_in_library(calls):
+            return
         self._events[tensor] = TensorEvent("cast", tensor.dtype, "to", calls, earlier=earlier)
 
     def _inherit(self, output: torch.Tensor, operands: Sequence[torch.Tensor]) -> bool:
@@ -237,7 +243,7 @@ class TensorRecord(TorchFunctionMode):
         calls = read_calls(sys._getframe(2))
         operand_dtypes = tuple(dict.fromkeys(operand.dtype for operand in operands))
         source = self._find_deciding_operand(operands, dtype)
-        data_type, earlier, position = "", None, 0
+        data_type, earlier, before, position = "", None, None, 0
         region: tuple[RunningCode, ...] = ()
         if not operands:
             kind = "creation"
@@ -249,6 +255,9 @@ class TensorRecord(TorchFunctionMode):
             position = next(i for i, operand in enumerate(operands) if operand is source)
         elif name in _CAST_FUNCTIONS or kwargs.get("dtype") == dtype:
             kind = "cast"
+            before = self._event_or_outside(operands[0])
+            if before.before is not None and before.before.dtype == dtype and _is_in_library(calls):
+                return before.before  # a library's function casts its result back
             example = _find_example(calls, sys._getframe(2))
             if example is not None and example.dtype == dtype:
                 earlier = self._event_or_outside(example)
@@ -269,6 +278,7 @@ class TensorRecord(TorchFunctionMode):
             earlier=earlier,
             operand_dtypes=operand_dtypes,
             position=position,
+            before=None if before is None else dataclasses.replace(before, before=None),
             data_type=data_type,
             region=region,
         )
@@ -345,6 +355,10 @@ def _is_explicit_cast(name: str, args: Any, kwargs: Any) -> bool:
         return name in _CAST_FUNCTIONS
     values = (*args[1:], *kwargs.values())
     return any(isinstance(value, (torch.dtype, torch.Tensor)) for value in values)
+
+
+def _is_in_library(calls: tuple[RunningCode, ...]) -> bool:
+    return bool(calls) and is_library_file(calls[0].code.co_filename)
 
 
 def _has_same_precision(dtype: torch.dtype, other: torch.dtype) -> bool:
