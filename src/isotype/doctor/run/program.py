@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-USAGE = "isotype doctor run [--json FILE] [--forward-lines] [--trace|--nan] SCRIPT.py|-m MODULE [ARGS]"
+USAGE = (
+    "isotype doctor run [--json FILE] [--forward-lines] [--trace|--nan] SCRIPT.py|-m MODULE [ARGS]"
+)
 
 NO_STEP = (
     "isotype doctor run: --nan saw no backward and no optimizer step in the main thread. It checked"

@@ -1347,7 +1347,7 @@ def find_in_place_result(evidence: Evidence) -> Finding | None:
     origin = ""
     if odd is not None:
         producer = evidence.producer_of(odd)
-        origin = _describe_producer(producer, odd.dtype_name)
+        origin = producer.describe(odd.dtype_name)
         origin = "" if producer.text == odd.label and not producer.reason else origin
     frame = evidence.failing_frame
     return _make_finding(
