@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from ...finding import Finding
-from .weight_record import RECORD, remove_record_frames
+from .running_code import remove_record_frames
+from .weight_record import RECORD
 
 _HOOK_ATTRIBUTE = "_is_isotype_hook"  # attribute of the exception hook of `doctor run`
 

@@ -109,7 +109,8 @@ def main(words: Sequence[str]) -> int:
         print(f"isotype doctor run: {error}\n  usage     {USAGE}", file=sys.stderr)
         return 2
     from .hook import install_thread_hook
-    from .weight_record import RECORD, remove_record_frames
+    from .running_code import remove_record_frames
+    from .weight_record import RECORD
 
     if request.records_tensors:
         # compiled code does not call the record

@@ -18,7 +18,8 @@ from .expressions import read_value
 from .frames import CallFrame, make_called_frame
 from .modules import ModelNames
 from .producers import Producer, Promotion
-from .weight_record import RECORD, RunningCode
+from .running_code import RunningCode
+from .weight_record import RECORD
 
 if TYPE_CHECKING:
     from .tensor_record import FailedCall, TensorEvent

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...observe.origin import is_library_file
 from .expressions import CASTING_METHODS, node_keyword
 from .frames import make_called_frame
-from .weight_record import RunningCode, read_calls
+from .running_code import RunningCode, read_calls
 
 _MAX_CHAIN = 8  # events before an event that are kept
 _MAX_ITEMS = 64  # items of a list or dict in which tensors are searched

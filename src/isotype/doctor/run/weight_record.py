@@ -11,36 +11,22 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from types import CodeType, FrameType, ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .running_code import RunningCode, read_calls
 
 if TYPE_CHECKING:
     from .tensor_record import TensorRecord
 
-# the files of the records, and PyTorch's function that passes a call to a mode
-_RECORD_FILES = (__file__, os.path.join(os.path.dirname(__file__), "tensor_record.py"))
-_FORWARDING_FUNCTION = "handle_torch_function"
-_MAX_CALLS = 32  # frames outside of PyTorch that are kept for a call
 _MAX_EVENTS = 4  # events that are kept for a weight; the first and the last ones
-_FOLDER = os.path.dirname(__file__) + os.sep
 _METHODS = ("_apply", "register_parameter", "register_buffer")
-
-
-class RunningCode(NamedTuple):
-    """A frame that was running: its code, the index of its instruction, and its global variables.
-    The local variables are not kept.
-    """
-
-    code: CodeType
-    instruction: int
-    global_variables: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,18 +190,6 @@ class WeightRecord:
 RECORD = WeightRecord()
 
 
-def read_calls(frame: FrameType | None) -> tuple[RunningCode, ...]:
-    """Returns a frame and those around it, without the frames of PyTorch and of the record."""
-    torch_folder = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
-    calls: list[RunningCode] = []
-    while frame is not None and len(calls) < _MAX_CALLS:
-        file = frame.f_code.co_filename
-        if not file.startswith((_FOLDER, torch_folder, "<frozen ")):
-            calls.append(RunningCode(frame.f_code, frame.f_lasti, frame.f_globals))
-        frame = frame.f_back
-    return tuple(calls)
-
-
 def _read_weight(module: Any, name: str) -> Any:
     """Returns a parameter or buffer of a module. The tables of a TorchScript module have no method
     `get`.
@@ -256,39 +230,3 @@ class _TorchFinder:
 
         spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
         return spec
-
-
-def remove_record_frames(error: BaseException | None) -> None:
-    """Removes the frames of the records from the traceback of an exception, and those in which
-    PyTorch passed a call to the record of tensors. The exceptions that caused it are included.
-    """
-    cleaned: list[BaseException] = []
-    while error is not None and not any(error is other for other in cleaned):
-        _clean_traceback(error.__traceback__)
-        cleaned.append(error)
-        error = error.__cause__ or error.__context__
-
-
-def _clean_traceback(traceback: TracebackType | None) -> None:
-    links = []
-    while traceback is not None:
-        links.append(traceback)
-        traceback = traceback.tb_next
-    kept: list[TracebackType] = []
-    for link in links:
-        code = link.tb_frame.f_code
-        if kept and code.co_filename in _RECORD_FILES:
-            if kept[-1].tb_frame.f_code.co_name == _FORWARDING_FUNCTION:
-                kept.pop()
-            continue
-        if len(kept) > 1 and kept[-1].tb_frame.f_code is code and _is_passed_on(links, link):
-            kept.pop()  # the same function, which PyTorch called again after the record
-        kept.append(link)
-    for link, following in zip(kept, [*kept[1:], None]):
-        link.tb_next = following
-
-
-def _is_passed_on(links: list[TracebackType], link: TracebackType) -> bool:
-    """True if the frame before this one belongs to a record."""
-    previous = links[links.index(link) - 1]
-    return previous.tb_frame.f_code.co_filename in _RECORD_FILES
