@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # where this variable is set, each process of the tests compiles the sources again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install quickstart quickstart-diffusion test test-full lint format size docs wheel clean
+.PHONY: install quickstart quickstart-diffusion test short-tests test-full lint style types format size docs wheel clean
 
 install: $(VENV)/.installed
 
@@ -24,13 +24,20 @@ quickstart: install
 quickstart-diffusion: install
 	$(BIN)/isotype quickstart --diffusion
 
-lint: install
+lint: style types
+
+style: install
 	$(BIN)/ruff check src tests benchmarks docs examples
 	$(BIN)/ruff format --check src tests benchmarks docs examples
+
+types: install
 	$(BIN)/mypy
 
-# every promise of README and docs
-test: lint
+# every promise of README and docs; mypy, which takes one process, runs beside the tests
+test: style
+	$(MAKE) --jobs 2 types short-tests
+
+short-tests: install
 	$(BIN)/pytest -n 2 --dist worksteal -m "not full"
 
 # random inputs, whole matrices, campaigns and GPU tests too

@@ -97,8 +97,8 @@ def situations(devices):
             yield fixed | dict((one, two)), device
 
 
-# one situation of 19 is enough for every rule to fire; `make test-full` takes all of them
-@pytest.mark.parametrize("every", [19, pytest.param(1, marks=pytest.mark.full)])
+# one situation of 53 is enough for every rule to fire; `make test-full` takes all of them
+@pytest.mark.parametrize("every", [53, pytest.param(1, marks=pytest.mark.full)])
 def test_every_advice_of_the_rules_holds_where_it_is_given(h100, t4, every):
     fired = set()
     for settings, device in itertools.islice(situations((h100, t4)), 0, None, every):

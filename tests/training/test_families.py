@@ -53,7 +53,8 @@ DEFAULT = ("gpt_oss",)
 )
 def test_a_mixture_trains_resumes_merges_and_generates(mixture, tmp_path, monkeypatch, family):
     # DeepSeek-V3 balances by a bias
-    balanced = {"train": {} if family == "deepseek_v3" else {"aux_loss": 0.5}}
+    balance = {} if family == "deepseek_v3" else {"aux_loss": 0.5}
+    balanced = {"train": {"steps": 4} | balance}
     assert train(mixture(family, "whole", **balanced)) == 0
     said = (tmp_path / "whole/log.txt").read_text()
     assert "experts    experts" in said
