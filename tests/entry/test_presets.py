@@ -82,6 +82,8 @@ def test_a_run_that_fails_is_a_row_and_the_reference_must_not(file, trained, tmp
     comparison = presets.compare_presets(file, [], names=names, out=tmp_path)
     assert comparison.verdict(comparison.trials[0]) == "failed: out of memory"
     assert comparison.best().name == "fp32"
+    chosen = comparison.candidates, comparison.left_out
+    monkeypatch.setattr(presets, "choose_candidates", lambda *arguments: chosen)
     monkeypatch.setattr(presets, "run_trial", fail("fp32"))
     with pytest.raises(RunError, match="the reference, failed: out of memory"):
         presets.compare_presets(file, [], names=names, out=tmp_path)

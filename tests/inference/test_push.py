@@ -37,6 +37,7 @@ def test_a_run_pushes_its_adapter_with_a_card(
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.full
 def test_a_merged_model_says_what_its_rounding_cost(
     standing: Hub, configured, tmp_path: Path
 ) -> None:

@@ -238,7 +238,7 @@ def test_yaml_that_unfolds_or_asks_for_objects_is_refused(tmp_path, subtests):
         (BOMB, "by anchors"),
         ("model: &a\n  config: *a\n", "an anchor that contains itself"),
         ("model: !!python/object/apply:os.system ['x']\n", "expected keys below it"),
-        ("model: " + "[" * 1200, "broken YAML"),
+        ("model: " + "[" * 1200, "nested too deep"),
     ):
         (tmp_path / "run.yaml").write_text(text)
         with subtests.test(said), pytest.raises(UsageError, match=said):

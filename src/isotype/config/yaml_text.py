@@ -16,8 +16,10 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+from ruamel.yaml.scanner import Scanner
 
 MAX_DEPTH = 32  # levels of nested values that are read
+_TOO_DEEP = "nested too deep, or an anchor that contains itself"
 MAX_VALUES = 10_000  # largest number of values of a key; with anchors, ten lines can mean billions
 
 
@@ -42,6 +44,18 @@ class Entry:
     line: int
 
 
+class _BoundedScanner(Scanner):
+    """Refuses brackets that are nested too deep as soon as it reads them. ruamel's own scanner
+    needed 4 s for a file of 100,000 brackets, and then raised a RecursionError.
+    """
+
+    def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
+        # a whole configuration in brackets has two levels around a value
+        if len(self.flow_context) > MAX_DEPTH + 2:
+            raise YamlError(_TOO_DEEP, self.reader.get_mark().line + 1)
+        super().fetch_flow_collection_start(TokenClass, to_push)
+
+
 class PlainYAML(YAML):
     """A safe YAML reader without ruamel's plug-ins.
 
@@ -51,6 +65,7 @@ class PlainYAML(YAML):
 
     def __init__(self) -> None:
         super().__init__(typ="safe", pure=True)
+        self.Scanner = _BoundedScanner
 
     def official_plug_ins(self) -> list[str]:
         return []
@@ -94,6 +109,8 @@ def read_value(text: str) -> Any:
 def _compose(text: str) -> Node | None:
     try:
         node: Node | None = PlainYAML().compose(text)
+    except YamlError:
+        raise
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(
@@ -129,7 +146,7 @@ def _read_node(node: Node, depth: int = 0, count: list[int] | None = None) -> An
     count = [0] if count is None else count
     count[0] += 1
     if depth > MAX_DEPTH:
-        raise YamlError("nested too deep, or an anchor that contains itself", line)
+        raise YamlError(_TOO_DEEP, line)
     if count[0] > MAX_VALUES:
         raise YamlError(f"more than {MAX_VALUES:,} values in one key, by anchors or by hand", line)
     if isinstance(node, SequenceNode):

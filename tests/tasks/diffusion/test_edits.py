@@ -88,6 +88,7 @@ def test_an_edit_with_its_blocks_in_host_memory_is_the_same(drawn, studio, tmp_p
     assert [sample.content for sample in first] == [sample.content for sample in second]
 
 
+@pytest.mark.full
 def test_flux2_is_trained_on_pairs_where_a_setting_names_the_pictures_before(drawn, studio):
     """The same pipeline is trained on captions without such a setting."""
     rows = {"train": str(studio.pairs / "rows.jsonl"), "columns": {"control": "source"}}

@@ -688,6 +688,7 @@ def taught(configured, tmp_path, workshop):
     return make
 
 
+@pytest.mark.full
 def test_a_student_halves_its_divergence_from_the_teacher(taught, tmp_path):
     assert train(taught(adapter={"kind": "none"})) == 0
     losses = [row["eval_loss"] for row in metrics(tmp_path / "run") if "eval_loss" in row]
