@@ -385,7 +385,7 @@ TRUTH = {
         "RN023",
         "return self.loss_function(self.head(features), labels)",
         "loss_function",
-        "`class_weights` is fp32",
+        "`torch.tensor([1.0, 2.0, 4.0])` is fp32 (tests/doctor/run/programs/class_weights.py:19)",
         "`class_weights.to(torch.bfloat16)` at tests/doctor/run/programs/class_weights.py:13",
     ),
     "master_gradients": Truth(
@@ -1057,6 +1057,38 @@ TRUTH = {
         "`parameter.grad.to(buffer.dtype)` at tests/doctor/run/programs/widened_states.py:27; for"
         " states in bf16, leave the cast in",
     ),
+    "list_rows": Truth(
+        "RN001",
+        'nn.functional.cross_entropy(model(batch["features"]), batch["label"]).backward()',
+        "Linear",
+        "the explicit cast `torch.full((8,), index / 4).double()` makes it fp64"
+        " (tests/doctor/run/programs/list_rows.py:13)",
+        "`batch['features'].to(torch.float32)` at",
+    ),
+    "float_rows": Truth(
+        "RN001",
+        "nn.functional.cross_entropy(model(values[:, None]), labels).backward()",
+        "Linear",
+        "the data of `index / 4` (tests/doctor/run/programs/float_rows.py:8) are fp64, because a"
+        " DataLoader makes fp64 tensors of Python's floats",
+        ".to(torch.float32)` at",
+    ),
+    "formatted_rows": Truth(
+        "RN001",
+        'nn.functional.cross_entropy(model(x).float(), batch["label"]).backward()',
+        "Linear",
+        "`rows.with_format('torch')` (tests/doctor/run/programs/formatted_rows.py:11) returns fp32,"
+        " because a dataset in the format torch makes fp32 tensors of all floats",
+        "`x.to(torch.bfloat16)` at",
+    ),
+    "stored_argument": Truth(
+        "RN001",
+        "return model(shifted)",
+        "Linear",
+        "`torch.linspace(0, 1, 8)` creates a tensor in fp32"
+        " (tests/doctor/run/programs/stored_argument.py:34)",
+        "`shifted.to(torch.bfloat16)` at",
+    ),
 }
 
 
@@ -1094,6 +1126,11 @@ def test_cause_place_and_fix(name, monkeypatch):
 
 def test_check_that_fails_for_a_shape_is_not_explained(monkeypatch):
     assert run_in_process("loader_check", monkeypatch, "shape") is None
+
+
+def test_field_of_a_dataclass_leads_to_its_argument(monkeypatch):
+    finding = run_in_process("stored_argument", monkeypatch, "request")
+    assert "`torch.full((2, 8), 0.5)` creates a tensor in fp32" in finding.cause
 
 
 def test_compiled_code_of_several_processes_is_not_run_again(monkeypatch):

@@ -25,7 +25,8 @@ from .expressions import UNKNOWN, TensorFacts, is_tensor, read_value
 from .frames import CallFrame, collect_frames, iterate_causes
 from .mixed_weights import NEEDS_ONE_DTYPE
 from .modules import ModelNames
-from .producers import Producer, find_producer
+from .producer import Producer
+from .producers import find_producer
 from .recorded_calls import (
     confirm_producer,
     correct_autocast,

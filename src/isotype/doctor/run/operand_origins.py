@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ...finding import Finding
 from .evidence import Evidence, Operand
 from .modules import floating_weight_dtypes
-from .producers import Producer
+from .producer import Producer
 from .recorded_origins import find_recorded_origin, find_tensor_origin
 from .weight_origin import WeightOrigin
 from .weight_record import RECORD

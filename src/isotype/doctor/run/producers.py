@@ -18,7 +18,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -46,6 +46,8 @@ from .expressions import (
 from .frames import CallFrame, make_module_frame, make_returned_frame
 from .hooks import describe_hook
 from .modules import ModelNames, floating_weight_dtypes
+from .producer import Producer, Promotion
+from .rows import RowSource, find_row_source, follow_rows
 from .user_files import iterate_user_files
 
 _FOLLOWED_OPERANDS = (ast.Call, ast.BinOp, ast.Name, ast.Attribute, ast.ListComp, ast.Subscript)
@@ -75,81 +77,13 @@ _MAX_TEXT = 100  # characters of a call that a sentence quotes with its argument
 _ITERATION_WRAPPERS = frozenset(("enumerate", "tqdm", "trange", "iter", "islice", "zip"))
 
 
-@dataclass(frozen=True, slots=True)
-class Promotion:
-    """An operation of two tensors whose result has the wider of their dtypes.
-
-    operation  the name of the operation in autograd's graph, such as `Add`
-    operand    the source code of the operand with the wider dtype
-    location   the file and line of the operation
-    """
-
-    operation: str
-    operand: str
-    location: str
-
-
-@dataclass(frozen=True, slots=True)
-class Producer:
-    """The expression that gave a tensor its dtype.
-
-    kind      cast, module, creation, parameter, attribute, data, autocast, call or unknown
-    text      the source code of the expression
-    location  the file and line of the expression
-    function  the function that contains the line
-    path      the module, parameter or buffer that the expression names; "" if it names none
-    module    the module that computed the tensor, for the kind `module`
-    passed    the expression that the innermost frame of the user's code passes to another function
-              as this tensor; "" if there is none
-    passed_at the file and line of that expression
-    is_proven whether the source code or a stored value shows that the expression gives the dtype
-    hook      the hook that contains the expression; "" if no hook does
-    promotions  the operations through which the dtype reached the tensor
-    reason    why a call returns this dtype, as a part of a sentence; "" for most kinds
-    stored    the expression that the user's code stores in an object of a library, and its file and
-    stored_at line; "" if there is none
-    """
-
-    kind: str
-    text: str
-    location: str
-    function: str
-    path: str = ""
-    module: nn.Module | None = None
-    passed: str = ""
-    passed_at: str = ""
-    is_proven: bool = False
-    hook: str = ""
-    promotions: tuple[Promotion, ...] = ()
-    reason: str = ""
-    stored: str = ""
-    stored_at: str = ""
-
-    def describe(self, dtype_name: str) -> str:
-        """Returns the expression that gave a tensor its dtype as a part of a sentence, if it is
-        proven, and otherwise "".
-        """
-        place = f"`{self.text}` ({self.location})"
-        if not self.is_proven:
-            return ""
-        if self.reason:
-            return f"{place} returns {dtype_name}, because {self.reason}"
-        if self.kind == "module":
-            return f"{place} returns {dtype_name}, as the weights of {self.path} are"
-        if self.kind == "cast":
-            return f"{place} casts it to {dtype_name}"
-        if self.kind == "creation":
-            return f"{place} creates it in {dtype_name}"
-        return f"{place} is {dtype_name}"
-
-
 def find_producer(
     node: ast.AST, frames: Sequence[CallFrame], index: int, dtype: torch.dtype, names: ModelNames
 ) -> Producer:
     """Finds the expression that gave the value of `node` the dtype `dtype`. `node` is an expression
     in the frame with the number `index`, and the search starts there.
     """
-    search = _Search(frames, dtype, names)
+    search = Search(frames, dtype, names)
     value = read_value(node, frames[index])
     search.device = value.device.type if is_tensor(value) else ""
     search.tensor = value
@@ -183,7 +117,7 @@ def find_constructor_argument(
     parameters = () if code is None else code.co_varnames[1 : code.co_argcount]
     for index in reversed(range(len(frames))):
         if frames[index].is_user_code:
-            search = _Search(frames, dtype, names)
+            search = Search(frames, dtype, names)
             search.buffer = module._buffers.get(name)
             for call, call_index in search.find_constructors(module, index):
                 arguments: dict[str | None, ast.expr] = dict(zip(parameters, call.args))
@@ -220,7 +154,7 @@ def find_passed_argument(frame: CallFrame, caller: CallFrame, name: str) -> ast.
     return argument
 
 
-class _Search:
+class Search:
     """Searches the code for the expression that gave a tensor its dtype.
 
     frames   the frames of the traceback, and after them the frames of functions that have returned
@@ -659,10 +593,10 @@ class _Search:
         function = read_function(node.func, frame)
         if isinstance(function, nn.Module):
             return self.follow_module(function, node, index, line)
-        field = node_keyword(node, self.key) if isinstance(self.key, str) else None
+        field = _find_field(node, function, self.key)
         if field is not None and isinstance(function, type):  # an object, such as an output
             self.key = UNKNOWN
-            return self.follow(field, index, field.lineno)
+            return self.follow_item(field, index, field.lineno)
         if isinstance(node.func, ast.Attribute):
             result = self.follow_method(node, node.func, index, line)
             if result is not None:
@@ -1274,7 +1208,28 @@ class _Search:
                 new_index = len(self.frames)
                 self.frames.append(frame)
                 self.callers[new_index] = (index, None, self.frames[index].line)
+                is_constructor = method is vars(type(owner)).get("__init__")
+                construction = self.find_only_construction(owner) if is_constructor else None
+                if construction is not None:
+                    self.callers[new_index] = construction
                 yield binding, new_index
+
+    def find_only_construction(self, owner: object) -> tuple[int, ast.Call, int] | None:
+        """Returns the only call in the user's files that makes objects of a class: the index of a
+        frame for the function that contains it, the call, and its line.
+        """
+        name = type(owner).__name__
+        calls = [
+            (call, *source)
+            for source in iterate_user_files(self.frames[: self.running_count])
+            for call in ast.walk(source[1])
+            if isinstance(call, ast.Call) and _source(call.func).rpartition(".")[2] == name
+        ]
+        if len(calls) != 1:
+            return None
+        call, file, tree, module_frame = calls[0]
+        index = self.add_function_frame(call, tree, module_frame, file)
+        return None if index is None else (index, call, call.lineno)
 
     def find_constructors(self, module: object, index: int) -> Iterator[tuple[ast.Call, int]]:
         """Yields the calls that were assigned to a variable, or to an attribute of `self`, whose
@@ -1340,6 +1295,8 @@ class _Search:
             for value in (*frame.variables.values(), *stored.values()):
                 if isinstance(value, torch.utils.data.DataLoader):
                     functions += list(_item_functions(value))
+                    calls = list(self.find_loader_calls(value, index))
+                    functions += self.find_row_sources(value, calls)
             if functions[0] is not None:
                 functions += list(_item_functions(stored.get("train_dataset")))
             result = self.follow_item_functions(functions, None, index, frame.line)
@@ -1435,7 +1392,7 @@ class _Search:
         functions = list(_item_functions(value))
         calls = [(iterable, index)] if isinstance(iterable, ast.Call) else []
         if isinstance(value, torch.utils.data.DataLoader):
-            calls += list(self.find_constructors(value, index))
+            calls += list(self.find_loader_calls(value, index))
         for call, call_index in calls:
             function = read_function(call.func, self.frames[call_index])
             if isinstance(function, FunctionType):  # a generator
@@ -1447,6 +1404,7 @@ class _Search:
             if result is not None:
                 return result
             functions += list(_item_functions_of_call(call, self.frames[call_index]))
+        functions += self.find_row_sources(value, calls)
         result = self.follow_item_functions(functions, element, index, line)
         if result is None and isinstance(iterable, ast.Name) and not functions:
             if element is not None:
@@ -1464,11 +1422,89 @@ class _Search:
         for number, function in enumerate(functions):
             self.element = element
             self.inner_functions = functions[number + 1 :]
-            result = self.follow_returned(function, None, index, line, is_item=True)
-            if result is not None:
+            if isinstance(function, RowSource):
+                key = self.key if element is None else element
+                result = follow_rows(self, function, key)
+            else:
+                result = self.follow_returned(function, None, index, line, is_item=True)
+            if result is not None and result.is_proven:
                 return result
         self.element = None
         return None
+
+    def find_loader_calls(self, loader: object, index: int) -> Iterator[tuple[ast.Call, int]]:
+        """Yields the calls that made a DataLoader: those of a frame, or else those of the frames
+        around it.
+        """
+        for number in range(min(index, self.running_count - 1), -1, -1):
+            calls = []
+            if self.frames[number].is_user_code:
+                calls = list(self.find_constructors(loader, number))
+            yield from calls
+            if calls:
+                return
+
+    def find_row_sources(
+        self, loader: object, calls: Sequence[tuple[ast.Call, int]]
+    ) -> list[RowSource]:
+        """Returns the rows that a DataLoader reads. `calls` made the DataLoader."""
+        sources = [find_row_source(self, call, index, loader) for call, index in calls]
+        return [source for source in sources if source is not None]
+
+    def iterate_list_values(self, name: str, index: int, line: int) -> Iterator[tuple[Any, int]]:
+        """Yields the values that a function or module assigns to a name before a line, and the calls
+        `NAME.append(row)`, with the index of the frame.
+        """
+        frame = self.frame_at(index, line)
+        scope = frame.scope
+        if scope is None:
+            return
+        for node in _walk_scope(scope):
+            match node:
+                case ast.Call(ast.Attribute(ast.Name(owner), "append"), [_]):
+                    if owner == name and node.lineno < line:
+                        yield node, index
+        bindings = _earlier_bindings(scope, name, line)
+        for binding in bindings:
+            if isinstance(binding, ast.Assign) and not self.is_skipped(binding, scope, index):
+                yield binding.value, index
+        if not bindings and not isinstance(scope, ast.Module):
+            if name in _parameter_names(scope):
+                outer, call, _ = self.find_caller(index)
+                argument = None if outer < 0 else _argument_expression(scope, call, name, True)
+                if argument is not None:
+                    yield argument, outer
+                return
+            module_frame = make_module_frame(frame)
+            if module_frame is not None:
+                self.frames.append(module_frame)
+                yield from self.iterate_list_values(name, len(self.frames) - 1, module_frame.line)
+
+    def iterate_results(
+        self, function: Any, call: ast.Call, index: int, line: int
+    ) -> Iterator[tuple[ast.expr, int]]:
+        """Yields the expressions that a function of the user's code returned, with the index of a
+        frame for it.
+        """
+        frame = make_returned_frame(function, self.read_arguments(function, call, index, line))
+        if frame is None:
+            return
+        new_index = len(self.frames)
+        self.frames.append(frame)
+        self.callers[new_index] = (index, call, line)
+        for value in list(_returned_values(frame.scope)):
+            yield value, new_index
+
+    def iterate_calls(self, names: Sequence[str]) -> Iterator[tuple[ast.Call, int]]:
+        """Yields the calls of the user's files to methods of these names, with the index of a frame
+        for the module.
+        """
+        for _, tree, module_frame in list(iterate_user_files(self.frames[: self.running_count])):
+            for call in ast.walk(tree):
+                match call:
+                    case ast.Call(ast.Attribute(_, name)) if name in names:
+                        self.frames.append(module_frame)
+                        yield call, len(self.frames) - 1
 
     def follow_tensor_dataset(
         self, call: ast.Call, element: int | None, index: int
@@ -1523,7 +1559,8 @@ class _Search:
         value = frame.variables.get(name)
         module = frame.variables.get("self")
         passed_value = read_value(argument, self.frame_at(outer, call_line))
-        if isinstance(module, nn.Module) and passed_value is not value:
+        is_forward = isinstance(module, nn.Module) and frame.function != "__init__"
+        if isinstance(module, nn.Module) and is_forward and passed_value is not value:
             result = self.follow_hooks(module, "forward pre-hook", index)
             if result is not None:
                 return result
@@ -1752,6 +1789,20 @@ def _find_stored_item(scope: ast.AST | None, node: ast.Subscript, line: int) -> 
         if _source(binding.targets[0]) == _source(node)
     ]
     return values[0] if len(values) == 1 else None
+
+
+def _find_field(call: ast.Call, function: Any, key: Any) -> ast.expr | None:
+    """Returns the value that a call gives to a field of a new object, by keyword, or by position for
+    a dataclass or a named tuple.
+    """
+    if not isinstance(key, str):
+        return None
+    names = list(getattr(function, "_fields", ()))
+    if isinstance(function, type) and is_dataclass(function):
+        names = [field.name for field in fields(function) if field.init]
+    if key in names[: len(call.args)]:
+        return call.args[names.index(key)]
+    return node_keyword(call, key)
 
 
 def _find_appended(scope: Any, name: str, line: int) -> ast.expr | None:

@@ -17,7 +17,7 @@ from .autocast import AutocastState
 from .expressions import read_value
 from .frames import CallFrame, make_called_frame
 from .modules import ModelNames
-from .producers import Producer, Promotion
+from .producer import Producer, Promotion
 from .running_code import RunningCode
 from .weight_record import RECORD
 

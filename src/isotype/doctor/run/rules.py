@@ -44,9 +44,8 @@ from .model_casts import (
 )
 from .modules import floating_weight_dtypes
 from .operand_origins import add_value_origins, add_weight_origins, find_operand_origin
+from .producer import Producer, Promotion
 from .producers import (
-    Producer,
-    Promotion,
     find_constructor_argument,
     find_passed_argument,
     find_producer,
