@@ -206,7 +206,7 @@ TRUTH = {
         "angle = torch.acos(cosine)",
         "rsqrt gives inf",
         "the derivative of this function is infinite",
-        "for acos or asin x.clamp(-1 + 1e-6, 1 - 1e-6)",
+        "for acos or asin cosine.clamp(-1 + 1e-6, 1 - 1e-6)",
     ),
     "wide_mask": Truth(
         3,
@@ -678,14 +678,14 @@ LOST_NUMBERS = [
         lambda x: x / (x.detach() > 2).half().sum().clamp(min=EPS),
         torch.float16,
         "`EPS` = 1e-08 is 0 in fp16",
-        "set `EPS` to 1e-4",
+        "write 1e-4 in `EPS = 1e-08` (",
         lambda x: x / (x.detach() > 2).half().sum().clamp(min=1e-4),
     ),
     (
         lambda x: torch.log((x - x) + LIMITS.EPS),
         torch.float16,
         "`LIMITS.EPS` = 1e-09 is 0 in fp16",
-        "set `LIMITS.EPS` to 1e-4",
+        "write 1e-4 in `EPS = 1e-09` (",
         lambda x: torch.log((x - x) + 1e-4),
     ),
     (
@@ -714,6 +714,50 @@ def test_number_without_effect_is_named_with_a_number_that_has_one(case):
     assert cause in error.finding.cause
     assert fix in error.finding.fix
     assert record(lambda: train(repaired)) is None
+
+
+def test_line_that_sets_a_number_without_effect_is_named(tmp_path, monkeypatch):
+    (tmp_path / "settings_of_norm.py").write_text(
+        "from dataclasses import dataclass\n\n\n"
+        "@dataclass\nclass Settings:\n    width: int = 4\n    norm_eps: float = 1e-8\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = """
+import torch
+from torch import nn
+from settings_of_norm import Settings
+
+LIMIT = 1e-9
+
+class Norm(nn.Module):
+    def __init__(self, width, eps=1e-8):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+def normalise(x, limit=LIMIT):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True).clamp(min=limit * 0.5))
+
+settings = Settings()
+weight = nn.Parameter(torch.tensor([[0.0, 0.0], [1.0, 2.0]], dtype=torch.float16))
+"""
+    calls = {
+        "Norm(settings.width, settings.norm_eps)": "write 1e-4 in `norm_eps: float = 1e-08` (",
+        "Norm(2)": "pass 1e-4 in place of the default in `def __init__(..., eps=1e-08)`",
+        "Norm(2, eps=1e-10)": "write 1e-4 in `Norm(..., eps=1e-10)` (",
+        "normalise": "write 1e-4 in place of `limit * 0.5`",
+    }
+    update = "torch.optim.SGD([weight], 1.0).step()\n"
+    for number, (call, fix) in enumerate(calls.items()):
+        program = tmp_path / f"program_{number}.py"  # source code is read once for each file
+        program.write_text(f"{source}({call})(weight).sum().backward()\n{update}")
+        code = compile(program.read_text(), str(program), "exec")
+        finding = record(lambda code=code: exec(code, {"__name__": "program"})).finding
+        assert finding.code == "RN037", finding.render()
+        assert finding.fix.startswith(fix)
+    assert "from `LIMIT = 1e-09` at " in dict(finding.details)["number"]
 
 
 def moments(x):
@@ -797,6 +841,10 @@ def sum_of_means(a, b):
     return a.sum() / (a > 0).float().mean() + b.sum() / (b > 1).float().mean()
 
 
+def srgb(a, b):
+    return torch.where(b < 0.1, 12.92 * b, b ** (1 / 2.4) + a ** (1 / 2.4)).sum()
+
+
 def sum_of_lengths(a, b):
     return (a * a).sum().sqrt() + ((b - 1) * 3).pow(2).sum().sqrt()
 
@@ -806,6 +854,12 @@ SEVERAL_OPERATORS = [
     (divergence, 0.0, "`q.log()` in `return (p", "q.clamp(min=torch.finfo(q.dtype).tiny)"),
     (sum_of_means, 1.0, "`b.sum() / (b > 1).float().mean()` in", "(b > 1).float().mean().clamp("),
     (sum_of_lengths, 1.0, "the backward of `((b - 1) * 3).pow(2).sum().sqrt()` in", "under the"),
+    (
+        srgb,
+        0.0,
+        "`b ** (1 / 2.4)` in `return torch.where(b < 0.1",
+        "b.clamp(min=1e-6); torch.where",
+    ),
 ]
 
 
@@ -1042,8 +1096,12 @@ def test_eps_of_an_own_optimizer_is_named(has_lists):
     error = record(lambda: train(1e-8))
     assert error.finding.code == "RN034"
     assert "`self.eps` = 1e-08 is 0 in fp16" in error.finding.cause
-    assert error.finding.fix.startswith("set `self.eps` to 1e-4")
+    assert error.finding.fix.startswith("write 1e-4 in `train(..., eps=1e-08)` (")
     assert record(lambda: train(1e-4)) is None
+    if has_lists:
+        finding = record(lambda: train(0.0)).finding
+        assert finding.cause.endswith("divides by 0")
+        assert "torch._foreach_clamp_min_(sizes, 1e-4)" in finding.fix
 
 
 def test_results_before_a_step_are_no_fault(capsys):

@@ -57,16 +57,21 @@ class BufferRecord:
 
     def list_written(self) -> list[Buffer]:
         """Lists the buffers that were written since the last call of `check`."""
-        return [
-            buffer
-            for buffers in self._buffers.values()
-            for buffer in buffers
-            if (module := buffer.module()) is not None and _read_version(module) != buffer.version
-        ]
+        written: list[Buffer] = []
+        previous: nn.Module | None = None
+        version: tuple[int, ...] = ()
+        for buffer in (buffer for buffers in self._buffers.values() for buffer in buffers):
+            module = buffer.module()
+            if module is None:
+                continue
+            if module is not previous:
+                previous, version = module, _read_version(module)
+            if version != buffer.version:
+                written.append(buffer)
+        return written
 
-    def check(self) -> Buffer | None:
+    def check(self, written: list[Buffer]) -> Buffer | None:
         """Returns the first buffer with NaN or inf among those that were written."""
-        written = self.list_written()
         if not written:
             return None
         tensors = [buffer.tensor for buffer in written]

@@ -330,7 +330,9 @@ def _evaluate(node: ast.AST, frame: FrameType | None) -> Any:
             value = _evaluate_number(operand, frame)
             return None if value is None else -value
         case ast.BinOp(left, operator, right):
-            return _compute(operator, _evaluate_number(left, frame), _evaluate_number(right, frame))
+            return compute_number(
+                operator, _evaluate_number(left, frame), _evaluate_number(right, frame)
+            )
     return None
 
 
@@ -340,7 +342,8 @@ def _read_attribute(owner: Any, name: str) -> Any:
     return modules.get(name) or inspect.getattr_static(owner, name, None)
 
 
-def _compute(operator: ast.operator, left: Any, right: Any) -> Any:
+def compute_number(operator: ast.operator, left: float | None, right: float | None) -> float | None:
+    """Returns the result of an operator on two numbers, or None."""
     if left is None or right is None:
         return None
     try:
@@ -354,7 +357,7 @@ def _compute(operator: ast.operator, left: Any, right: Any) -> Any:
             case ast.Div():
                 return left / right
             case ast.Pow():
-                return left**right
+                return float(left**right)
     except (ArithmeticError, ValueError):
         return None
     return None

@@ -97,8 +97,12 @@ def _read_kind(node: ast.AST) -> str:
 
 
 def read_input(node: ast.expr) -> ast.expr | None:
-    """Returns the input of a function of one tensor, such as `q` in `q.log()` and `torch.log(q)`."""
+    """Returns the input of a function of one tensor, such as `q` in `q.log()`, `torch.log(q)` and
+    `q ** 0.5`.
+    """
     match node:
+        case ast.BinOp(left, ast.Pow(), _) | ast.Call(ast.Attribute(left, "pow"), [_]):
+            return left
         case ast.Call(ast.Attribute(ast.Name("torch" | "F" | "math")), [first, *_]):
             return first
         case ast.Call(ast.Attribute(owner, _), []):

@@ -397,7 +397,9 @@ class Recorder(TorchFunctionMode):
                 return original(tensors, *args, **kwargs)
             self._note_step()
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            step = self._make_step(losses, args[0] if args else kwargs.get("grad_tensors"))
+            written = self._list_written_buffers()
+            gradients = args[0] if args else kwargs.get("grad_tensors")
+            step = self._make_step(losses, gradients, written)
             if not all_finite(losses):
                 self._stop(step, "the loss is not finite")
             try:
@@ -408,7 +410,7 @@ class Recorder(TorchFunctionMode):
                 raise
             if not all_finite(_collect_gradients(step.entries)):
                 self.suspect = step
-            buffer = self._find_bad_buffer()
+            buffer = self._find_bad_buffer(written)
             if buffer is not None:
                 with self._stopped():
                     finding = explain_buffer(step, buffer)
@@ -446,23 +448,25 @@ class Recorder(TorchFunctionMode):
                 step = self._find_failed_step(error)
         earlier = [*self.recent, *self.entries]
         written = self._list_written_buffers()
-        buffer = self._find_bad_buffer() if error is None else None
+        buffer = self._find_bad_buffer(written) if error is None else None
         self.uninstall()
         if call is not None and call.is_module:
-            return explain_call(call, written)
+            return explain_call(call, _tensor_ids(written))
         if call is not None:
             return explain_function(call, earlier)
         if buffer is not None:
             return explain_buffer(Step([], [], [], self.number), buffer)
         return None if step is None else explain_step(step)
 
-    def _find_bad_buffer(self) -> Buffer | None:
+    def _find_bad_buffer(self, written: list[Buffer]) -> Buffer | None:
         with suppress(Exception):  # the program must not end because of its record
-            return self.buffers.check()
+            return self.buffers.check(written)
         return None
 
-    def _list_written_buffers(self) -> frozenset[int]:
-        return frozenset(id(buffer.tensor) for buffer in self.buffers.list_written())
+    def _list_written_buffers(self) -> list[Buffer]:
+        with suppress(Exception):
+            return self.buffers.list_written()
+        return []
 
     def _find_failed_step(self, error: BaseException) -> Step | None:
         """Returns the step whose loss or gradients the program or autograd's anomaly mode has found
@@ -478,7 +482,7 @@ class Recorder(TorchFunctionMode):
         ]
         losses = [tensor for tensor in results if tensor.numel() == 1]
         if losses:
-            return self._make_step(losses[-1:], None)
+            return self._make_step(losses[-1:], None, self._list_written_buffers())
         # -inf is usual in masks
         results = [tensor for tensor in results if _has_bad_values(tensor)]
         if results and _refuses_values(error):
@@ -496,18 +500,19 @@ class Recorder(TorchFunctionMode):
         entries = (x for x in self.entries if not x.is_module and not x.takes_part)
         return next((entry for entry in entries if _makes_bad_values(entry)), None)
 
-    def _make_step(self, losses: list[Tensor], gradients: Any) -> Step:
+    def _make_step(
+        self, losses: list[Tensor], gradients: Any, written: Sequence[Buffer] = ()
+    ) -> Step:
         if gradients is None or isinstance(gradients, Tensor):
             gradients = [gradients]
         scale = None if self.scaler is None else self.scaler.get_scale()
-        written = self._list_written_buffers()
         return Step(
             list(self.entries),
             losses,
             list(gradients),
             self.number,
             scale,
-            written,
+            _tensor_ids(written),
             self.earlier_bad_call,
         )
 
@@ -578,6 +583,10 @@ class Recorder(TorchFunctionMode):
         self.uninstall()
         self.suspect = suspect
         yield
+
+
+def _tensor_ids(buffers: Sequence[Buffer]) -> frozenset[int]:
+    return frozenset(id(buffer.tensor) for buffer in buffers)
 
 
 def _count_values(value: Any) -> int:

@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from ....dtypes import format_dtype
 from ....environment.versions import detect_devices
 from ....finding import Finding, Place
+from ....observe.operators import NARROW_FLOATS
 from ....observe.origin import Site, is_library_file, read_statement, short_path
 from ....pages.finding_sheet import load_finding_formatter
 from ..causes import SHEET
@@ -23,6 +24,7 @@ from ..graph import read_grad_fn
 from .buffers import Buffer
 from .domains import BEYOND_ONE, Move, find_domain, is_outside, list_variables, read_target
 from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
+from .number_settings import NumberSetting, find_number_setting
 from .positions import read_input, read_part
 from .replay import CONSTANT_WRITERS, Event, Range, Replay, Watch, describe_input, watch_update
 from .step import Entry, Step, all_finite, collect_tensors
@@ -32,6 +34,7 @@ _PRODUCTS_WITH_SCALE = ("bmm", "baddbmm", "mm", "matmul")
 _PRODUCTS = frozenset((*_PRODUCTS_WITH_SCALE, "mul", "addmm", "dot", "mv"))
 _DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "addcdiv"))
 _DIVISIONS_OF_TENSORS = frozenset(("div", "divide", "truediv", "floordiv"))
+_QUOTIENTS = frozenset(("div", "divide", "true_divide", "addcdiv"))
 _LOGARITHMS = frozenset(("log", "log2", "log10", "logit", "xlogy"))
 _SOFTMAXES = frozenset(("_softmax", "_log_softmax", "_safe_softmax"))
 _EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "cosh", "sinh"))
@@ -243,7 +246,9 @@ def explain_buffer(step: Step, buffer: Buffer) -> Finding:
     if finding is not None:
         text = f"{buffer.name} keeps the {_result_text(Range.measure(tensor))} that the module gets"
         text += ", also if the step is left out; every evaluation uses it"
-        return replace(finding, details=(*finding.details, ("buffer", text)))
+        # the recorded calls may be those of a step that the program left out
+        details = [row for row in finding.details if row[0] not in ("loss", "gradient")]
+        return replace(finding, details=(*details, ("buffer", text)))
     variances = [_measure_variance(item) for item in inputs]
     is_variance = buffer.key.endswith("var") and tensor.dtype == torch.float16
     return _format_finding(
@@ -500,6 +505,9 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         weight=facts.get("weight", ""),
         part=_read_part(event),
         input=_read_input(event),
+        root="sqrt" in _expression(event),
+        small="1e-4" if event.dtype == torch.float16 else "1e-6",
+        edge=f"torch.finfo({event.dtype}).eps" if event.dtype in NARROW_FLOATS else "1e-6",
         divisor=_name_divisor(_expression(event)),
         source=facts.get("source", ""),
         label=facts.get("label", ""),
@@ -554,7 +562,7 @@ def _explain_lost_numbers(
     number = next(iter(replacements))
     line = "" if number.site is None else _statement(number.site)
     is_library_line = number.site is not None and is_library_file(number.site.file)
-    details = [("line", line), *_details(event, step)[1:]]
+    details = [("line", line), *_setting_rows(replacements), *_details(event, step)[1:]]
     limit = float(torch.finfo(event.dtype).max)
     return _format_finding(
         "RN037",
@@ -599,7 +607,8 @@ def _find_underflow(event: Event) -> Event | None:
 def _number_facts(replacements: dict[LostNumber, Replacement]) -> dict[str, Any]:
     """Returns the values for the texts about the numbers of one line that have no effect."""
     number = next(iter(replacements))
-    changes = [n.describe_change(replacement.text) for n, replacement in replacements.items()]
+    settings = {n: find_number_setting(n.expression, n.value, n.site) for n in replacements}
+    changes = [_describe_change(n, r.text, settings[n]) for n, r in replacements.items()]
     bounds = [str(n.nearest) for n in replacements if n.is_bound]
     return {
         "becomes": " and ".join(n.describe() for n in replacements),
@@ -608,6 +617,26 @@ def _number_facts(replacements: dict[LostNumber, Replacement]) -> dict[str, Any]
         "number_line": "" if number.site is None else _statement(number.site),
         "number_at": _location(number.site),
     }
+
+
+def _setting_rows(numbers: Collection[LostNumber]) -> list[tuple[str, str]]:
+    """Returns a row for each number that another line sets, with this line."""
+    rows: list[tuple[str, str]] = []
+    for number in numbers:
+        setting = find_number_setting(number.expression, number.value, number.site)
+        if setting is not None:
+            text = f"`{number.expression}` from `{setting.text}` at {setting.location}"
+            rows.append(("number", text))
+    return list(dict.fromkeys(rows))
+
+
+def _describe_change(number: LostNumber, replacement: str, setting: NumberSetting | None) -> str:
+    """Returns the change of the line that sets a number, or of the line that uses it."""
+    if setting is None or number.is_literal:
+        return number.describe_change(replacement)
+    if setting.is_default:
+        return f"pass {replacement} in place of the default in `{setting.text}`"
+    return f"write {replacement} in `{setting.text}` ({setting.location})"
 
 
 def _device_type(step: Step) -> str:
@@ -760,6 +789,9 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
 def _classify_values(event: Event) -> tuple[str, dict[str, str]]:
     """Determines whether an exponential, a product with inf or a statistic has no finite result."""
     name = event.operator
+    exponent = event.settings.get("exponent", 0) if name == "pow" and event.is_derivative else 0
+    if exponent < 0 and event.inputs[0].run.zeros:
+        return "power", {"value": f"{exponent + 1:.3g}"}
     if name in _EXPONENTIALS and event.inputs:
         weight = event.inputs[0].path.removeprefix("parameter ")
         is_parameter = event.inputs[0].path.startswith("parameter ")
@@ -813,7 +845,8 @@ def _read_factor(line: str, index: int) -> str:
 
 def _divides_by_zero(event: Event) -> bool:
     has_dividend = event.operator in ("div", "addcdiv")
-    divisors = event.inputs[1:] if has_dividend else event.inputs
+    # the divisor is the last input
+    divisors = event.inputs[1:][-1:] if has_dividend else event.inputs
     return any(item.run.zeros for item in divisors)
 
 
@@ -838,9 +871,14 @@ def _list_divisors(line: str) -> list[str]:
         match node:
             case ast.BinOp(_, ast.Div(), right):
                 divisors.append(right)
-            case ast.Call(ast.Attribute(_, "div" | "divide" | "true_divide"), [*_, last]):
+            case ast.Call(ast.Attribute(_, name), [*_, last]) if _is_quotient(name):
                 divisors.append(last)
     return [_format_operand(node) for node in divisors if not isinstance(node, ast.Constant)]
+
+
+def _is_quotient(name: str) -> bool:
+    """Whether a function divides, such as `div_` and `_foreach_addcdiv_`."""
+    return name.strip("_").removeprefix("foreach_") in _QUOTIENTS
 
 
 def _name_divisor(line: str) -> str:
@@ -934,7 +972,7 @@ def _read_part(event: Event) -> str:
 
 def _read_input(event: Event) -> str:
     """Returns the input of a function of one tensor, such as `q` in `q.log()`, or ""."""
-    part = None if event.is_derivative else event.part
+    part = event.part
     node = None if part is None else read_input(part.node)
     return "" if node is None else _format_operand(node)
 
@@ -1011,30 +1049,22 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
         return _format_finding(
             "RN036", Place(), (), what="a weight", name="", reason=reason, between=False
         )
-    is_eps_lost = "eps" in group and float(torch.tensor(float(group["eps"]), dtype=dtype)) == 0
-    divides = event.operator in _DIVISIONS
-    kind = ""
-    if is_eps_lost and divides:
-        kind = "eps"
-    elif (
-        not event.parts
-        and event.has_finite_inputs
-        and gradient.magnitude * float(group.get("lr", 0)) > torch.finfo(dtype).max / 1e6
-    ):
-        kind = "large"
+    kind = _classify_update(event, group, dtype, gradient)
     proof = prove_lost_numbers(
         watch.numbers,
         event.operator,
         event.ordinal,
         lambda trial: watch_update(repeat_update, trial),
     )
-    if proof and not kind:
+    if proof and kind in ("", "zero"):
+        kind = ""
         facts |= _number_facts(proof)
     setting_name = _find_bad_setting(group)
     if setting_name:
         kind = "setting"
         facts |= {"setting": setting_name, "eps": str(group[setting_name])}
-    details = [(item.label, describe_input(item)) for item in event.inputs]
+    details = _setting_rows(proof) if proof and not kind else []
+    details += [(item.label, describe_input(item)) for item in event.inputs]
     details.append(("result", f"{event.result}"))
     details.append(("step", str(number)))
     return _format_finding(
@@ -1047,8 +1077,30 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
         kind=kind,
         line=_line(event),
         at=_location(event.site),
+        part=_read_part(event),
+        divisor=_name_divisor(_expression(event)),
+        lists=event.op.base_name.startswith("_foreach_"),
+        small="1e-4" if dtype == torch.float16 else "1e-6",
         **facts,
     )
+
+
+def _classify_update(
+    event: Event, group: dict[str, Any], dtype: torch.dtype, gradient: Range
+) -> str:
+    """Determines why an operator of an update returns NaN or inf, from the settings of the parameter
+    group and its inputs.
+    """
+    is_eps_lost = "eps" in group and float(torch.tensor(float(group["eps"]), dtype=dtype)) == 0
+    divides = event.operator in _DIVISIONS
+    if is_eps_lost and divides:
+        return "eps"
+    if event.parts:
+        return ""
+    step_size = gradient.magnitude * float(group.get("lr", 0))
+    if event.has_finite_inputs and step_size > torch.finfo(dtype).max / 1e6:
+        return "large"
+    return "zero" if divides and _divides_by_zero(event) else ""
 
 
 def _have_bad_states(optimizer: Optimizer, parameter: Tensor) -> bool:
