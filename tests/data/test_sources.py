@@ -249,6 +249,7 @@ def test_train_takes_rows(workshop) -> None:
             isotype.train(model=workshop.base, data=data)
 
 
+@pytest.mark.full
 def test_the_built_in_set_has_several_thousand_pairs_none_twice() -> None:
     pairs = stdlib_pairs()
     assert len(pairs) > 4000

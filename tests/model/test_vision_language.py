@@ -193,6 +193,7 @@ def test_an_adapter_of_the_class_for_text_still_loads(vlm, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_train_and_merge_write_the_whole_released_model(vlm, tmp_path):
     """`isotype train` and `isotype merge` on text: the result has the tower unchanged, and the
     processor's files.

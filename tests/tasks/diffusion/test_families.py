@@ -321,6 +321,7 @@ FULL = (
     "longcat",
     "kandinsky5",
     "klein_several",
+    "sd1",
 )
 
 

@@ -168,7 +168,7 @@ def test_a_model_that_uses_its_mask_elsewhere_gets_it():
 @pytest.mark.parametrize(
     ("preset", "recompute"),
     [
-        ("bf16-mixed", "none"),
+        pytest.param("bf16-mixed", "none", marks=pytest.mark.full),
         *(pytest.param(preset, "layers", marks=pytest.mark.full) for preset in PRESETS),
     ],
 )

@@ -440,6 +440,7 @@ def labelled(pairs: list[dict]) -> list[dict]:
     ]
 
 
+@pytest.mark.full
 def test_kto_learns_the_taste_from_labels(paired, tmp_path, capsys):
     steps = {"steps": 24, "batch_size": 8, "eval_every": 24, "learning_rate": 3e-2}
     assert (
