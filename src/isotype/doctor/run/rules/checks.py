@@ -1,0 +1,146 @@
+"""Recognises checks of the program about the dtypes of tensors."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from ....dtypes import format_dtype, to_torch
+from ....finding import Finding
+from ..checks import find_compared_dtypes, read_dtype_owner
+from ..evidence import Evidence
+from ..expressions import read_value
+from ..producers import find_passed_argument, find_producer
+from .findings import make_finding
+from .operands import add_brackets, describe_others, list_floating
+
+
+def find_failed_check(evidence: Evidence) -> Finding | None:
+    """Finds a check of the program about the dtypes of tensors: `assert x.dtype == y.dtype`, `if
+    x.dtype != y.dtype: raise`, or a raised message such as "x must be of type float32".
+    """
+    frame = evidence.failing_frame
+    compare = find_compared_dtypes(frame)
+    if compare is None:
+        return _find_stated_check(evidence)
+    sides = [compare.left, *compare.comparators]
+    dtypes = [read_value(side, frame) for side in sides]
+    if not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
+        return _find_stated_check(evidence)
+    owners = [read_dtype_owner(side, frame) for side in sides]
+    if isinstance(frame.statement, ast.Raise) and None not in owners:
+        return None  # two tensors that differ: the rule for operands of an operator decides
+    index = _find_odd_side(dtypes, owners, evidence)
+    if index is None:
+        return None
+    owner = read_dtype_owner(sides[index], frame)
+    assert owner is not None
+    needed = next(dtype for dtype in dtypes if dtype != dtypes[index])
+    others = [side.value for side in sides if read_dtype_owner(side, frame) not in (None, owner)]  # type: ignore[attr-defined]
+    other_texts = [ast.unparse(other) for other in others]
+    return _make_check_finding(evidence, owner, dtypes[index], needed, other_texts)
+
+
+# messages of a check that name a value and the dtype that it needs
+_STATED_DTYPE = re.compile(
+    r"`?(?P<name>[A-Za-z_][\w.]*)`? (?:tensor )?(?:must|should|has to|needs to) be (?:a |an )?"
+    r"(?:of )?(?:type |dtype )?(?:torch\.)?(?P<dtype>float32|float16|bfloat16|float64|[bf]p?16|fp32)\b"
+)
+
+
+def _find_stated_check(evidence: Evidence) -> Finding | None:
+    """Finds a raised message that names a tensor of the failing function and the dtype it needs."""
+    match = _STATED_DTYPE.search(evidence.message)
+    if match is None or not isinstance(evidence.failing_frame.statement, ast.Raise):
+        return None
+    needed = to_torch(format_dtype(match["dtype"]))
+    for operand in list_floating(evidence):
+        if operand.label == match["name"] and operand.dtype != needed:
+            assert isinstance(operand.node, ast.expr)
+            return _make_check_finding(evidence, operand.node, operand.dtype, needed, [])
+    return None
+
+
+def _make_check_finding(
+    evidence: Evidence,
+    owner: ast.expr,
+    dtype: torch.dtype,
+    needed: torch.dtype,
+    others: Sequence[str],
+) -> Finding:
+    """Returns the finding about a tensor in a check of the program.
+
+    owner   the expression of the tensor in the failing frame
+    others  the tensors with which the check compares it
+    """
+    operands = {operand.label: operand for operand in evidence.operands}
+    operand = operands.get(ast.unparse(owner))
+    if operand is None or operand.dtype != dtype:
+        index = len(evidence.frames) - 1
+        producer = find_producer(owner, evidence.frames, index, dtype, evidence.names)
+    else:
+        producer = evidence.producer_of(operand)
+    compared = [operands[other] for other in others if other in operands]
+    passed, passed_at = _find_passed_argument(owner, evidence)
+    is_autocast = producer.kind in ("module", "autocast") and evidence.autocast.is_on
+    return make_finding(
+        "RN020",
+        evidence,
+        value=ast.unparse(owner),
+        others=" and ".join(others),
+        others_origin=describe_others(evidence, compared),
+        has=format_dtype(dtype),
+        needs=format_dtype(needed),
+        source=producer.text,
+        source_at=producer.location,
+        autocast=is_autocast and dtype == evidence.autocast.dtype,
+        target=str(needed),
+        at=producer.location,
+        is_cast=producer.kind == "cast" and producer.is_proven,
+        passed=passed,
+        passed_at=passed_at,
+    )
+
+
+def _find_odd_side(
+    dtypes: Sequence[torch.dtype], owners: Sequence[ast.expr | None], evidence: Evidence
+) -> int | None:
+    """Returns the index of the side of a failed comparison whose tensor has the wrong dtype: another
+    one than a dtype that the code names, than most sides, or than most weights of the model.
+    """
+    counts = Counter(dtypes)
+    indices = [i for i, owner in enumerate(owners) if owner is not None]
+    if len(counts) < 2 or not indices:
+        return None
+    named = {dtype for dtype, owner in zip(dtypes, owners) if owner is None}
+    usual = evidence.autocast.dtype if evidence.autocast.is_on else evidence.majority_dtype
+    for is_odd in (
+        lambda i: bool(named) and dtypes[i] not in named,
+        lambda i: counts[dtypes[i]] < max(counts.values()),
+        lambda i: dtypes[i] != usual,
+    ):
+        odd = [i for i in indices if is_odd(i)]
+        if odd:
+            return odd[0]
+    return indices[0]
+
+
+def _find_passed_argument(node: ast.expr, evidence: Evidence) -> tuple[str, str]:
+    """Returns the expression that a caller in the user's code passes for a parameter of the running
+    function, and its place. Callers that only pass their own parameter on are skipped. Returns ""
+    for other expressions, and for a parameter to which the function assigns another value.
+    """
+    index = len(evidence.frames) - 1
+    passed = ("", "")
+    while index > 0 and isinstance(node, ast.Name):
+        frame, caller = evidence.frames[index], evidence.frames[index - 1]
+        argument = find_passed_argument(frame, caller, node.id)
+        if argument is None or not caller.is_user_code:
+            break
+        passed = (add_brackets(ast.unparse(argument)), caller.location_of(argument))
+        node, index = argument, index - 1
+    return passed

@@ -1,0 +1,118 @@
+"""Checks whether a fix can be applied as it is written."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from ....finding import Finding
+from ....observe.origin import short_path
+from ..evidence import Evidence
+from ..frames import CallFrame
+from ..user_files import iterate_user_files
+from ..weight_record import RECORD
+
+# code in backticks, and the place at which it has to be typed
+_CODE_OR_PLACE = re.compile(r"`(?P<code>[^`]+)`|(?: at|before) (?P<file>\S+):(?P<line>\d+)|[(;]")
+_GENERAL_FIX = (
+    "cast the value where your code makes it: the frames do not show this line, and `isotype"
+    " doctor run --trace` names it"
+)
+_ADVICE_TO_TRACE = "; `isotype doctor run --trace` names the line"
+_GENERAL_FIX_OF_RECORD = "cast the value where your code makes it"
+
+
+def check_fix(finding: Finding, evidence: Evidence) -> Finding:
+    """Replaces a fix that cannot be applied as it is written by a general one. A fix never edits a
+    line of a library.
+    """
+    library_files = {short_path(f.file) for f in evidence.frames if not f.is_user_code}
+    places = {match["file"] for match in _CODE_OR_PLACE.finditer(finding.fix or "")}
+    general_fix = _GENERAL_FIX
+    if RECORD.tensors is not None:
+        general_fix = _GENERAL_FIX_OF_RECORD
+        fix = (finding.fix or "").replace(_ADVICE_TO_TRACE, "")
+        finding = dataclasses.replace(finding, fix=fix)
+    if places & library_files:
+        return dataclasses.replace(finding, fix=general_fix)
+    for code, file, line in _iterate_located_code(finding.fix or ""):
+        if not _is_applicable(code, file, line, evidence):
+            return dataclasses.replace(finding, fix=general_fix)
+    return finding
+
+
+def _iterate_located_code(fix: str) -> Iterator[tuple[str, str, int]]:
+    """Yields each piece of code of a fix with the file and line at which it has to be typed. Several
+    pieces may have one place: `q.half()` and `k.half()` at model.py:3.
+    """
+    pieces: list[str] = []
+    for match in _CODE_OR_PLACE.finditer(fix):
+        if match["code"]:
+            pieces.append(match["code"])
+            continue
+        for code in pieces if match["file"] else ():
+            yield code, match["file"], int(match["line"])
+        pieces = []
+
+
+def _is_applicable(code: str, file: str, line: int, evidence: Evidence) -> bool:
+    """True if the file is the user's, and all names in the code are variables there or stand on the
+    line. If the line is the running line of a frame, it must also contain the names.
+    """
+    frames = [frame for frame in evidence.frames if short_path(frame.file) == file]
+    frames = [frame for frame in frames if frame.is_user_code]
+    try:
+        names = _names_in(code)
+    except SyntaxError:
+        return False
+    if not any(all(frame.has_variable(name) for name in names) for frame in frames):
+        trees = [
+            tree
+            for path, tree, _ in iterate_user_files(evidence.frames)
+            if short_path(path) == file
+        ]
+        return any(names <= _names_in_lines(tree, line) for tree in trees)
+    running = [frame for frame in frames if frame.line == line]
+    if any(_calls_in_place_function(frame, evidence) for frame in running):
+        return False  # it would change a copy
+    return not running or any(names <= _names_in_statement(frame) for frame in running)
+
+
+def _calls_in_place_function(frame: CallFrame, evidence: Evidence) -> bool:
+    """True if the frame calls a Python function of a library whose name ends with `_`."""
+    call = frame.expression
+    if frame is evidence.failing_frame or not isinstance(call, ast.Call):
+        return False
+    return ast.unparse(call.func).endswith("_")
+
+
+def _names_in(code: str) -> set[str]:
+    """Returns the variables that an expression reads, without the names of modules of torch."""
+    tree = ast.parse(code)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    bound = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    return names - bound - {"torch", "nn"}
+
+
+def _names_in_lines(tree: ast.Module, line: int) -> set[str]:
+    """Returns the names in the expressions of a file that begin on a line. An expression may end on
+    a later line.
+    """
+    expressions = [
+        node for node in ast.walk(tree) if isinstance(node, ast.expr) and node.lineno == line
+    ]
+    nodes = [part for expression in expressions for part in ast.walk(expression)]
+    return {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def _names_in_statement(frame: CallFrame) -> set[str]:
+    statement = frame.statement
+    if statement is None:
+        return set()
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}

@@ -1,0 +1,268 @@
+"""Recognises operators that PyTorch does not implement for a dtype, or whose result a dtype cannot hold."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+import torch
+
+from ....dtypes import format_dtype
+from ....finding import Finding
+from ..evidence import Evidence, Operand
+from ..expressions import is_tensor, read_value
+from ..frames import CallFrame
+from ..weight_origins import find_model_origin
+from .findings import make_finding, make_operand_finding
+from .operands import (
+    FLOAT_ONLY_FUNCTIONS,
+    HALF_DTYPES,
+    add_brackets,
+    find_model_variable,
+    list_floating,
+    list_keywords,
+    passed_expression,
+    rebuild_creation,
+    stands_in_user_line,
+)
+
+_NO_KERNEL = re.compile(
+    r"not implemented for '(?P<dtype>\w+)'|Unsupported dtype (?P<plain>\w+)"
+    r"|[Ll]ow precision dtypes not supported. Got (?P<low>\w+)"
+    r"|must be either float or double dtype|only supports floating-point dtypes"
+    r"|Input dtype must be either a floating point"
+    r"|(?:only supported for|inputs to be) (?i:half|float)[\w, ]* tensors"
+    r"|only supports? (?:floating point|float)[\w ,]* dtypes"
+    r"|doesn't support tensors of type: (?P<type>\w+)"
+    r"|Promotion for Float8 Types is not supported, attempted to promote (?:\w+ and )?(?P<float8>Float8\w+)"
+)
+_FOURIER = re.compile("fft|stft")
+# operators of bool and integers, which have no kernels for floats on any device
+_BITWISE_OPERATIONS = frozenset(
+    ("bitand", "bitor", "bitxor", "invert", "__and__", "__or__", "__xor__", "__iand__", "__ior__")
+    + ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not")
+)
+_INTEGER_OPERATIONS = frozenset(
+    ("lshift", "rshift", "bitwise_left_shift", "bitwise_right_shift", "gcd", "lcm")
+)
+
+
+def find_missing_kernel(evidence: Evidence) -> Finding | None:
+    match = _NO_KERNEL.search(evidence.message)
+    if match is None or not evidence.operands:
+        return None
+    name = next((name for name in match.groupdict().values() if name is not None), None)
+    operands = list(evidence.operands)
+    if name is not None:
+        operands = [
+            operand for operand in operands if operand.dtype_name == format_dtype(name)
+        ] or operands
+    # a variable decides the dtype of a table that the same line makes like it
+    operand = next((part for part in operands if part.tensor is not None), operands[0])
+    producer = evidence.producer_of(operand)
+    passed = passed_expression(evidence, operand, producer)
+    is_read_twice = passed.isidentifier() and len(_reads_of(passed, evidence.user_frame)) > 1
+    later_calls = _find_later_calls(evidence.failing_frame, operand.dtype)
+    needed = _needed_integer_dtype(evidence)
+    if needed is None and not operand.dtype.is_floating_point:
+        needed = torch.float32
+    creation = "" if needed is None else rebuild_creation(producer, str(needed).partition(".")[2])
+    return make_operand_finding(
+        "RN014",
+        evidence,
+        operand,
+        integers="" if needed is None or needed.is_floating_point else str(needed),
+        is_read_twice=is_read_twice,
+        later_calls=" and ".join(later_calls),
+        creation=creation,
+        creation_at=producer.location,
+        operation=evidence.operation,
+        device=operand.device.type,
+        target=str(operand.dtype) if operand.dtype.is_floating_point else "",
+        also=" and ".join(_list_like_operands(evidence, operand)),
+        is_fourier=bool(_FOURIER.search(evidence.operation)),
+        **_describe_stored_weights(evidence, operand),
+        is_complex=evidence.operation in ("polar", "complex", "view_as_complex"),
+    )
+
+
+def _list_like_operands(evidence: Evidence, operand: Operand) -> list[str]:
+    """Returns casts for the other operands of a Fourier transform in the same dtype, such as the
+    window of a signal.
+    """
+    if not _FOURIER.search(evidence.operation):
+        return []
+    like = [o for o in evidence.operands if o is not operand and o.dtype == operand.dtype]
+    return [f"`{add_brackets(other.label)}.float()`" for other in like]
+
+
+def _describe_stored_weights(evidence: Evidence, operand: Operand) -> dict[str, Any]:
+    """Returns what keeps the weights of a model in fp8, a dtype in which PyTorch computes no
+    arithmetic.
+    """
+    is_stored = operand.dtype.itemsize == 1 and operand.dtype == evidence.majority_dtype
+    if not is_stored or evidence.model is None:
+        return {}
+    origin = find_model_origin(evidence.frames, evidence.model, operand.dtype)
+    name = find_model_variable(evidence, list(evidence.model.parameters()))
+    return {
+        "stored": "" if origin is None else origin.describe("the weights", operand.dtype_name),
+        "stored_cast": f"{name}.to(torch.bfloat16)" if name else "cast the model to torch.bfloat16",
+    }
+
+
+def _needed_integer_dtype(evidence: Evidence) -> torch.dtype | None:
+    """Returns the dtype that a float must be cast to for an operator of bool and integers, such as
+    `&`. Returns None for other operators.
+    """
+    operation = evidence.operation.removeprefix("in-place ").rpartition(".")[2]
+    name = operation if operation.startswith("__") else operation.rstrip("_")
+    if name not in _BITWISE_OPERATIONS | _INTEGER_OPERATIONS:
+        return None
+    dtypes = [operand.dtype for operand in evidence.operands]
+    others = [dtype for dtype in dtypes if not dtype.is_floating_point]
+    usual = torch.bool if name in _BITWISE_OPERATIONS else torch.int64
+    return others[0] if others else usual
+
+
+def _reads_of(name: str, frame: CallFrame) -> list[ast.Name]:
+    """Returns the places in the running statement that read a variable."""
+    statement = frame.statement
+    nodes = () if statement is None else ast.walk(statement)
+    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    return [node for node in names if isinstance(node.ctx, ast.Load)]
+
+
+def _find_later_calls(frame: CallFrame, dtype: torch.dtype) -> list[str]:
+    """Returns the later lines of the running function that will fail in the same way: calls of the
+    same function of torch, and of other functions that have no kernels for bf16 or fp16, if their
+    first argument has the dtype.
+    """
+    running = frame.expression
+    scope = frame.scope
+    if not isinstance(running, ast.Call) or scope is None or not frame.is_user_code:
+        return []
+    function = ast.unparse(running.func)
+    if not function.startswith("torch.") or isinstance(scope, ast.Module):
+        return []
+    lines: dict[int, str] = {}
+    for call in ast.walk(scope):
+        if not isinstance(call, ast.Call) or call.lineno <= frame.line:
+            continue
+        name = ast.unparse(call.func)
+        if name == function:
+            lines[call.lineno] = f"line {call.lineno}"
+        elif name.startswith(FLOAT_ONLY_FUNCTIONS) and call.args and dtype in HALF_DTYPES:
+            value = read_value(call.args[0], frame)
+            if is_tensor(value) and value.dtype == dtype:
+                lines.setdefault(call.lineno, f"line {call.lineno} for `{ast.unparse(call)}`")
+    return [lines[line] for line in sorted(lines)]
+
+
+def find_float_indices(evidence: Evidence) -> Finding | None:
+    is_index_error = re.search(
+        r"argument #\d+ 'indices'|used as indices must be|index.*(?:int64|int32|long)",
+        evidence.message,
+    )
+    floats = [operand for operand in list_floating(evidence) if not operand.path]
+    if is_index_error is None or not floats:
+        return None
+    producer = evidence.producer_of(floats[-1])
+    return make_operand_finding(
+        "RN015",
+        evidence,
+        floats[-1],
+        operation=evidence.operation,
+        is_in_user_line=stands_in_user_line(evidence, floats[-1], producer),
+        is_cast=producer.kind == "cast" and producer.is_proven,
+        source=producer.text,
+        source_at=producer.location,
+    )
+
+
+def find_in_place_result(evidence: Evidence) -> Finding | None:
+    """Finds an operator that writes floats or complex numbers into a tensor that cannot hold them."""
+    if "can't be cast to the desired output type" not in evidence.message or not evidence.operands:
+        return None
+    destination, *values = evidence.operands
+    is_wider = [value for value in values if value.dtype.is_complex or not _is_wide(destination)]
+    odd = next((value for value in is_wider if _is_wide(value)), None)
+    origin = ""
+    if odd is not None:
+        producer = evidence.producer_of(odd)
+        origin = producer.describe(odd.dtype_name)
+        origin = "" if producer.text == odd.label and not producer.reason else origin
+    frame = evidence.failing_frame
+    return make_finding(
+        "RN016",
+        evidence,
+        operation=evidence.operation,
+        value=destination.label,
+        has=destination.dtype_name,
+        result="complex" if "result type Complex" in evidence.message else "float",
+        odd="" if odd is None else odd.label,
+        odd_dtype="" if odd is None else odd.dtype_name,
+        odd_origin=origin,
+        casts=" and ".join(_cast_bounds(frame)),
+        rewritten=_without_in_place(frame.expression, frame.statement),
+        base=_base_of(destination.label),
+        at=frame.location,
+    )
+
+
+def _base_of(text: str) -> str:
+    """Returns the tensor of which an expression is a part: `x` of `x[0]`."""
+    node = ast.parse(text, mode="eval").body
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return ast.unparse(node)
+
+
+def _is_wide(operand: Operand) -> bool:
+    return operand.dtype.is_floating_point or operand.dtype.is_complex
+
+
+def _cast_bounds(frame: CallFrame) -> list[str]:
+    """Returns casts for the bounds of `x.clamp_(low, high)` that are tensors of floats, if `x` is an
+    integer, such as an index. The same line may clamp several tensors.
+    """
+    failing, statement = frame.expression, frame.statement
+    is_clamp = isinstance(failing, ast.Call) and ast.unparse(failing.func).endswith("clamp_")
+    casts = []
+    for node in ast.walk(statement) if is_clamp and statement is not None else ():
+        match node:
+            case ast.Call(ast.Attribute(owner, "clamp_")) as call:
+                destination = read_value(owner, frame)
+                for bound in [part.value for part in list_keywords(call)]:
+                    value = read_value(bound, frame)
+                    is_float = is_tensor(value) and value.dtype.is_floating_point
+                    if is_float and is_tensor(destination) and value.dtype != destination.dtype:
+                        text = add_brackets(ast.unparse(bound))
+                        casts.append(f"`{text}.to({ast.unparse(owner)}.dtype)`")
+    return casts
+
+
+def _without_in_place(node: ast.AST | None, statement: ast.stmt | None) -> str:
+    """Returns the source code that computes a new tensor: `x = x * y` for `x *= y`, and `x.mul(y)`
+    for `x.mul_(y)`. Returns "" if the result is written into a part of a tensor.
+    """
+    match node:
+        case ast.AugAssign(ast.Subscript()) | ast.Call(ast.Attribute(ast.Subscript())):
+            return ""
+        case ast.AugAssign(target, operator, value):
+            left = ast.parse(ast.unparse(target), mode="eval").body
+            return f"{ast.unparse(target)} = {ast.unparse(ast.BinOp(left, operator, value))}"
+        case ast.Call(ast.Attribute(owner, name), arguments, keywords) if name.endswith("_"):
+            function = ast.Attribute(owner, name.rstrip("_"), ast.Load())
+            text = ast.unparse(ast.Call(function, arguments, keywords))
+            is_statement = isinstance(statement, ast.Expr) and statement.value is node
+            return f"{ast.unparse(owner)} = {text}" if is_statement else text
+    return ""
+
+
+def find_constant_overflow(evidence: Evidence) -> Finding | None:
+    halves = [operand for operand in evidence.operands if operand.dtype == torch.float16]
+    if "without overflow" not in evidence.message or not halves:
+        return None
+    return make_operand_finding("RN018", evidence, halves[0])

@@ -1,0 +1,260 @@
+"""Recognises an input of a layer in another dtype than its weights."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....dtypes import format_dtype
+from ....finding import Finding
+from ..evidence import Evidence, Operand
+from ..expressions import read_function, read_value
+from ..frames import CallFrame
+from ..graph import find_widening_operation
+from ..modules import floating_weight_dtypes
+from ..producer import Producer, Promotion
+from ..recorded_origins import find_construction
+from ..settings import find_arguments_without_autocast
+from ..weight_origins import WeightOrigin, find_model_origin
+from .findings import make_finding
+from .operands import (
+    add_brackets,
+    describe_setting,
+    find_module_origin,
+    list_computed,
+    list_keywords,
+    passed_expression,
+    passed_location,
+    rebuild_creation,
+    stands_in_user_line,
+)
+
+# names of arguments of a model that its layers do not compute with
+_NO_INPUT = re.compile("label|target|weight")
+
+
+def find_layer_input(evidence: Evidence) -> Finding | None:
+    operands = list_computed(evidence)
+    weights = [operand for operand in operands if operand.path]
+    inputs = [operand for operand in operands if not operand.path]
+    if not weights or not inputs or evidence.module is None:
+        return None
+    weight = weights[0]
+    different = [operand for operand in inputs if operand.dtype != weight.dtype]
+    if not different:
+        return None
+    operand = different[0]
+    producer = evidence.producer_of(operand)
+    passed = passed_expression(evidence, operand, producer)
+    passed_at = passed_location(evidence, producer)
+    is_item = bool(operand.list_name) and not _is_tensor_there(passed, evidence.user_frame)
+    items = [o for o in different if o.list_name == operand.list_name]
+    is_known = producer.kind != "unknown"
+    promotion = _find_promotion(operand, producer)
+    return make_finding(
+        "RN001",
+        evidence,
+        hook=producer.hook,
+        reason=producer.reason,
+        item=_item_cast(producer, str(weight.dtype)),
+        promoted="" if promotion is None else add_brackets(promotion.operand),
+        promoted_at="" if promotion is None else promotion.location,
+        layer=weight.path.rpartition(".")[0] or evidence.module_path,
+        has=operand.dtype_name,
+        needs=weight.dtype_name,
+        passed=passed,
+        is_in_user_line=not is_item and stands_in_user_line(evidence, operand, producer),
+        passed_at=passed_at,
+        others=_cast_other_arguments(evidence, operand, weight, passed),
+        kind=_proven_kind(producer),
+        producer=producer.text if is_known else passed,
+        producer_at=producer.location if is_known else passed_at,
+        creation=rebuild_creation(producer, str(weight.dtype).removeprefix("torch."))
+        if is_item
+        else "",
+        path=producer.path,
+        items=is_item and len(items) > 1,
+        is_castable=_is_cast_by_autocast(operand.dtype) and _is_cast_by_autocast(weight.dtype),
+        # autocast does not cast the operands of some functions, such as norms on a CPU
+        autocast=evidence.autocast.is_on is not False,
+        off_at="" if evidence.autocast.is_on else evidence.autocast.location,
+        function=evidence.operation,
+        target=str(weight.dtype),
+        **_explain_weights(evidence, operand, weight, producer),
+        set_by=describe_setting(evidence, producer, operand.dtype, weight.dtype),
+    )
+
+
+def _cast_other_arguments(
+    evidence: Evidence, operand: Operand, weight: Operand, passed: str
+) -> str:
+    """Returns code that casts the other arguments with the dtype of an operand, if the user's line
+    calls a model whose weights all have one dtype: each of these arguments would fail in turn.
+    """
+    frame = evidence.user_frame
+    call = frame.expression
+    is_uniform = {key for key in evidence.dtype_counts if key.is_floating_point} == {weight.dtype}
+    if not isinstance(call, ast.Call) or not is_uniform or evidence.model is None:
+        return ""
+    if read_function(call.func, frame) is evidence.module or evidence.module is evidence.model:
+        return ""
+    texts = [ast.unparse(argument.value) for argument in list_keywords(call)]
+    if passed not in texts:
+        return ""
+    casts = []
+    for argument, text in zip(list_keywords(call), texts):
+        value = read_value(argument.value, frame)
+        is_input = text != passed and not _NO_INPUT.search(argument.arg or text)
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or not is_input:
+            continue
+        if value.dtype == operand.dtype:
+            casts.append(f" and `{add_brackets(text)}.to({weight.dtype})`")
+    return "".join(casts)
+
+
+def _item_cast(producer: Producer, target: str) -> str:
+    """Returns code that casts a tensor where a dataset, a collator or the main code makes it. A
+    dataset may also return arrays of NumPy or numbers, which a collator makes tensors.
+    """
+    if not producer.is_proven or producer.kind not in ("creation", "data", "call"):
+        return ""
+    if producer.text.startswith("torch."):
+        return f"{producer.text}.to({target})"
+    return f"torch.as_tensor({producer.text}, dtype={target})"
+
+
+def _explain_weights(
+    evidence: Evidence, operand: Operand, weight: Operand, producer: Producer
+) -> dict[str, Any]:
+    """Returns why the weights of the layer, and of the module before it, have their dtypes."""
+    producer_dtype = ""
+    origin = find_module_origin(evidence, producer, operand.dtype)
+    module = producer.module
+    if module is not None and floating_weight_dtypes(module) == {operand.dtype}:
+        producer_dtype = operand.dtype_name
+    loading = None
+    model_origin = None
+    is_default_before = origin is not None and origin.kind == "default"
+    is_other_model = module is not None and not _is_part(module, evidence.model)
+    is_explained = module is None or is_default_before or is_other_model
+    if weight.dtype == evidence.majority_dtype and is_explained:
+        if evidence.model is not None:
+            model_origin = find_model_origin(evidence.frames, evidence.model, weight.dtype)
+        if model_origin is not None and model_origin.kind == "assignment":
+            loading, model_origin = model_origin, None
+    trainer, flag = _trainer_without_autocast(evidence, weight.dtype)
+    facts: dict[str, Any] = {
+        "producer_dtype": producer_dtype,
+        "several": _count_modules_of_dtype(evidence, operand.dtype) > 1,
+        "trainer": trainer,
+        "flag": flag,
+        "loading": "" if loading is None else loading.text,
+        "loading_at": "" if loading is None else loading.location,
+    }
+    facts |= _describe_origin(
+        origin, f"the weights of {producer.path}", operand.dtype, weight.dtype
+    )
+    if evidence.model is not None and model_origin is None and loading is None and is_other_model:
+        construction = find_construction(evidence.model)
+        if construction is not None:
+            name = type(evidence.model).__name__
+            text = construction.describe(f"the weights of {name}", weight.dtype_name)
+            facts["uncast"] = text
+            facts["holder"] = _find_holder(evidence, evidence.model)
+            facts["input_dtype"] = str(operand.dtype)
+    if model_origin is not None:
+        weights = "the weights of the model"
+        facts["model_origin"] = model_origin.describe(weights, weight.dtype_name)
+        facts["model_origin_at"] = model_origin.location
+        if model_origin.kind == "checkpoint":
+            facts["reloaded"] = model_origin.with_dtype(operand.dtype)
+    return facts
+
+
+def _is_part(module: nn.Module, model: nn.Module | None) -> bool:
+    return model is not None and any(part is module for part in model.modules())
+
+
+def _find_holder(evidence: Evidence, model: nn.Module) -> str:
+    """Returns the expression for a model in the user's line: a variable, or the attribute of an
+    object, such as `pipe.vae`.
+    """
+    frame = evidence.user_frame
+    for name, value in frame.variables.items():
+        if value is model:
+            return name
+        stored = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+        for attribute, item in stored.items():
+            if item is model:
+                return f"{name}.{attribute}"
+    return ""
+
+
+def _describe_origin(
+    origin: WeightOrigin | None, weights: str, dtype: torch.dtype, wanted_dtype: torch.dtype
+) -> dict[str, Any]:
+    """Returns the facts about the expression that gave weights their dtype.
+
+    wanted_dtype  the dtype that the weights would need
+    """
+    if origin is None:
+        return {}
+    return {
+        "origin": origin.describe(weights, format_dtype(dtype)),
+        "origin_kind": origin.kind,
+        "cast": origin.removable_text if origin.kind == "cast" else "",
+        "origin_at": origin.location,
+        "rebuilt": origin.with_dtype(wanted_dtype),
+    }
+
+
+def _is_cast_by_autocast(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype != torch.float64
+
+
+def _is_tensor_there(text: str, frame: CallFrame) -> bool:
+    """False if an expression of a frame is a tuple or a list, which has no method `to`."""
+    try:
+        node = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return True
+    return not isinstance(read_value(node, frame), (tuple, list))
+
+
+def _count_modules_of_dtype(evidence: Evidence, dtype: torch.dtype) -> int:
+    """Returns the number of modules of the model that own a parameter of a dtype."""
+    return sum(
+        any(parameter.dtype == dtype for parameter in module.parameters(recurse=False))
+        for root in evidence.names.roots
+        for module in root.modules()
+    )
+
+
+def _trainer_without_autocast(evidence: Evidence, dtype: torch.dtype) -> tuple[str, str]:
+    """Returns the class of a Trainer's arguments, and the argument that switches autocast on for a
+    dtype. Returns empty texts if no Trainer runs without autocast.
+    """
+    flag = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    if flag is None:
+        return "", ""
+    class_name = find_arguments_without_autocast(evidence.frames)
+    return (class_name, flag) if class_name else ("", "")
+
+
+def _proven_kind(producer: Producer) -> str:
+    """Returns the kind of an expression. An expression that may be a cast is of kind `call`."""
+    is_unproven_cast = producer.kind == "cast" and not producer.is_proven
+    return "call" if is_unproven_cast else producer.kind
+
+
+def _find_promotion(operand: Operand, producer: Producer) -> Promotion | None:
+    """Returns the operation that widened an operand, if autograd's graph confirms it."""
+    if not producer.is_proven or not producer.promotions:
+        return None
+    operation = find_widening_operation(operand.tensor)
+    matches = [promotion for promotion in producer.promotions if promotion.operation == operation]
+    return matches[0] if matches else None

@@ -1,0 +1,99 @@
+"""Recognises operands of different dtypes of any other operator."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import linecache
+
+from ....finding import Finding, Place
+from ....observe.origin import short_path
+from ..checks import find_check_location
+from ..evidence import Evidence, Operand
+from .findings import MAX_GROUPS, make_finding
+from .operands import (
+    FLOAT_ONLY_FUNCTIONS,
+    HALF_DTYPES,
+    describe_others,
+    describe_setting,
+    find_odd_operand,
+    first_of_other_dtype,
+    have_different_dtypes,
+    list_computed,
+    list_floating,
+    passed_expression,
+    passed_location,
+    stands_in_user_line,
+)
+
+
+def find_compiled_operands(evidence: Evidence) -> Finding | None:
+    """Finds operands of different dtypes in code that `torch.compile` traces. The frames are those
+    of the compiler: only its message contains the user's line.
+    """
+    operands = list_floating(evidence)
+    if evidence.compiled_location is None or not have_different_dtypes(operands):
+        return None
+    file, line = evidence.compiled_location
+    second = first_of_other_dtype(operands)
+    finding = make_finding(
+        "RN021",
+        evidence,
+        line=linecache.getline(file, line).strip(),
+        at=f"{short_path(file)}:{line}",
+        first=operands[0].dtype_name,
+        second=second.dtype_name,
+        target=str(second.dtype),
+    )
+    return dataclasses.replace(finding, place=Place(file=short_path(file), line=line))
+
+
+def _has_no_half_kernel(evidence: Evidence) -> bool:
+    """True if the failing call is one of a function that PyTorch has for fp32 and fp64 only."""
+    call = evidence.failing_frame.expression
+    return isinstance(call, ast.Call) and ast.unparse(call.func).startswith(FLOAT_ONLY_FUNCTIONS)
+
+
+def find_mixed_operands(evidence: Evidence) -> Finding | None:
+    operands = list_computed(evidence)
+    if not have_different_dtypes(operands):
+        return None
+    odd = find_odd_operand(evidence, operands)
+    others = [operand for operand in operands if operand.dtype != odd.dtype]
+    halves = [operand for operand in operands if operand.dtype in HALF_DTYPES]
+    if _has_no_half_kernel(evidence) and others[0] in halves:
+        odd, others = others[0], [operand for operand in operands if operand not in halves]
+    producer = evidence.producer_of(odd)
+    names = [operand.path or operand.label for operand in others]
+    if len(names) > MAX_GROUPS:
+        names = [*names[:2], f"{len(names) - 2} others"]
+    return make_finding(
+        "RN017",
+        evidence,
+        operation=evidence.operation,
+        odd=odd.path or odd.label,
+        odd_dtype=odd.dtype_name,
+        others=" and ".join(names),
+        others_dtype=others[0].dtype_name,
+        others_origin=describe_others(evidence, others),
+        source=producer.text,
+        source_at=producer.location,
+        reason=producer.reason,
+        passed=passed_expression(evidence, odd, producer),
+        is_in_user_line=stands_in_user_line(evidence, odd, producer),
+        check_at=_check_location(evidence, odd),
+        at=passed_location(evidence, producer),
+        target=str(others[0].dtype),
+        autocast=bool(evidence.autocast.is_on),
+        set_by=describe_setting(evidence, producer, odd.dtype, others[0].dtype),
+    )
+
+
+def _check_location(evidence: Evidence, operand: Operand) -> str:
+    """Returns the place of the check of the user's code that failed for a variable, or "". A cast
+    before this line changes the variable.
+    """
+    frame = evidence.failing_frame
+    is_check = isinstance(frame.statement, (ast.Raise, ast.Assert)) and frame.is_user_code
+    is_variable = operand.label.isidentifier() and evidence.frames[operand.frame_index] is frame
+    return find_check_location(frame) if is_check and is_variable else ""

@@ -1,0 +1,203 @@
+"""Recognises values that are written into a tensor of another dtype."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....dtypes import format_dtype
+from ....finding import Finding
+from ..evidence import Evidence, Operand
+from ..expressions import is_tensor, read_value
+from ..frames import CallFrame
+from ..model_casts import find_state_cast
+from ..operand_origins import find_operand_origin
+from ..producer import Producer
+from ..recorded_origins import find_state_load
+from ..storages import StorageCreation, find_storage_creation
+from .findings import make_finding
+from .operands import add_brackets, find_module_origin, find_setting, list_floating
+
+_WRITING_OPERATIONS = frozenset(
+    ("index_put", "index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
+    + ("index_add", "index_copy", "scatter", "scatter_add", "masked_scatter", "masked_scatter_")
+    + ("scatter_reduce_", "scatter_reduce", "index_reduce_", "index_reduce")
+)
+_OVERWRITING_OPERATIONS = frozenset(
+    ("index_put", "index_put_", "index_copy_", "scatter_", "masked_scatter_")
+)
+
+
+def find_write(evidence: Evidence) -> Finding | None:
+    operands = evidence.operands
+    operation = evidence.operation
+    has_out = "out tensor to have dtype" in evidence.message
+    is_in_place = operation.endswith("_") and not operation.startswith("__")
+    is_writing = operation in _WRITING_OPERATIONS or is_in_place
+    if not operands or not (is_writing or has_out):
+        return None
+    destination = operands[-1] if has_out else operands[0]
+    values = [
+        operand
+        for operand in list_floating(evidence)
+        if operand is not destination and operand.dtype != destination.dtype
+    ]
+    if not values:
+        return None
+    maker = evidence.producer_of(values[0])
+    source = evidence.producer_of(destination)
+    origin = find_module_origin(evidence, maker, values[0].dtype)
+    is_explicit = maker.is_proven and maker.kind in ("cast", "creation", "parameter")
+    is_autocast = evidence.autocast.is_on and evidence.autocast.dtype in (None, values[0].dtype)
+    is_autocast = is_autocast and not is_explicit
+    labels = dict.fromkeys(_cast_text(operand, destination) for operand in values)
+    later_casts = _find_later_writes(evidence.failing_frame)
+    setting = _describe_write_setting(evidence, maker, values[0].dtype, destination.dtype)
+    if has_out:
+        setting = _describe_write_setting(evidence, source, destination.dtype, values[0].dtype)
+    creation = _find_odd_storage(evidence, destination, values[0].dtype)
+    loading = find_operand_origin(evidence, destination)
+    if loading is not None and loading.kind != "assignment":
+        loading = None
+    return make_finding(
+        "RN008",
+        evidence,
+        loading="" if loading is None else loading.text,
+        loading_at="" if loading is None else loading.location,
+        creation="" if creation is None else creation.text,
+        creation_at="" if creation is None else creation.location,
+        is_code=creation is not None and creation.text.endswith(f"dtype={values[0].dtype})"),
+        majority=values[0].dtype,
+        autocast=bool(is_autocast),
+        source=source.text if source.text != destination.label else "",
+        source_at=source.location,
+        operation=operation,
+        destination=add_brackets(destination.label),
+        destination_dtype=destination.dtype_name,
+        value=add_brackets(values[0].label),
+        value_dtype=values[0].dtype_name,
+        casts=" and ".join(labels),
+        later_casts=" and ".join(later_casts),
+        origin=""
+        if origin is None
+        else origin.describe(f"the weights of {maker.path}", values[0].dtype_name),
+        maker=maker.text,
+        at=evidence.failing_frame.location,
+        **_describe_written_cast(evidence, maker, destination),
+        **_describe_loaded_state(evidence, destination),
+        **setting,
+        out=has_out,
+        out_at=source.location if source.text != destination.label else "",
+    )
+
+
+def _describe_write_setting(
+    evidence: Evidence, producer: Producer, dtype: torch.dtype, wanted_dtype: torch.dtype
+) -> dict[str, Any]:
+    """Returns the line that set the dtype of an operand, and its fix if the model's weights have
+    the other dtype.
+    """
+    setting = find_setting(evidence, producer, dtype, wanted_dtype)
+    if setting is None:
+        return {}
+    is_odd = wanted_dtype == evidence.majority_dtype
+    return {"set_by": setting.describe(), "set_fix": setting.fix if is_odd else ""}
+
+
+def _find_odd_storage(
+    evidence: Evidence, destination: Operand, dtype: torch.dtype
+) -> StorageCreation | None:
+    """Returns the code that creates the destination of a write, if it is an attribute, such as a
+    cache, and if all weights of the model have the dtype of the value.
+    """
+    frame = evidence.frames[destination.frame_index]
+    if evidence.operation not in _OVERWRITING_OPERATIONS:
+        return None  # a sum may be kept wider than the weights
+    match destination.node:
+        case ast.Attribute(ast.Name("self"), name):
+            is_odd = set(evidence.dtype_counts) == {dtype} and destination.dtype.is_floating_point
+            if is_odd and not isinstance(destination.tensor, nn.Parameter):
+                owner = frame.variables.get("self")
+                return find_storage_creation(evidence.frames, owner, name, dtype)
+    return None
+
+
+def _describe_written_cast(
+    evidence: Evidence, maker: Producer, destination: Operand
+) -> dict[str, Any]:
+    """Returns the facts about a cast that gave a written value its dtype, if the destination has
+    the dtype of most weights.
+    """
+    is_odd = maker.is_proven and destination.dtype == evidence.majority_dtype
+    if maker.kind != "cast" or not is_odd:
+        return {}
+    return {
+        "cast": maker.text,
+        "cast_at": maker.location,
+        "setting": _read_setting_of_cast(maker.text),
+        "needed": str(destination.dtype),
+    }
+
+
+def _describe_loaded_state(evidence: Evidence, destination: Operand) -> dict[str, Any]:
+    """Returns the line that cast the loaded states of an optimizer, and the call that loaded them, if
+    a value is written into a state whose dtype is not that of its parameter.
+    """
+    facts = evidence.optimizer
+    load = None if facts is None else find_state_load(facts.optimizer)
+    state = destination.tensor
+    if facts is None or load is None or state is None:
+        return {}
+    for parameter, states in facts.optimizer.state.items():
+        for key, value in states.items():
+            if value is not state or state.dtype == parameter.dtype:
+                continue
+            cast = find_state_cast(evidence.frames, state.dtype)
+            return {
+                "state": key,
+                "load": ast.unparse(load[0]),
+                "load_at": load[1],
+                "state_cast": "" if cast is None else cast.text,
+                "state_cast_at": "" if cast is None else cast.location,
+                "parameter_dtype": format_dtype(parameter.dtype),
+            }
+    return {}
+
+
+def _read_setting_of_cast(text: str) -> str:
+    """Returns the attribute of `self` to which a cast such as `x.to(self.precision)` casts, or ""."""
+    match ast.parse(text, mode="eval").body:
+        case ast.Call(_, [ast.Attribute(ast.Name("self"), _) as setting]):
+            return ast.unparse(setting)
+    return ""
+
+
+def _find_later_writes(frame: CallFrame) -> list[str]:
+    """Returns casts for the later assignments `TENSOR[...] = VALUE` of the running function whose
+    value has another dtype than the tensor.
+    """
+    if frame.scope is None or not frame.is_user_code:
+        return []
+    casts = []
+    for node in ast.walk(frame.scope):
+        match node:
+            case ast.Assign([ast.Subscript(target)], source) if node.lineno > frame.line:
+                destination, value = read_value(target, frame), read_value(source, frame)
+                if not is_tensor(destination) or not is_tensor(value):
+                    continue
+                if value.dtype.is_floating_point and value.dtype != destination.dtype:
+                    cast = f"{add_brackets(ast.unparse(source))}.to({ast.unparse(target)}.dtype)"
+                    casts.append(f"`{cast}` at line {node.lineno}")
+    return casts
+
+
+def _cast_text(operand: Operand, destination: Operand) -> str:
+    """Returns code that casts an operand to the dtype of the destination. If the operand is an item
+    of a list, the code casts all tensors of the list.
+    """
+    if operand.list_name:
+        return f"`[tensor.to({destination.dtype}) for tensor in {operand.list_name}]`"
+    return f"`{add_brackets(operand.label)}.to({add_brackets(destination.label)}.dtype)`"
