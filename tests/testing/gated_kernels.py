@@ -52,3 +52,24 @@ class Narrow(Right):
         out = launch(x, False)
         ctx.save_for_backward(out)
         return out
+
+
+@triton.jit
+def tanh_of_rows(x_ptr, out_ptr, rows, N: tl.constexpr):
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        cols = row * N + tl.arange(0, N)
+        x = tl.load(x_ptr + cols).to(tl.float32) * 0.7
+        tl.store(out_ptr + cols, 2 * tl.sigmoid(2 * x) - 1)
+
+
+class PerMultiprocessor(Right):
+    """Launches one program for each multiprocessor, as LigerDyTFunction of liger-kernel 0.8.5."""
+
+    @staticmethod
+    def forward(ctx, x):
+        if torch.cuda.is_available():
+            programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+        out = torch.empty_like(x)
+        tanh_of_rows[(programs,)](x, out, x.shape[0], x.shape[1])
+        ctx.save_for_backward(out)
+        return out

@@ -86,6 +86,18 @@ def test_a_question_that_cannot_be_asked_is_no_pass() -> None:
 
 
 @pytest.mark.full
+def test_a_kernel_for_each_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("isotype.testing.amp.numerics.MANY_ROWS", 16)  # the interpreter is slow
+    target = load_gate_target(f"{KERNELS}:PerMultiprocessor", "reference")
+    is_available = torch.cuda.is_available
+    report = ampcheck(target.function, target.build_inputs(), raises=False)
+    assert report.tried
+    assert report.findings == (), report.render()
+    assert torch.cuda.is_available is is_available
+
+
+@pytest.mark.full
 def test_a_kernel_passes_or_is_stopped_by_scalars_and_offsets() -> None:
     pytest.importorskip("triton")
     sizes = (65537, 32768)

@@ -326,6 +326,22 @@ def _make_noop(name: str) -> Any:
 
 
 @contextlib.contextmanager
+def simulate_gpu_properties(target: Any) -> Iterator[None]:
+    """Inside this context `torch.cuda` reports a GPU of this target, but tensors stay on the CPU and
+    report it. `LigerDyTFunction` launches one program for each multiprocessor of the GPU, so the GPU
+    has only two: the kernels run in the interpreter.
+    """
+    replacements = _cuda_replacements(target)
+    properties = _device_properties(target)
+    properties.multi_processor_count = 2
+    replacements["get_device_properties"] = lambda device=None: properties
+    with contextlib.ExitStack() as stack:
+        for name, replacement in replacements.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        yield
+
+
+@contextlib.contextmanager
 def simulate_gpu(target: Any, *, allocates: bool = True) -> Iterator[list[str]]:
     """Simulates a GPU of this target inside the context. At the end of the context, all replaced
     functions are restored. Returns a list, which receives the lines that read the value of a tensor

@@ -189,7 +189,7 @@ def ampcheck(
     checks = [_Check(subject, reference_subject, sample, contract) for sample in samples]
     with torch.enable_grad(), _interpret_triton_without_gpu():
         for check in checks:
-            check.run()
+            _run_check(check)
     findings = merge_findings([item for check in checks for item in check.occurrences])
     refused: dict[str, str] = {}
     for check in checks:
@@ -209,6 +209,25 @@ def ampcheck(
     if raises and report.at_least(fail_on):
         raise ConformanceError(report)
     return report
+
+
+def _run_check(check: _Check) -> None:
+    """Runs a check. If the function runs under no combination of dtypes on the CPU, but launches
+    Triton kernels, the check runs once more while `torch.cuda` reports a GPU.
+
+    Raises  UsageError as `_Check.run`
+    """
+    try:
+        check.run()
+    except UsageError:
+        if torch.cuda.is_available() or "triton" not in sys.modules:
+            raise
+        from ...doctor.kernels.compile_inputs import DEFAULT_TARGET, parse_target
+        from ...doctor.kernels.simulated_gpu import simulate_gpu_properties
+
+        check.tried = 0
+        with simulate_gpu_properties(parse_target(DEFAULT_TARGET)):
+            check.run()
 
 
 _OWN_WEIGHTS = (
