@@ -5,9 +5,9 @@ The output of the layer is y = (m / n) (x Wᵀ + s x Aᵀ Bᵀ) + bias. n contai
 of W + s B A. No gradient is computed for these norms, as in the paper and in PEFT. So a DoRA layer
 computes a LoRA layer and multiplies each output feature by a factor. The norm of each row is
 computed as n² = |W|² + 2 s <W Aᵀ, B> + s² <B (A Aᵀ), B>, without computing W + s B A. |W|² is
-computed once per step and per call of `generate`, because the weight is frozen. n is fp32. At the start of
-training, m / n is near 1. The distance between two bf16 numbers near 1 is as large as the changes
-that training makes to m / n.
+computed once per step and per call of `generate`, because the weight is frozen. n is fp32. At the
+start of training, m / n is near 1. The distance between two bf16 numbers near 1 is as large as the
+changes that training makes to m / n.
 
 T is the number of tokens, K the number of input features, O the number of output features, and R
 the rank.
