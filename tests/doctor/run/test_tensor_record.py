@@ -236,3 +236,12 @@ def test_command(tmp_path):
     assert "isotype doctor run --trace names the line that gave input its dtype" in plain_text
     assert "`torch.arange(size) / 2` (" in text
     assert "because it computes floats from int64" in text
+
+
+def test_program_that_ends_because_nothing_was_compiled(tmp_path):
+    program = tmp_path / "compiled.py"
+    program.write_text("import torch\nprint(torch.compile(torch.sin)(torch.zeros(1)))\n")
+    command = [sys.executable, "-m", "isotype.doctor", "run", "--trace", str(program)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "tensor([0.])\n")
+    assert "code for torch.compile runs eagerly. No error ended the program" in result.stderr

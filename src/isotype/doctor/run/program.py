@@ -28,6 +28,8 @@ NO_STEP = (
     " NaN and no +inf"
 )
 
+NOT_COMPILED = "isotype doctor run: with --trace, code for torch.compile runs eagerly. No error ended the program"
+
 
 class ProgramError(Exception):
     """An error for a wrong command line, or for a program that does not exist."""
@@ -145,6 +147,8 @@ def main(words: Sequence[str]) -> int:
         explain_error(recorder, error, request.json_file)
         return 1
     report_end(recorder, request.json_file)
+    if RECORD.tensors is not None and RECORD.tensors.has_compiled:
+        print(NOT_COMPILED, file=sys.stderr, flush=True)
     return 0
 
 

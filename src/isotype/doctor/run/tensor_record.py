@@ -101,11 +101,15 @@ class FailedCall:
 
 
 class TensorRecord(TorchFunctionMode):
-    """Records the events of the tensors of the main thread while the mode is on."""
+    """Records the events of the tensors of the main thread while the mode is on.
+
+    has_compiled  whether the program has called `torch.compile`, which does nothing here
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.failed_call: FailedCall | None = None
+        self.has_compiled = False
         self._events: MutableMapping[torch.Tensor, TensorEvent] = WeakIdKeyDictionary()
         self._regions: list[tuple[RunningCode, ...]] = []  # the autocast regions that are entered
         self._originals: list[tuple[Any, str, Any]] = []
@@ -121,6 +125,7 @@ class TensorRecord(TorchFunctionMode):
             (autocast, "__exit__", self._record_region_end),
             (BackwardCFunction, "apply", self._record_inside),
             (saved_tensors_hooks, "__init__", self._record_unpacking),
+            (torch, "compile", self._note_compile),
         ):
             original = getattr(owner, name)
             self._originals.append((owner, name, original))
@@ -334,6 +339,14 @@ class TensorRecord(TorchFunctionMode):
                 return function(*args)
 
         return run
+
+    def _note_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def compile_code(*args: Any, **kwargs: Any) -> Any:
+            self.has_compiled = True
+            return original(*args, **kwargs)
+
+        return compile_code
 
     def _record_unpacking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the constructor of the hooks with which a checkpoint computes its forward again."""
