@@ -18,6 +18,7 @@ from .expressions import read_value
 from .frames import CallFrame, make_called_frame
 from .modules import ModelNames
 from .producer import Producer, Promotion
+from .recorded_origins import find_tensor_origin
 from .running_code import RunningCode
 from .weight_record import RECORD
 
@@ -40,7 +41,7 @@ def find_recorded_producer(
     if last.kind == "outside":
         path = _read_path(last, names)
         if not path or not operations:
-            return None
+            return _find_weight_producer(last, path)
         last = operations[-1]
     place = _find_place(last, frames)
     if place is None:
@@ -55,6 +56,20 @@ def find_recorded_producer(
         is_proven=True,
         promotions=tuple(promotion for promotion in described if promotion is not None),
         reason=_find_reason(last, path, place, names),
+    )
+
+
+def _find_weight_producer(event: TensorEvent, path: str) -> Producer | None:
+    """Returns the call that gave a weight its dtype, which a value kept, also if no model that is
+    running contains the weight. Returns None for other tensors.
+    """
+    source = None if event.operand is None else event.operand()
+    origin = None if source is None else find_tensor_origin(source)
+    if origin is None:
+        return None
+    reason = f"it {origin.describe_action(path or 'the weights', format_dtype(event.dtype))}"
+    return Producer(
+        "parameter", origin.text, origin.location, "", path, is_proven=True, reason=reason
     )
 
 

@@ -40,6 +40,13 @@ class WeightOrigin:
 
     def describe(self, weights: str, dtype_name: str) -> str:
         """Returns what the expression did to `weights`, as a part of a sentence."""
+        text = self.text
+        if len(text) > _MAX_TEXT:
+            text = f"{text[:_MAX_TEXT]}..."
+        return f"`{text}` ({self.location}) {self.describe_action(weights, dtype_name)}"
+
+    def describe_action(self, weights: str, dtype_name: str) -> str:
+        """Returns the sentence of `describe` without the expression."""
         actions = {
             "checkpoint": f"keeps {weights} in {dtype_name}, the dtype of the checkpoint",
             "loading": f"loads {weights} in {dtype_name}",
@@ -49,11 +56,7 @@ class WeightOrigin:
             "assignment": f"gives {weights} {dtype_name}, the dtype of the checkpoint",
             "library": f"made {weights} {dtype_name}, in {self.function}",
         }
-        action = actions.get(self.kind, f"made {weights} {dtype_name}")
-        text = self.text
-        if len(text) > _MAX_TEXT:
-            text = f"{text[:_MAX_TEXT]}..."
-        return f"`{text}` ({self.location}) {action}"
+        return actions.get(self.kind, f"made {weights} {dtype_name}")
 
     @property
     def removable_text(self) -> str:
