@@ -41,7 +41,11 @@ def add_value_origins(finding: Finding, evidence: Evidence) -> Finding:
     cause = finding.cause or ""
     for operand in evidence.operands:
         producer = evidence.producers.get(id(operand))
-        if producer is None or operand.path or producer.location in cause:
+        if producer is None or operand.path:
+            continue
+        if producer.location in cause:
+            if producer.kind == "cast" and producer.reason and producer.reason not in cause:
+                cause += f"; `{producer.text}` gives {operand.dtype_name}: {producer.reason}"
             continue
         origin = producer.describe(operand.dtype_name)
         if origin:

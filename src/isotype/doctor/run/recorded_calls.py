@@ -83,7 +83,8 @@ def confirm_producer(static: Producer, recorded: Producer, tensor: torch.Tensor)
     is_module = static.kind == "module"
     is_run = static.location in _list_locations(tensor)
     if static.is_proven and (is_parameter or is_array or is_module or is_run):
-        return static
+        is_same_call = static.location == recorded.location and not static.reason
+        return dataclasses.replace(static, reason=recorded.reason) if is_same_call else static
     return dataclasses.replace(
         recorded,
         passed=static.passed,

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...observe.origin import is_library_file
 from .expressions import CASTING_METHODS, node_keyword
-from .frames import make_called_frame
+from .frames import CallFrame, make_called_frame
 from .running_code import RunningCode, read_calls
 
 _MAX_CHAIN = 8  # events before an event that are kept
@@ -185,24 +185,23 @@ class TensorRecord(TorchFunctionMode):
         operands = list(_iterate_tensors((args, kwargs)))
         for output in outputs:
             if any(output is operand for operand in operands):
-                if _is_explicit_cast(name, args, kwargs):
+                if name in ("to", "type_as"):
                     self._record_kept_dtype(output)
                 continue  # an operation in place keeps the dtype
             if not self._inherit(output, operands):
                 self._events[output] = self._make_event(name, args, kwargs, output, operands)
 
     def _record_kept_dtype(self, tensor: torch.Tensor) -> None:
-        """Records an explicit cast to the dtype that the tensor has already. It decides the dtype
-        as much as the call that made the tensor.
+        """Records a cast to the dtype of another tensor, if the tensor has this dtype already. The
+        other tensor then decides the dtype too.
         """
         calls = read_calls(sys._getframe(2))
         example = _find_example(calls, sys._getframe(2))
-        earlier = None
-        if example is not None and example is not tensor and example.dtype == tensor.dtype:
-            earlier = self._event_or_outside(example)
-        elif _is_in_library(calls):
+        if example is None or example is tensor or example.dtype != tensor.dtype:
             return
-        self._events[tensor] = TensorEvent("cast", tensor.dtype, "to", calls, earlier=earlier)
+        earlier = self._event_or_outside(example)
+        if earlier is not self.event_of(tensor):
+            self._events[tensor] = TensorEvent("cast", tensor.dtype, "to", calls, earlier=earlier)
 
     def _inherit(self, output: torch.Tensor, operands: Sequence[torch.Tensor]) -> bool:
         """Passes on the event of an operand that has the dtype of the result. Returns False if
@@ -362,14 +361,6 @@ def _has_number_dtype(tensor: torch.Tensor) -> bool:
     return tensor.dtype != torch.bool
 
 
-def _is_explicit_cast(name: str, args: Any, kwargs: Any) -> bool:
-    """True for a cast, and False for a move to another device."""
-    if name != "to":
-        return name in _CAST_FUNCTIONS
-    values = (*args[1:], *kwargs.values())
-    return any(isinstance(value, (torch.dtype, torch.Tensor)) for value in values)
-
-
 def _is_in_library(calls: tuple[RunningCode, ...]) -> bool:
     return bool(calls) and is_library_file(calls[0].code.co_filename)
 
@@ -408,8 +399,17 @@ def _find_example(calls: tuple[RunningCode, ...], frame: FrameType | None) -> to
         return None
     value = frame.f_locals.get(names[0])
     for name in names[1:]:
-        value = getattr(value, "__dict__", {}).get(name)
+        value = _read_member(value, name)
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _read_member(owner: Any, name: str) -> Any:
+    """Returns an attribute, a parameter or a buffer of an object, without calling a property."""
+    members = getattr(owner, "__dict__", {})
+    for table in (members, members.get("_parameters"), members.get("_buffers")):
+        if isinstance(table, dict) and name in table:
+            return table[name]
+    return None
 
 
 @functools.cache
@@ -417,10 +417,13 @@ def _example_names(code: CodeType, instruction: int) -> tuple[str, ...]:
     """Returns the names of the tensor whose dtype a call reads, such as `("self", "table")` for
     `x.to(self.table.dtype)` or `x.type_as(self.table)`. Returns an empty tuple if there is none.
     """
-    call = make_called_frame(code, instruction).expression
+    frame = make_called_frame(code, instruction)
+    call = frame.expression
     if not isinstance(call, ast.Call):
         return ()
     argument = node_keyword(call, "dtype") or (call.args[0] if call.args else None)
+    if isinstance(argument, ast.Name):
+        argument = _find_assigned_value(frame, argument.id)
     match argument:
         case ast.Attribute(node, "dtype"):
             pass
@@ -433,3 +436,16 @@ def _example_names(code: CodeType, instruction: int) -> tuple[str, ...]:
         names.insert(0, node.attr)
         node = node.value
     return (node.id, *names) if isinstance(node, ast.Name) else ()
+
+
+def _find_assigned_value(frame: CallFrame, name: str) -> ast.expr | None:
+    """Returns the expression that the function assigned last to a variable before the running line,
+    or the variable itself, such as a tensor.
+    """
+    values: list[tuple[int, ast.expr]] = []
+    for node in () if frame.scope is None else ast.walk(frame.scope):
+        match node:
+            case ast.Assign([ast.Name(target)], value) if target == name:
+                if node.lineno < frame.line:
+                    values.append((node.lineno, value))
+    return max(values, key=lambda item: item[0])[1] if values else ast.Name(name, ast.Load())

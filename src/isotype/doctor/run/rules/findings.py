@@ -81,7 +81,8 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
         label, state = _name_optimizer_tensor(evidence, operand)
         text = operand.describe() + state
         producer = evidence.producers.get(id(operand))
-        if producer is not None and not operand.path and producer.text != operand.label:
+        is_named = producer is not None and not operand.path and producer.text != operand.label
+        if producer is not None and is_named and not producer.location.startswith("torch/"):
             text += f"  from {producer.text} at {producer.location}"
         weight_origin = find_operand_origin(evidence, operand)
         if weight_origin is not None:
