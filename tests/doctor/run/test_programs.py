@@ -5,6 +5,7 @@ first; its repaired twin, to which the fix was applied, ends without an error.
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,14 @@ import pytest
 import torch
 
 from isotype.finding import Finding
-from tests.api import RECORD, collect_evidence, decide_cause, find_unrestored_calls, run_compiled
+from tests.api import (
+    RECORD,
+    collect_evidence,
+    decide_cause,
+    find_unrestored_calls,
+    remove_record_frames,
+    run_compiled,
+)
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -1092,17 +1100,26 @@ TRUTH = {
 }
 
 
-def run_in_process(name: str, monkeypatch, *arguments: str) -> Finding | None:
+def run_in_process(
+    name: str, monkeypatch, *arguments: str, records_tensors: bool = False
+) -> Finding | None:
     """Runs a program; returns the finding about the exception that ended it."""
     path = PROGRAMS / f"{name}.py"
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
     default_dtype = torch.get_default_dtype()
-    RECORD.install()
+    if records_tensors:
+        stance = torch.compiler.set_stance("force_eager")
+        RECORD.record_tensors()
+    else:
+        stance = contextlib.nullcontext()
+        RECORD.install()
     try:
-        exec(code, {"__name__": "__main__"})
+        with stance:
+            exec(code, {"__name__": "__main__"})
     except Exception as error:
         error.__traceback__ = error.__traceback__.tb_next
+        remove_record_frames(error)
         evidence = collect_evidence(error)
         return None if evidence is None else decide_cause(evidence)
     finally:
@@ -1131,6 +1148,19 @@ def test_check_that_fails_for_a_shape_is_not_explained(monkeypatch):
 def test_field_of_a_dataclass_leads_to_its_argument(monkeypatch):
     finding = run_in_process("stored_argument", monkeypatch, "request")
     assert "`torch.full((2, 8), 0.5)` creates a tensor in fp32" in finding.cause
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", TRUTH)
+def test_the_record_of_tensors_keeps_code_place_and_fix(name, monkeypatch):
+    truth = TRUTH[name]
+    finding = run_in_process(name, monkeypatch, records_tensors=True)
+    assert finding is not None
+    assert finding.code == truth.code, finding.render()
+    source = Path(finding.place.file).read_text(encoding="utf-8").splitlines()
+    assert source[finding.place.line - 1].strip() == truth.line
+    # the general fix does not advise to record what is recorded
+    assert truth.fix in finding.fix or truth.fix == "the frames do not show this line"
 
 
 def test_compiled_code_of_several_processes_is_not_run_again(monkeypatch):
