@@ -592,6 +592,15 @@ TRUTH = {
         "`self.table = table.to(x.dtype)` (tests/doctor/run/programs/checkpoint_table.py:19)",
         "cast `table` to one dtype where Scaled reads it",
     ),
+    "saved_casts": Truth(
+        "RN019",
+        "return torch.tanh(self.shared(x))",
+        "shared",
+        "forward took the bf16 copy of shared.weight from the cache of autocast"
+        " (tests/doctor/run/programs/saved_casts.py:39)",
+        "cache_enabled=False in the call of autocast"
+        " (tests/doctor/run/programs/saved_casts.py:39), which casts each weight anew",
+    ),
     "tensor_dataset": Truth(
         "RN001",
         "nn.functional.cross_entropy(model(x), labels).backward()",

@@ -27,6 +27,7 @@ from .mixed_weights import NEEDS_ONE_DTYPE
 from .modules import ModelNames
 from .producer import Producer
 from .producers import find_producer
+from .recomputation import read_autocast_with_cache
 from .recorded_calls import (
     confirm_producer,
     correct_autocast,
@@ -46,6 +47,8 @@ MENTIONS_DTYPE = re.compile(
     r"|CheckpointError|low precision|must be long|complex dtype",
     re.IGNORECASE,
 )
+# the second run of a selective checkpoint does a cast that its forward did not do
+MISSES_CAST = re.compile(r"aten\._to_copy\.\w+ .*during backward but not found in storage")
 # messages of oneDNN, which also appear for operands of different dtypes
 _HIDES_DTYPE = re.compile("could not create a primitive")
 # messages of NumPy about a dtype of torch, or about the name of a dtype that NumPy does not have
@@ -276,6 +279,9 @@ def collect_evidence(error: BaseException) -> Evidence | None:
                 continue
             if fails_for_other_reason(frames[-1]):
                 continue
+            is_missed = MISSES_CAST.search(evidence.message) is not None
+            if is_missed and read_autocast_with_cache(frames) is None:
+                continue  # such as a copy to another device
             if _concerns_torch(evidence):
                 return evidence
     return None
@@ -289,7 +295,8 @@ def _mentions_dtype(error: BaseException) -> bool:
     if len(types) > 1:
         return _OTHER_SUBJECTS.search(text) is None
     text = _TENSOR_TYPE.sub("", text)  # a single type only describes a tensor
-    is_about_dtypes = MENTIONS_DTYPE.search(text) or _HIDES_DTYPE.search(text)
+    patterns = (MENTIONS_DTYPE, _HIDES_DTYPE, MISSES_CAST)
+    is_about_dtypes = next(filter(None, (pattern.search(text) for pattern in patterns)), None)
     return is_about_dtypes is not None and _OTHER_SUBJECTS.search(text) is None
 
 

@@ -98,6 +98,21 @@ def find_recomputation(frames: Sequence[CallFrame]) -> Recomputation | None:
     return None
 
 
+def read_autocast_with_cache(frames: Sequence[CallFrame]) -> torch.dtype | None:
+    """Returns the dtype of autocast where a checkpointed function ran first, if autocast and its
+    cache were on there. Torch keeps the settings of autocast for the second run.
+    """
+    for frame in frames:
+        if frame.function == "recompute_fn" and frame.file.endswith(_CHECKPOINT_FILE):
+            for name in ("device_autocast_kwargs", "cpu_autocast_kwargs"):
+                settings = frame.variables.get(name)
+                settings = settings if isinstance(settings, dict) else {}
+                dtype = settings.get("dtype")
+                if settings.get("enabled") and settings.get("cache_enabled"):
+                    return dtype if isinstance(dtype, torch.dtype) else None
+    return None
+
+
 def _make_recomputation(content: Any, inputs: Any) -> Recomputation:
     while isinstance(content, functools.partial):
         content = content.func

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
@@ -9,13 +10,15 @@ import torch
 
 from ....dtypes import format_dtype, to_torch
 from ....finding import Finding
-from ..evidence import Evidence
+from ..evidence import MISSES_CAST, Evidence
+from ..expressions import CASTING_METHODS
 from ..model_casts import find_default_dtype_creation, find_model_cast
 from ..recomputation import (
     Recomputation,
     find_changed_states,
     find_inner_autocast,
     find_recomputation,
+    read_autocast_with_cache,
 )
 from .findings import make_finding
 from .operands import first_of_other_dtype, have_different_dtypes, list_floating
@@ -78,6 +81,38 @@ def find_failed_recomputation(evidence: Evidence) -> Finding | None:
         layer=weights[0].path or weights[0].label,
         **facts,
     )
+
+
+def find_uncached_cast(evidence: Evidence) -> Finding | None:
+    """Finds a selective checkpoint in whose first run autocast did not cast a weight, because its
+    cache had the copy that an earlier use of the weight made. The second run has an empty cache.
+    """
+    recomputation = find_recomputation(evidence.frames)
+    if recomputation is None or MISSES_CAST.search(evidence.message) is None:
+        return None
+    dtype = read_autocast_with_cache(evidence.frames)
+    if dtype is None or _is_cast(evidence.user_frame.expression):
+        return None
+    region = evidence.other_region
+    path = next((operand.path for operand in evidence.operands if operand.path), "")
+    return make_finding(
+        "RN019",
+        evidence,
+        saved="",
+        layer=path,
+        recomputed=format_dtype(dtype),
+        decided="copies",
+        region_at="" if region is None or not region.is_on else region.location,
+        function=recomputation.describe(evidence.names),
+    )
+
+
+def _is_cast(node: ast.AST | None) -> bool:
+    """True for a cast that the program itself does, such as `x.to(dtype)`."""
+    match node:
+        case ast.Call(ast.Attribute(_, name)):
+            return name in CASTING_METHODS
+    return False
 
 
 def _describe_changes(

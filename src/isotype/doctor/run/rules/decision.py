@@ -17,7 +17,7 @@ from .autocast import (
     find_custom_backward,
     find_lost_autocast,
 )
-from .checkpointing import find_changed_checkpoint, find_failed_recomputation
+from .checkpointing import find_changed_checkpoint, find_failed_recomputation, find_uncached_cast
 from .checks import find_failed_check
 from .findings import MAX_ROWS, make_finding
 from .fixes import check_fix
@@ -52,6 +52,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_compiled_operands,
     find_changed_checkpoint,
     find_failed_recomputation,
+    find_uncached_cast,
     find_scaler_over_halves,
     find_mixed_weights,
     find_stale_optimizer_states,
