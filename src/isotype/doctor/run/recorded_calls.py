@@ -231,7 +231,7 @@ def _find_reason(event: TensorEvent, path: str, place: _Place, names: ModelNames
     """Returns why a call returns its dtype, as a part of a sentence, or ""."""
     dtype_name = format_dtype(event.dtype)
     if path:
-        return f"it computes with {path}, which is {dtype_name}"
+        return f"it computes with {path}, which is {dtype_name}{_describe_weight(event, path)}"
     if event.kind == "autocast":
         region = find_user_call(event.region)
         at = "" if region is None else make_called_frame(region.code, region.instruction).location
@@ -255,13 +255,23 @@ def _find_reason(event: TensorEvent, path: str, place: _Place, names: ModelNames
     return ""
 
 
+def _describe_weight(event: TensorEvent, path: str) -> str:
+    """Returns the call that gave a weight its dtype, as the end of a sentence, or ""."""
+    weight_event = list(event.chain())[-1]
+    source = None if weight_event.operand is None else weight_event.operand()
+    origin = None if source is None else find_tensor_origin(source)
+    if origin is None:
+        return ""
+    return f": {origin.describe('it', format_dtype(weight_event.dtype))}"
+
+
 def _describe_example(event: TensorEvent, names: ModelNames) -> str:
     """Describes the tensor whose dtype a cast took, as a part of a sentence."""
     dtype_name = format_dtype(event.dtype)
     last = _follow(event)[-1]
     path = _read_path(last, names)
     if path:
-        return f"{path} is {dtype_name}"
+        return f"{path} is {dtype_name}{_describe_weight(last, path)}"
     if not last.calls:
         return ""
     place = _make_place(last.calls[0])

@@ -46,7 +46,20 @@ def list_origins(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[Weigh
 def find_tensor_origin(tensor: torch.Tensor) -> WeightOrigin | None:
     """Returns the call that gave a parameter or buffer its dtype."""
     event = _find_last_event(RECORD.events_of_tensor(tensor), tensor.dtype)
-    return None if event is None else read_origin(event)
+    return _find_assignment(tensor) if event is None else read_origin(event)
+
+
+def _find_assignment(tensor: torch.Tensor) -> WeightOrigin | None:
+    """Returns the line that changed the dtype of `parameter.data`, with `--trace`."""
+    if RECORD.tensors is None or not isinstance(tensor, nn.Parameter):
+        return None
+    event = RECORD.tensors.assignment_of(tensor)
+    calls = () if event is None else event.calls
+    call = next((call for call in calls if not is_library_file(call.code.co_filename)), None)
+    if call is None:
+        return None
+    text, location, node = _read_call(call.code, call.instruction)
+    return WeightOrigin("cast", text, location, node)
 
 
 def find_construction(model: nn.Module) -> WeightOrigin | None:

@@ -33,6 +33,7 @@ from .running_code import RunningCode, read_calls
 _MAX_CHAIN = 8  # events before an event that are kept
 _MAX_ITEMS = 64  # items of a list or dict in which tensors are searched
 _MAX_DEPTH = 2
+_DATA = torch.Tensor.data
 _SETTER = "__set__"
 _GETTER = "__get__"
 _CAST_FUNCTIONS = CASTING_METHODS | {"type_as", "int", "long", "short", "bool", "char", "byte"}
@@ -111,6 +112,7 @@ class TensorRecord(TorchFunctionMode):
         self.failed_call: FailedCall | None = None
         self.has_compiled = False
         self._events: MutableMapping[torch.Tensor, TensorEvent] = WeakIdKeyDictionary()
+        self._assignments: MutableMapping[torch.Tensor, TensorEvent] = WeakIdKeyDictionary()
         self._regions: list[tuple[RunningCode, ...]] = []  # the autocast regions that are entered
         self._originals: list[tuple[Any, str, Any]] = []
 
@@ -147,6 +149,11 @@ class TensorRecord(TorchFunctionMode):
             return None
         return event
 
+    def assignment_of(self, parameter: nn.Parameter) -> TensorEvent | None:
+        """Returns the last assignment to `parameter.data`, if it gave the parameter its dtype."""
+        event = self._assignments.get(parameter)
+        return event if event is not None and event.dtype == parameter.dtype else None
+
     # ---- calls of functions
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -161,7 +168,7 @@ class TensorRecord(TorchFunctionMode):
             if isinstance(result, torch.Tensor) and result not in self._events:
                 self._inherit(result, args[:1])
         elif name == _SETTER:
-            self._record_setter(args)
+            self._record_setter(func, args)
         else:
             self._record_call(name, args, kwargs, result)
         return result
@@ -287,12 +294,18 @@ class TensorRecord(TorchFunctionMode):
             region=region,
         )
 
-    def _record_setter(self, args: Any) -> None:
+    def _record_setter(self, func: Any, args: Any) -> None:
         """Records an assignment such as `parameter.data = value`."""
-        if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[0].dtype == args[1].dtype:
-            event = self.event_of(args[1])
-            if event is not None and args[0] is not args[1]:
-                self._events[args[0]] = event
+        if len(args) < 2 or not isinstance(args[1], torch.Tensor) or args[0].dtype != args[1].dtype:
+            return
+        if isinstance(args[0], nn.Parameter):
+            if getattr(func, "__self__", None) is _DATA:
+                calls = read_calls(sys._getframe(1))
+                self._assignments[args[0]] = TensorEvent("cast", args[0].dtype, "data", calls)
+            return
+        event = self.event_of(args[1])
+        if event is not None and args[0] is not args[1]:
+            self._events[args[0]] = event
 
     # ---- functions that do not call the mode
     def _record_from_numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:

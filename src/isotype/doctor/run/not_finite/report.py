@@ -39,6 +39,11 @@ _LOGARITHMS = frozenset(("log", "log2", "log10", "logit", "xlogy"))
 _SOFTMAXES = frozenset(("_softmax", "_log_softmax", "_safe_softmax"))
 _EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "cosh", "sinh"))
 _STATISTICS = frozenset(("mean", "std", "var", "std_mean", "var_mean", "std_correction"))
+# losses that average over their elements, and have one result for a mean
+_MEAN_LOSSES = frozenset(
+    ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")
+    + ("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div")
+)
 _HUGE = 1e15  # a value that no healthy model has
 _HUGE_WEIGHT = 1e4  # a size of a weight that no healthy model has
 _EVENT_DETAILS = 5  # inputs of an operation that are shown
@@ -803,6 +808,8 @@ def _classify_values(event: Event) -> tuple[str, dict[str, str]]:
         kind = _classify_count([math.prod(item.shape) // results for item in event.inputs])
         if kind:
             return kind, {}
+    if name in _MEAN_LOSSES and any(0 in item.shape for item in event.inputs):
+        return "empty", {}
     return "", {}
 
 
