@@ -100,7 +100,7 @@ def test_weight_that_widens_a_value_is_named_by_its_path():
     x = torch.ones(4, dtype=torch.bfloat16)
     result = producer_of(x * model[0].weight, model)
     assert (result.kind, result.path) == ("parameter", "0.weight")
-    assert result.reason == "it computes with 0.weight, which is fp32"
+    assert result.reason.startswith("it computes with 0.weight, which is fp32: `nn.Linear(4, 4)` (")
 
 
 def test_quotient_of_integers():
@@ -115,6 +115,29 @@ def test_cast_to_the_dtype_of_another_tensor_names_what_made_that_one():
     result = producer_of(mask)
     assert result.text == "torch.ones(4).to(table.dtype)"
     assert result.reason.startswith("`torch.ones(4).double()` (")
+
+
+def make_like(shape, dtype):
+    return torch.zeros(shape, dtype=dtype)
+
+
+class Layer:
+    def __init__(self, module):
+        self.module = module
+
+    def start(self):
+        dtype = self.module.weight.dtype
+        return make_like((2,), dtype)
+
+
+def test_dtype_argument_leads_to_the_tensor_whose_dtype_a_caller_passes():
+    module = nn.Linear(4, 4)
+    module.weight.data = module.weight.data.half()
+    result = producer_of(Layer(module).start(), module)
+    assert result.text == "torch.zeros(shape, dtype=dtype)"
+    assert result.reason.startswith(
+        "weight is fp16: `module.weight.data = module.weight.data.half()` ("
+    )
 
 
 def test_autocast_names_the_region_that_another_function_entered():

@@ -44,7 +44,11 @@ def add_value_origins(finding: Finding, evidence: Evidence) -> Finding:
         if producer is None or operand.path:
             continue
         if producer.location in cause:
-            if producer.kind == "cast" and producer.reason and producer.reason not in cause:
+            if (
+                producer.kind in ("cast", "creation")
+                and producer.reason
+                and producer.reason not in cause
+            ):
                 cause += f"; `{producer.text}` gives {operand.dtype_name}: {producer.reason}"
             continue
         origin = producer.describe(operand.dtype_name)

@@ -248,7 +248,7 @@ def _find_reason(event: TensorEvent, path: str, place: _Place, names: ModelNames
             return f"it computes floats from {sources}"
         if len(floats) > 1:
             return f"{' with '.join(map(format_dtype, floats))} gives {dtype_name}"
-    if event.kind == "cast" and event.earlier is not None:
+    if event.kind in ("cast", "creation") and event.earlier is not None:
         return _describe_example(event.earlier, names)
     if place.inner:
         return f"{place.inner} makes it"

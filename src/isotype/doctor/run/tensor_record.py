@@ -7,14 +7,14 @@ last PyTorch function that failed, with its arguments and the autocast state in 
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from types import CodeType, FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...observe.origin import is_library_file
-from .expressions import CASTING_METHODS, node_keyword
-from .frames import CallFrame, make_called_frame
+from .dtype_examples import find_example
+from .expressions import CASTING_METHODS
 from .running_code import RunningCode, read_calls
 
 _MAX_CHAIN = 8  # events before an event that are kept
@@ -163,6 +163,11 @@ class TensorRecord(TorchFunctionMode):
             if not isinstance(error, torch.OutOfMemoryError):
                 self._keep_failure(str(error), func, args, kwargs)
             raise
+        with suppress(Exception):  # the program must not end because of its record
+            self._record_result(func, args, kwargs, result)
+        return result
+
+    def _record_result(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func.__name__
         if name == _GETTER:
             if isinstance(result, torch.Tensor) and result not in self._events:
@@ -171,7 +176,6 @@ class TensorRecord(TorchFunctionMode):
             self._record_setter(func, args)
         else:
             self._record_call(name, args, kwargs, result)
-        return result
 
     def _keep_failure(self, message: str, func: Any, args: Any, kwargs: Any) -> None:
         enabled = {
@@ -203,7 +207,7 @@ class TensorRecord(TorchFunctionMode):
         other tensor then decides the dtype too.
         """
         calls = read_calls(sys._getframe(2))
-        example = _find_example(calls, sys._getframe(2))
+        example = find_example(calls, sys._getframe(2))
         if example is None or example is tensor or example.dtype != tensor.dtype:
             return
         earlier = self._event_or_outside(example)
@@ -238,6 +242,10 @@ class TensorRecord(TorchFunctionMode):
         if not tensor.numel():
             return -1  # such as the empty start of a cache
         event = self.event_of(tensor)
+        while (
+            event is not None and event.kind in ("cast", "creation") and event.earlier is not None
+        ):
+            event = event.earlier  # the dtype is that of another tensor
         return _RANKS.index("outside" if event is None else event.kind)
 
     def _event_or_outside(self, tensor: torch.Tensor) -> TensorEvent:
@@ -260,6 +268,10 @@ class TensorRecord(TorchFunctionMode):
             kind = "creation"
             data = args[0] if args else kwargs.get("data")
             data_type = str(getattr(data, "dtype", ""))
+            has_dtype = kwargs.get("dtype") is not None
+            example = find_example(calls, sys._getframe(2)) if has_dtype else None
+            if example is not None and example.dtype == dtype:
+                earlier = self._event_or_outside(example)
         elif source is not None:
             kind = "promotion"
             earlier = self._event_or_outside(source)
@@ -269,7 +281,7 @@ class TensorRecord(TorchFunctionMode):
             before = self._event_or_outside(operands[0])
             if before.before is not None and before.before.dtype == dtype and _is_in_library(calls):
                 return before.before  # a library's function casts its result back
-            example = _find_example(calls, sys._getframe(2))
+            example = find_example(calls, sys._getframe(2))
             if example is not None and example.dtype == dtype:
                 earlier = self._event_or_outside(example)
         elif torch.is_autocast_enabled(output.device.type):
@@ -399,66 +411,3 @@ def _iterate_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     elif depth <= _MAX_DEPTH and type(value) is dict:
         for item in list(value.values())[:_MAX_ITEMS]:
             yield from _iterate_tensors(item, depth + 1)
-
-
-def _find_example(calls: tuple[RunningCode, ...], frame: FrameType | None) -> torch.Tensor | None:
-    """Returns the tensor whose dtype a cast takes, such as `x` in `mask.to(x.dtype)`."""
-    if not calls:
-        return None
-    names = _example_names(calls[0].code, calls[0].instruction)
-    while frame is not None and frame.f_code is not calls[0].code:
-        frame = frame.f_back
-    if frame is None or not names:
-        return None
-    value = frame.f_locals.get(names[0])
-    for name in names[1:]:
-        value = _read_member(value, name)
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _read_member(owner: Any, name: str) -> Any:
-    """Returns an attribute, a parameter or a buffer of an object, without calling a property."""
-    members = getattr(owner, "__dict__", {})
-    for table in (members, members.get("_parameters"), members.get("_buffers")):
-        if isinstance(table, dict) and name in table:
-            return table[name]
-    return None
-
-
-@functools.cache
-def _example_names(code: CodeType, instruction: int) -> tuple[str, ...]:
-    """Returns the names of the tensor whose dtype a call reads, such as `("self", "table")` for
-    `x.to(self.table.dtype)` or `x.type_as(self.table)`. Returns an empty tuple if there is none.
-    """
-    frame = make_called_frame(code, instruction)
-    call = frame.expression
-    if not isinstance(call, ast.Call):
-        return ()
-    argument = node_keyword(call, "dtype") or (call.args[0] if call.args else None)
-    if isinstance(argument, ast.Name):
-        argument = _find_assigned_value(frame, argument.id)
-    match argument:
-        case ast.Attribute(node, "dtype"):
-            pass
-        case node if node is not None and ast.unparse(call.func).endswith(".type_as"):
-            pass
-        case _:
-            return ()
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.insert(0, node.attr)
-        node = node.value
-    return (node.id, *names) if isinstance(node, ast.Name) else ()
-
-
-def _find_assigned_value(frame: CallFrame, name: str) -> ast.expr | None:
-    """Returns the expression that the function assigned last to a variable before the running line,
-    or the variable itself, such as a tensor.
-    """
-    values: list[tuple[int, ast.expr]] = []
-    for node in () if frame.scope is None else ast.walk(frame.scope):
-        match node:
-            case ast.Assign([ast.Name(target)], value) if target == name:
-                if node.lineno < frame.line:
-                    values.append((node.lineno, value))
-    return max(values, key=lambda item: item[0])[1] if values else ast.Name(name, ast.Load())

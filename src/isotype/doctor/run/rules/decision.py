@@ -20,7 +20,7 @@ from .autocast import (
 from .checkpointing import find_changed_checkpoint, find_failed_recomputation, find_uncached_cast
 from .checks import find_failed_check
 from .findings import MAX_ROWS, make_finding
-from .fixes import check_fix
+from .fixes import cast_before_later_uses, check_fix
 from .kernels import (
     find_constant_overflow,
     find_float_indices,
@@ -95,7 +95,8 @@ def decide_cause(evidence: Evidence) -> Finding:
         finding = rule(evidence)
         if finding is not None:
             finding = add_value_origins(finding, evidence)
-            return check_fix(add_weight_origins(finding, evidence), evidence)
+            finding = add_weight_origins(finding, evidence)
+            return check_fix(cast_before_later_uses(finding, evidence), evidence)
     first_line = evidence.message.strip().partition("\n")[0]
     return make_finding(
         "RN000",

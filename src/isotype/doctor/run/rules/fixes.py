@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+
+import torch
 
 from ....finding import Finding
 from ....observe.origin import short_path
 from ..evidence import Evidence
-from ..frames import CallFrame
+from ..expressions import DTYPE_KEEPING_METHODS
+from ..frames import CallFrame, Scope
 from ..user_files import iterate_user_files
 from ..weight_record import RECORD
 
@@ -41,6 +46,85 @@ def check_fix(finding: Finding, evidence: Evidence) -> Finding:
         if not _is_applicable(code, file, line, evidence):
             return dataclasses.replace(finding, fix=general_fix)
     return finding
+
+
+_CAST_IN_LINE = re.compile(r"`(?P<value>[^`]+)\.to\((?P<dtype>[\w.]+)\)` at (?P<at>\S+:\d+)")
+
+
+def cast_before_later_uses(finding: Finding, evidence: Evidence) -> Finding:
+    """Replaces a cast in the failing line by one before it, if a later line of the function uses the
+    same variable together with a tensor of the other dtype, and would fail in the same way.
+    """
+    match = _CAST_IN_LINE.fullmatch(finding.fix or "")
+    if match is None or len(evidence.floating_dtypes) != 2:
+        return finding
+    name = _find_variable(match["value"])
+    for frame in evidence.frames:
+        if not name or frame.location != match["at"] or not frame.is_user_code:
+            continue
+        value = frame.variables.get(name)
+        scope = frame.scope
+        if not isinstance(value, torch.Tensor) or scope is None or isinstance(scope, ast.Module):
+            continue
+        others = evidence.floating_dtypes - {value.dtype}
+        if len(others) == 1 and _has_later_use(scope, name, frame, others):
+            partners = _list_variables(frame.expression, frame, others - {value.dtype}) - {name}
+            # the function may be called with other dtypes too
+            dtype = f"{partners.pop()}.dtype" if len(partners) == 1 else match["dtype"]
+            code = f"`{name} = {name}.to({dtype})` before {match['at']}"
+            return dataclasses.replace(finding, fix=code)
+    return finding
+
+
+def _find_variable(expression: str) -> str:
+    """Returns the variable of an expression that has the dtype of this variable, such as `kernel` in
+    `kernel.view(1, -1)`, or "".
+    """
+    node: ast.AST = ast.parse(expression, mode="eval").body
+    while True:
+        match node:
+            case ast.Name(name):
+                return name
+            case ast.Subscript(value):
+                node = value
+            case ast.Call(ast.Attribute(value, method)) if method in DTYPE_KEEPING_METHODS:
+                node = value
+            case _:
+                return ""
+
+
+def _list_variables(
+    node: ast.AST | None, frame: CallFrame, dtypes: AbstractSet[torch.dtype]
+) -> set[str]:
+    """Returns the variables in an expression that are tensors of these dtypes."""
+    names = {part.id for part in ast.walk(node or ast.Pass()) if isinstance(part, ast.Name)}
+    values = {name: frame.variables.get(name) for name in names}
+    return {
+        name
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and value.dtype in dtypes
+    }
+
+
+def _has_later_use(
+    scope: Scope, name: str, frame: CallFrame, dtypes: AbstractSet[torch.dtype]
+) -> bool:
+    """True if an operation after the running line uses a variable and a tensor of one of `dtypes`,
+    before the function assigns another value to the variable.
+    """
+    assignments = [
+        node.lineno
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+    ]
+    end = min((line for line in assignments if line > frame.line), default=math.inf)
+    for node in ast.walk(scope):
+        if not isinstance(node, (ast.Call, ast.BinOp)) or not frame.line < node.lineno <= end:
+            continue
+        names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        if name in names and _list_variables(node, frame, dtypes) - {name}:
+            return True
+    return False
 
 
 def _iterate_located_code(fix: str) -> Iterator[tuple[str, str, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import linecache
+from collections.abc import Sequence
 
 from ....finding import Finding, Place
 from ....observe.origin import short_path
@@ -79,14 +80,25 @@ def find_mixed_operands(evidence: Evidence) -> Finding | None:
         source=producer.text,
         source_at=producer.location,
         reason=producer.reason,
-        passed=passed_expression(evidence, odd, producer),
-        is_in_user_line=stands_in_user_line(evidence, odd, producer),
+        casts=_cast_operands(evidence, [o for o in operands if o.dtype == odd.dtype], others[0]),
         check_at=_check_location(evidence, odd),
         at=passed_location(evidence, producer),
         target=str(others[0].dtype),
         autocast=bool(evidence.autocast.is_on),
         set_by=describe_setting(evidence, producer, odd.dtype, others[0].dtype),
     )
+
+
+def _cast_operands(evidence: Evidence, operands: Sequence[Operand], other: Operand) -> str:
+    """Returns code that casts the operands of one dtype to that of the other, or "" if the first of
+    them does not stand in the user's line.
+    """
+    casts = []
+    for operand in operands:
+        producer = evidence.producer_of(operand)
+        if not operand.path and stands_in_user_line(evidence, operand, producer):
+            casts.append(f"`{passed_expression(evidence, operand, producer)}.to({other.dtype})`")
+    return " and ".join(dict.fromkeys(casts))
 
 
 def _check_location(evidence: Evidence, operand: Operand) -> str:

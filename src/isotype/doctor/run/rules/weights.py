@@ -16,6 +16,7 @@ from ..expressions import read_value
 from ..frames import CallFrame
 from ..mixed_weights import NEEDS_ONE_DTYPE, group_weights
 from ..model_casts import find_unrestored_default_dtype
+from ..modules import floating_weight_dtypes
 from ..operand_origins import find_operand_origin
 from ..recorded_origins import is_cast_of_most_weights
 from ..weight_origins import WeightOrigin, find_model_origin, find_weight_origin
@@ -30,6 +31,8 @@ from .operands import (
     passed_expression,
     stands_in_user_line,
 )
+
+_MIN_LAYERS = 3  # layers of a model; a block of fewer layers is a part of one
 
 
 def find_mixed_weights(evidence: Evidence) -> Finding | None:
@@ -153,6 +156,8 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
     if not weights or any(operand.dtype != majority for operand in others) or not others:
         return None
     weight = weights[0]
+    if _belongs_to_model_of_one_dtype(evidence, weight):
+        return None
     is_trained = isinstance(weight.tensor, nn.Parameter) and weight.tensor.requires_grad
     owner = evidence.names.tensor_owner(weight.tensor)
     origin = None
@@ -183,6 +188,19 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         owner=weight.path.rpartition(".")[0],
         **_find_root_variable(evidence, weight),
     )
+
+
+def _belongs_to_model_of_one_dtype(evidence: Evidence, weight: Operand) -> bool:
+    """True if the outermost module is a pipeline of several models, and the one to which a weight
+    belongs is all in the dtype of the weight. The weight is then not the odd one.
+    """
+    models = [] if evidence.model is None else list(evidence.model.children())
+    for model in models:
+        tensors = list(model.parameters())
+        layers = [module for module in model.modules() if list(module.parameters(recurse=False))]
+        if any(tensor is weight.tensor for tensor in tensors):
+            return len(layers) >= _MIN_LAYERS and floating_weight_dtypes(model) == {weight.dtype}
+    return False
 
 
 def _cast_input_of_model_cast(

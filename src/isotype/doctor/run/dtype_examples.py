@@ -1,0 +1,112 @@
+"""Finds the tensor whose dtype a running call reads, such as `x` in `mask.to(x.dtype)`, while the
+variables of the functions still exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+from collections.abc import Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from .expressions import node_keyword
+from .frames import CallFrame, make_called_frame
+from .producers import find_passed_argument
+from .running_code import RunningCode
+
+_MAX_CALLERS = 3  # functions through which a dtype argument is followed outward
+
+
+def find_example(calls: Sequence[RunningCode], frame: FrameType | None) -> torch.Tensor | None:
+    """Returns the tensor whose dtype a cast or a new tensor takes, or None. If the dtype is a
+    parameter of the function, the search continues in its callers.
+
+    calls  the running frames that do not belong to PyTorch, the innermost first
+    frame  a running frame at or inside the innermost of them
+    """
+    argument = None if not calls else _read_dtype_argument(calls[0].code, calls[0].instruction)
+    if argument is None:
+        return None
+    callers = [*calls[1 : 1 + _MAX_CALLERS], None]
+    for call, caller in zip(calls, callers):
+        while frame is not None and frame.f_code is not call.code:
+            frame = frame.f_back
+        if frame is None:
+            return None
+        if not isinstance(argument, ast.Name):
+            return _read_tensor(argument, frame)
+        value = frame.f_locals.get(argument.id)
+        if isinstance(value, torch.Tensor):
+            return value  # as in `x.to(other)`
+        if caller is None or not isinstance(value, torch.dtype):
+            return None
+        inner = dataclasses.replace(
+            make_called_frame(call.code, call.instruction), variables=frame.f_locals
+        )
+        outer = make_called_frame(caller.code, caller.instruction)
+        passed = find_passed_argument(inner, outer, argument.id)
+        if passed is None:
+            return None
+        argument = _resolve_variable(passed, outer)
+    return None
+
+
+def _read_tensor(argument: ast.AST, frame: FrameType) -> torch.Tensor | None:
+    """Returns the tensor `x` of `x.dtype`."""
+    names: list[str] = []
+    match argument:
+        case ast.Attribute(node, "dtype"):
+            while isinstance(node, ast.Attribute):
+                names.insert(0, node.attr)
+                node = node.value
+        case _:
+            return None
+    value = frame.f_locals.get(node.id) if isinstance(node, ast.Name) else None
+    for name in names:
+        value = _read_member(value, name)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _read_member(owner: Any, name: str) -> Any:
+    """Returns an attribute, a parameter or a buffer of an object, without calling a property."""
+    members = getattr(owner, "__dict__", {})
+    for table in (members, members.get("_parameters"), members.get("_buffers")):
+        if isinstance(table, dict) and name in table:
+            return table[name]
+    return None
+
+
+@functools.cache
+def _read_dtype_argument(code: CodeType, instruction: int) -> ast.expr | None:
+    """Returns the expression from which a call takes its dtype: `x.dtype` in `mask.to(x.dtype)`, and
+    also in `mask.type_as(x)`. Returns None if there is none.
+    """
+    frame = make_called_frame(code, instruction)
+    call = frame.expression
+    if not isinstance(call, ast.Call):
+        return None
+    argument = node_keyword(call, "dtype") or (call.args[0] if call.args else None)
+    if argument is None:
+        return None
+    if ast.unparse(call.func).endswith(".type_as"):
+        return ast.Attribute(argument, "dtype", ast.Load())
+    return _resolve_variable(argument, frame)
+
+
+def _resolve_variable(node: ast.expr, frame: CallFrame) -> ast.expr:
+    """Returns the expression that a function assigned last to a variable before the running line.
+    Returns other expressions, and the variables that no line assigns, as they are.
+    """
+    if not isinstance(node, ast.Name):
+        return node
+    values: list[tuple[int, ast.expr]] = []
+    for statement in () if frame.scope is None else ast.walk(frame.scope):
+        match statement:
+            case ast.Assign([ast.Name(target)], value) if target == node.id:
+                if statement.lineno < frame.line:
+                    values.append((statement.lineno, value))
+    return max(values, key=lambda item: item[0])[1] if values else node
