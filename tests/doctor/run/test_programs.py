@@ -1021,6 +1021,21 @@ TRUTH = {
         " (tests/doctor/run/programs/numpy_sigmas.py:44) creates it in fp32; matmul needs",
         ".to(torch.float32)`",
     ),
+    "blurred_mask": Truth(
+        "RN017",
+        "rows = F.conv2d(rows, kernel.view(1, 1, 1, -1))",
+        "blur",
+        "rows is fp16: `torch.rand(2, 8, 8).half()` (tests/doctor/run/programs/blurred_mask.py:24)",
+        "`kernel = kernel.to(rows.dtype)` before tests/doctor/run/programs/blurred_mask.py:18",
+    ),
+    "pipeline_models": Truth(
+        "RN001",
+        "return self.head(self.block(self.embed(noise)))",
+        "transformer.embed",
+        "`Transformer().to(torch.bfloat16)` (tests/doctor/run/programs/pipeline_models.py:28) made"
+        " transformer.embed.weight bf16",
+        "`noise.to(torch.bfloat16)` at tests/doctor/run/programs/pipeline_models.py:21",
+    ),
     "outside_adapter": Truth(
         "RN011",
         "return F.scaled_dot_product_attention(q, k, v)",
