@@ -80,7 +80,10 @@ def _find_variable(expression: str) -> str:
     """Returns the variable of an expression that has the dtype of this variable, such as `kernel` in
     `kernel.view(1, -1)`, or "".
     """
-    node: ast.AST = ast.parse(expression, mode="eval").body
+    try:
+        node: ast.AST = ast.parse(expression, mode="eval").body
+    except SyntaxError:
+        return ""  # a statement, such as an assignment
     while True:
         match node:
             case ast.Name(name):
@@ -91,6 +94,11 @@ def _find_variable(expression: str) -> str:
                 node = value
             case _:
                 return ""
+
+
+def _function_name(call: ast.Call) -> str:
+    """Returns the name of a function or method, which is the same for its form in place."""
+    return ast.unparse(call.func).rpartition(".")[2].rstrip("_")
 
 
 def _list_variables(
@@ -109,9 +117,12 @@ def _list_variables(
 def _has_later_use(
     scope: Scope, name: str, frame: CallFrame, dtypes: AbstractSet[torch.dtype]
 ) -> bool:
-    """True if an operation after the running line uses a variable and a tensor of one of `dtypes`,
-    before the function assigns another value to the variable.
+    """True if a call after the running line is one of the same function, and uses a variable and a
+    tensor of one of `dtypes`, before another value is assigned to the variable.
     """
+    running = frame.expression
+    if not isinstance(running, ast.Call):
+        return False
     assignments = [
         node.lineno
         for node in ast.walk(scope)
@@ -119,7 +130,9 @@ def _has_later_use(
     ]
     end = min((line for line in assignments if line > frame.line), default=math.inf)
     for node in ast.walk(scope):
-        if not isinstance(node, (ast.Call, ast.BinOp)) or not frame.line < node.lineno <= end:
+        if not isinstance(node, ast.Call) or not frame.line < node.lineno <= end:
+            continue
+        if _function_name(node) != _function_name(running):
             continue
         names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
         if name in names and _list_variables(node, frame, dtypes) - {name}:
