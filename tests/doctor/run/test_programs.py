@@ -601,6 +601,21 @@ TRUTH = {
         "cache_enabled=False in the call of autocast"
         " (tests/doctor/run/programs/saved_casts.py:39), which casts each weight anew",
     ),
+    "lazy_buffers": Truth(
+        "RN002",
+        "return nn.functional.linear(wave, self.bank)",
+        "filters",
+        "filters.bank is fp32: `Filters(size=16)` (tests/doctor/run/programs/lazy_buffers.py:26)"
+        " builds it in fp32, the default dtype",
+        "`Filters(size=16).to(torch.bfloat16)` at tests/doctor/run/programs/lazy_buffers.py:26",
+    ),
+    "lazy_adapter": Truth(
+        "RN002",
+        "return hidden + self.up(self.down(hidden))",
+        "adapter.down",
+        "`Adapter(8)` (tests/doctor/run/programs/lazy_adapter.py:28) builds it in fp32",
+        "`Adapter(8).to(torch.bfloat16)` at tests/doctor/run/programs/lazy_adapter.py:28",
+    ),
     "tensor_dataset": Truth(
         "RN001",
         "nn.functional.cross_entropy(model(x), labels).backward()",

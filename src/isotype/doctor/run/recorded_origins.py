@@ -16,7 +16,7 @@ from torch import nn
 from ...observe.origin import is_library_file
 from .expressions import CASTING_METHODS, node_keyword, read_value
 from .frames import CallFrame, make_called_frame
-from .modules import floating_weight_dtypes
+from .modules import ModelNames
 from .weight_origin import ADAPTER_KEYWORD, DTYPE_KEYWORDS, PREPARATION, WeightOrigin
 from .weight_record import RECORD, WeightEvent
 
@@ -66,25 +66,62 @@ def find_construction(model: nn.Module) -> WeightOrigin | None:
     """Returns the call of the user's code that built a model, if all of its floating-point weights
     have one dtype and no call cast them. Returns None for all other models.
     """
-    dtypes = floating_weight_dtypes(model)
-    histories = [
-        RECORD.events_of(module).get(name, [])
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.is_floating_point()
-    ]
-    is_recorded = len(dtypes) == 1 and all(histories)
-    if not is_recorded or any(
-        event.dtype not in dtypes for events in histories for event in events
-    ):
+    first = _find_first_event(model)
+    origin = None if first is None else read_origin(first)
+    if first is None or origin is None or origin.kind not in ("default", "construction"):
         return None
-    first = histories[0][0]
-    origin = read_origin(first)
-    if origin is None or origin.kind not in ("default", "construction"):
+    return _find_construction_in(first, type(model), origin) or origin
+
+
+def find_part_construction(
+    names: ModelNames, model: nn.Module | None, owner: nn.Module
+) -> WeightOrigin | None:
+    """Returns the call of the user's code that built a part of a model in the default dtype: the
+    outermost module around `owner`, or `owner` itself, all of whose weights have one dtype and were
+    never cast. Returns None if there is no such call.
+    """
+    for _, part in names.named_modules(model):
+        if part is model or all(module is not owner for module in part.modules()):
+            continue
+        first = _find_first_event(part)
+        origin = None if first is None else read_origin(first)
+        if first is not None and origin is not None and origin.kind == "default":
+            construction = _find_construction_in(first, type(part), origin)
+            if construction is not None:
+                return construction
+    return None
+
+
+def _find_first_event(model: nn.Module) -> WeightEvent | None:
+    """Returns the event of the first weight of a model, if all of its floating-point parameters have
+    one dtype and no call cast them. For a model without parameters, its buffers count.
+    """
+    has_parameters = next(model.parameters(), None) is not None
+    dtypes = set()
+    histories = []
+    for module in model.modules():
+        weights = module._parameters if has_parameters else module._buffers
+        for name, tensor in weights.items():
+            if tensor is not None and tensor.is_floating_point():
+                dtypes.add(tensor.dtype)
+                histories.append(RECORD.events_of(module).get(name, []))
+    if len(dtypes) != 1 or not all(histories):
         return None
-    call = _find_constructor_call(first, type(model))
+    if any(event.dtype not in dtypes for events in histories for event in events):
+        return None
+    return histories[0][0]
+
+
+def _find_construction_in(
+    event: WeightEvent, kind: type, origin: WeightOrigin
+) -> WeightOrigin | None:
+    """Returns the call of the constructor of a class in which an event happened.
+
+    origin  the innermost call of the user's code
+    """
+    call = _find_constructor_call(event, kind)
     if call is None:
-        return origin
+        return None
     text, location, node = _read_call(*call)
     return WeightOrigin(origin.kind, text, location, node)
 
