@@ -616,6 +616,18 @@ TRUTH = {
         "`Adapter(8)` (tests/doctor/run/programs/lazy_adapter.py:28) builds it in fp32",
         "`Adapter(8).to(torch.bfloat16)` at tests/doctor/run/programs/lazy_adapter.py:28",
     ),
+    "orthogonal_weight": Truth(
+        "RN014",
+        "projected = self.projection(x)",
+        "projection.parametrizations.weight.0",
+        "the parametrization of projection.weight computes with"
+        " projection.parametrizations.weight.original, which is bf16: `model.to(torch.bfloat16)`"
+        " (tests/doctor/run/programs/orthogonal_weight.py:25) made it bf16",
+        "keep projection in fp32 with .float(), after `model.to(torch.bfloat16)`"
+        " (tests/doctor/run/programs/orthogonal_weight.py:25):"
+        " `self.projection(x.float()).to(torch.bfloat16)` at"
+        " tests/doctor/run/programs/orthogonal_weight.py:20, and cast its weight back",
+    ),
     "tensor_dataset": Truth(
         "RN001",
         "nn.functional.cross_entropy(model(x), labels).backward()",

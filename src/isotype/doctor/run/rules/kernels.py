@@ -7,12 +7,15 @@ import re
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ....dtypes import format_dtype
 from ....finding import Finding
 from ..evidence import Evidence, Operand
 from ..expressions import is_tensor, read_value
 from ..frames import CallFrame
+from ..recorded_origins import find_tensor_origin
 from ..weight_origins import find_model_origin
 from .findings import make_finding, make_operand_finding
 from .operands import (
@@ -83,6 +86,7 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
         also=" and ".join(_list_like_operands(evidence, operand)),
         is_fourier=bool(_FOURIER.search(evidence.operation)),
         **_describe_stored_weights(evidence, operand),
+        **_describe_parametrization(evidence, operand),
         is_complex=evidence.operation in ("polar", "complex", "view_as_complex"),
     )
 
@@ -110,6 +114,55 @@ def _describe_stored_weights(evidence: Evidence, operand: Operand) -> dict[str, 
         "stored": "" if origin is None else origin.describe("the weights", operand.dtype_name),
         "stored_cast": f"{name}.to(torch.bfloat16)" if name else "cast the model to torch.bfloat16",
     }
+
+
+def _describe_parametrization(evidence: Evidence, operand: Operand) -> dict[str, Any]:
+    """Returns the parameter from which a parametrization of torch computes a weight, if this
+    computation failed in a function of torch. The arguments of the user's line have no part in it.
+    """
+    inner_frames = evidence.frames[evidence.frames.index(evidence.user_frame) + 1 :]
+    owners = [frame.variables.get("self") for frame in inner_frames]
+    lists = [owner for owner in owners if isinstance(owner, ParametrizationList)]
+    if not lists or not operand.dtype.is_floating_point:
+        return {}
+    originals = [
+        parameter
+        for parameter in lists[-1].parameters(recurse=False)
+        if parameter.dtype == operand.dtype
+    ]
+    path = evidence.names.tensor_path(originals[0]) if originals else None
+    if path is None:
+        return {}
+    layer, _, name = evidence.names.module_path(lists[-1]).partition("parametrizations.")
+    layer = layer.rstrip(".")
+    origin = find_tensor_origin(originals[0])
+    is_cast = origin is not None and origin.kind in ("cast", "library")
+    return {
+        "layer": layer or "the model",
+        "computed": f"{layer}.{name}".lstrip("."),
+        "original": path,
+        "origin": "" if origin is None else origin.describe("it", operand.dtype_name),
+        "cast": origin.text if origin is not None and is_cast else "",
+        "cast_at": origin.location if origin is not None and is_cast else "",
+        "rewritten": _cast_around(evidence, lists[-1], operand.dtype),
+        "rewritten_at": evidence.user_frame.location,
+    }
+
+
+def _cast_around(evidence: Evidence, inner: nn.Module, dtype: torch.dtype) -> str:
+    """Returns the user's call of the module around `inner`, with its input in fp32 and its result
+    cast back. Returns "" if the user's line is another call.
+    """
+    frame = evidence.user_frame
+    match frame.expression:
+        case ast.Call(function, [argument]):
+            module = read_value(function, frame)
+            is_around = isinstance(module, nn.Module) and inner in module.modules()
+            value = read_value(argument, frame)
+            if is_around and is_tensor(value) and value.dtype.is_floating_point:
+                text = add_brackets(ast.unparse(argument))
+                return f"{ast.unparse(function)}({text}.float()).to({dtype})"
+    return ""
 
 
 def _needed_integer_dtype(evidence: Evidence) -> torch.dtype | None:
