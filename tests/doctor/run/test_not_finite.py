@@ -251,6 +251,14 @@ TRUTH = {
         "the derivative of a root or a norm at 0",
         "add a small number under the root",
     ),
+    "nan_in_backward": Truth(
+        2,
+        "RN033",
+        "result = torch.where(grad == 0, nan, result)",
+        "where writes NaN",
+        "writes NaN where `grad == 0` is True, at 5 of 15 positions",
+        "restrict the condition `grad == 0`",
+    ),
 }
 
 
@@ -927,6 +935,86 @@ def test_infinity_on_purpose_that_becomes_nan_is_named_with_its_line(case):
     assert fix in finding.fix
     assert record(lambda: train(compute, -1e4)) is None
     assert record(lambda: train(replaced_entropy)) is None
+
+
+def where_of_scores(x, number):
+    logs = torch.where(x > 0, x.log(), 0.0)  # discards the logarithms of negative numbers
+    return torch.where(x > -1, logs, number).sum()
+
+
+def masked_fill_of_scores(x, number):
+    return (x * 2).masked_fill(x < 0, number).max()
+
+
+class AssignByMask(nn.Module):
+    def forward(self, x, number):
+        scores = x * 2
+        scores[x < 0] = number
+        return scores.sum()
+
+
+class AssignByIndex(nn.Module):
+    def forward(self, x, number):
+        scores = x[None].repeat(2, 1)
+        scores[:, torch.tensor([0, 1])] = number
+        return scores.sum()
+
+
+# a constant that reaches the loss, the line, and the cause
+WRITTEN_CONSTANTS = [
+    (where_of_scores, "return torch.where(x > -1", "where `x > -1` is False, at 1 of 4"),
+    (masked_fill_of_scores, "return (x * 2)", "where `x < 0` is True, at 1 of 4"),
+    (AssignByMask(), "scores[x < 0] = number", "where `x < 0` is True, at 1 of 4"),
+    (AssignByIndex(), "scores[:, torch", " at 4 of 8"),
+]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("case", WRITTEN_CONSTANTS)
+def test_constant_that_is_written_and_stays_is_named(case, number):
+    compute, line, cause = case
+
+    def train(number, function=compute):
+        weight = nn.Parameter(torch.tensor([1.0, -1.0, 0.5, 2.0]))
+        optimizer = torch.optim.SGD([weight], lr=1e-4)
+        function(weight, number).backward()
+        optimizer.step()
+
+    finding = record(lambda: train(number)).finding
+    assert source_line(finding).startswith(line), finding.render()
+    assert f"writes {number}".lower() in finding.cause.lower()
+    assert cause in finding.cause
+    if compute is not where_of_scores:  # whose discarded logarithm has a gradient of 0 * NaN
+        assert record(lambda: train(0.0)) is None
+
+
+def test_constant_that_is_discarded_is_no_fault():
+    def train(factor):
+        weight = nn.Parameter(torch.tensor([1.0, -1.0, 0.5, 2.0]))
+        optimizer = torch.optim.SGD([weight], lr=1e-4)
+        nearest = weight.masked_fill(weight < 0, float("inf")).min()
+        mean = torch.where(weight < 0, float("nan"), weight).nanmean()
+        ((nearest + mean) * factor).log().backward()
+        optimizer.step()
+
+    assert record(lambda: train(1.0)) is None
+    finding = record(lambda: train(-1.0)).finding
+    assert source_line(finding) == "((nearest + mean) * factor).log().backward()"
+    assert finding.message.startswith("log gives NaN")
+
+
+class Overwrite(nn.Module):
+    def forward(self, x):
+        logs = x.detach().log()
+        logs[x < 0] = 0.0
+        return (x.abs() * logs.sqrt()).sum()
+
+
+def test_nan_that_is_overwritten_is_no_cause():
+    weight = nn.Parameter(torch.tensor([1.0, -1.0, 0.5, 2.0]))
+    finding = record(lambda: Overwrite()(weight).backward()).finding
+    assert source_line(finding).startswith("return (x.abs() * logs.sqrt()"), finding.render()
+    assert "gets -0.693" in finding.cause
 
 
 def test_running_statistics_that_become_nan_or_inf_are_named(capsys):

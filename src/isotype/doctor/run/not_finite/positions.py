@@ -108,3 +108,17 @@ def read_input(node: ast.expr) -> ast.expr | None:
         case ast.Call(ast.Attribute(owner, _), []):
             return owner
     return None
+
+
+def read_condition(node: ast.expr) -> ast.expr | None:
+    """Returns the condition of an expression that selects values, such as `mask` in
+    `torch.where(mask, x, y)`, `x.masked_fill(mask, 0)` and `x[mask]`.
+    """
+    match node:
+        case ast.Call(ast.Attribute(ast.Name("torch"), "masked_fill"), [_, condition, *_]):
+            return condition
+        case ast.Call(ast.Attribute(_, "where" | "masked_fill" | "masked_fill_"), [condition, *_]):
+            return condition
+        case ast.Subscript(_, condition) if not isinstance(condition, ast.Tuple):
+            return condition
+    return None

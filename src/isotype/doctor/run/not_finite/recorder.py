@@ -54,7 +54,7 @@ from .report import (
     explain_step,
     explain_update,
 )
-from .step import Entry, Step, all_finite, collect_tensors
+from .step import Entry, Step, all_finite, collect_gradients, collect_tensors
 
 _MAX_ENTRIES = 512  # of one step; a program without backward must not collect entries
 _MAX_VALUES = 65536  # of a result that takes no part in autograd; it is kept until backward
@@ -408,7 +408,7 @@ class Recorder(TorchFunctionMode):
             except RuntimeError as error:
                 self.suspect = step if _ANOMALY in str(error) else self.suspect
                 raise
-            if not all_finite(_collect_gradients(step.entries)):
+            if not all_finite(collect_gradients(step.entries)):
                 self.suspect = step
             buffer = self._find_bad_buffer(written)
             if buffer is not None:
@@ -624,24 +624,6 @@ def _is_view_of_weight(tensor: Tensor) -> bool:
     such parts without gradients and writes into them; autograd then refuses to read their node.
     """
     return tensor._base is not None and tensor._base.requires_grad
-
-
-def _collect_gradients(entries: Sequence[Entry]) -> Iterator[Tensor]:
-    """Yields the gradients of all parameters and leaf tensors that the recorded calls use. Each
-    gradient is yielded only once.
-    """
-    leaves: dict[int, Tensor] = {}
-    for entry in entries:
-        if entry.is_module:
-            leaves.update((id(p), p) for p in entry.function.parameters())
-        else:
-            tensors = collect_tensors((entry.args, entry.kwargs))
-            leaves.update(
-                (id(t), t) for t in tensors if t.requires_grad and read_grad_fn(t) is None
-            )
-    for leaf in leaves.values():
-        if leaf.grad is not None:
-            yield leaf.grad
 
 
 def _read_owner(module: nn.Module) -> str:

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,9 @@ from .lost_numbers import (
     operator_name,
 )
 from .positions import Part, Position, find_position, read_part
+from .selections import Selected, read_selection
 from .shadows import Shadows, TensorTable
-from .step import Entry, Step, collect_tensors
+from .step import Entry, Step, collect_gradients, collect_tensors
 
 # operators that write a constant, such as the -inf of a mask
 CONSTANT_WRITERS = frozenset(
@@ -131,6 +132,7 @@ class Event:
     in_layer   whether the operator runs inside a layer of PyTorch or of a library, such as Linear
     ordinal    the number of operators of the run up to this operator
     has_backward_line  whether `site` is a line that runs in backward
+    written    the NaN or inf that the operator writes as a constant, as `torch.where` does
     """
 
     op: Operator
@@ -148,6 +150,7 @@ class Event:
     in_layer: bool = False
     ordinal: int = 0
     has_backward_line: bool = False
+    written: Selected | None = None
 
     @property
     def site(self) -> Site | None:
@@ -170,6 +173,7 @@ class Event:
 
     @property
     def is_constant(self) -> bool:
+        """Whether the operator writes a constant. It may be meant, such as the -inf of a mask."""
         return self.op.base_name in CONSTANT_WRITERS and not self.parts
 
     @property
@@ -182,7 +186,7 @@ class Event:
         it.
         """
         if self.is_constant:
-            return False
+            return self.written is not None
         return self.parts or self.makes_nan or self.has_finite_inputs
 
     def root(self) -> Event:
@@ -239,6 +243,7 @@ class Watch:
         )
         needs_inputs = any(op.is_written)
         inputs = self._read_inputs(operands) if needs_inputs else None
+        selection = read_selection(op, args)
         references = compute_references(op, args, kwargs)
         finish = self.shadows.prepare(op, args, kwargs)
         result = op.func(*args, **kwargs)
@@ -250,7 +255,7 @@ class Watch:
         self._follow_ignored_labels(op, args, result)
         for tensor in results:
             if tensor.is_floating_point() and tensor.numel():
-                self._check(op, tensor, operands, inputs, args, kwargs)
+                self._check(op, tensor, operands, inputs, args, selection)
         return result
 
     def count_records(self) -> tuple[int, int]:
@@ -273,21 +278,24 @@ class Watch:
         return [event for event in self.events if id(event) in sources]
 
     def _read_inputs(self, operands: Sequence[tuple[str, Tensor]]) -> list[Input]:
-        return [
-            Input(
-                label,
-                tensor.dtype,
-                tuple(tensor.shape),
-                Range.measure(tensor),
-                Range.measure(self.shadows.get(tensor)),
-                self._names.get(id(tensor), ""),
-                self._origins.get(tensor),
-                self._lost.get(tensor),
-                self._ignored_labels.get(tensor),
-                self._moves.get(tensor) or {},
-            )
-            for label, tensor in operands
-        ]
+        return [self._read_input(label, tensor) for label, tensor in operands]
+
+    def _read_input(self, label: str, tensor: Tensor) -> Input:
+        values = Range.measure(tensor)
+        # the program may have overwritten NaN and inf, as x[mask] = 0 does
+        origin = None if values.is_finite else self._origins.get(tensor)
+        return Input(
+            label,
+            tensor.dtype,
+            tuple(tensor.shape),
+            values,
+            Range.measure(self.shadows.get(tensor)),
+            self._names.get(id(tensor), ""),
+            origin,
+            self._lost.get(tensor),
+            self._ignored_labels.get(tensor),
+            self._moves.get(tensor) or {},
+        )
 
     def _check(
         self,
@@ -296,7 +304,7 @@ class Watch:
         operands: Sequence[tuple[str, Tensor]],
         inputs: list[Input] | None,
         args: tuple,
-        kwargs: dict,
+        selection: Sequence[Selected],
     ) -> None:
         shadow = self.shadows.get(tensor)
         self._follow_domains(op, tensor, shadow, operands)
@@ -314,7 +322,14 @@ class Watch:
         parts = shadow.shape == tensor.shape and bool(
             (shadow.isfinite() & ~tensor.isfinite()).any()
         )
+        written = next((item for item in selection if self._is_written(item)), None)
+        discarded = {id(item.value) for item in selection if not item.stays}
+        discarded -= {id(item.value) for item in selection if item.stays}
+        if discarded:
+            labels = {label for label, operand in operands if id(operand) in discarded}
+            inputs = [replace(x, origin=None) if x.label in labels else x for x in inputs]
         event = self._make_event(op, tensor, shadow, inputs, args, parts=parts)
+        event.written = written
         if event.is_origin or not any(item.origin for item in inputs):
             self.events.append(event)
             self._origins[tensor] = event
@@ -325,6 +340,17 @@ class Watch:
             self._origins[tensor] = worst.origin
         if self.in_backward and worst.origin is not None and not worst.origin.is_backward:
             self.hidden_events.append(worst.origin)
+
+    def _is_written(self, selected: Selected) -> bool:
+        """Whether an operand is a constant NaN or inf that stays in the result."""
+        if not selected.stays or not selected.constant:
+            return False
+        if not isinstance(selected.value, Tensor):
+            return True
+        origin = self._origins.get(selected.value)
+        if origin is None:
+            return selected.is_scalar
+        return origin.is_constant and origin.written is None
 
     def _follow_ignored_labels(self, op: Operator, args: tuple, result: Any) -> None:
         """Marks the result of a cross-entropy whose labels are all ignored, and the sum of it."""
@@ -523,6 +549,7 @@ class Replay:
         self.watch = Watch(_name_tensors(self.models), trial)
         self.watch.find_position = lambda: find_position(Replay._call.__code__)
         self._replaced: dict[int, Tensor] = {}
+        self._gradients: list[Tensor] = []
 
     def run_forward(self) -> None:
         """Runs forward again: the recorded calls whose results are part of autograd's graph, and
@@ -558,6 +585,15 @@ class Replay:
         """
         losses = [self._replaced.get(id(loss), loss) for loss in self.step.losses]
         return self.watch.find_sources(losses)
+
+    def find_sources_of_call(self, entry: Entry) -> list[Event]:
+        """Returns the events from which NaN or inf came to the results of a call."""
+        outputs = [self._replaced.get(id(output), output) for output in entry.outputs]
+        return self.watch.find_sources(outputs)
+
+    def find_sources_of_gradients(self) -> list[Event]:
+        """Returns the events from which NaN or inf came to the gradients of `run_backward`."""
+        return self.watch.find_sources(self._gradients)
 
     def _run_entries(self) -> None:
         entries = [entry for entry in self.step.entries if entry.takes_part]
@@ -616,6 +652,7 @@ class Replay:
                 self.watch.in_backward = True
                 losses = [self._replace(loss) for loss in self.step.losses]
                 torch.autograd.backward(losses, self._replace(list(self.step.gradients)))
+                self._gradients = list(collect_gradients(self.step.entries))
             finally:
                 self.watch.in_backward = False
 

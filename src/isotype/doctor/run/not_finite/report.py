@@ -25,7 +25,7 @@ from .buffers import Buffer
 from .domains import BEYOND_ONE, Move, find_domain, is_outside, list_variables, read_target
 from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
 from .number_settings import NumberSetting, find_number_setting
-from .positions import read_input, read_part
+from .positions import read_condition, read_input, read_part
 from .replay import CONSTANT_WRITERS, Event, Range, Replay, Watch, describe_input, watch_update
 from .step import Entry, Step, all_finite, collect_tensors
 
@@ -73,8 +73,7 @@ def explain_step(step: Step) -> Finding:
             replay = Replay(step)
             run_again = replay.run_trial(Replay.run_backward)
             replay.run_backward()
-            events = [event for event in replay.watch.events if event.is_backward]
-            event = next((event for event in events if event.is_origin), None)
+            event = _find_bad_backward(replay)
             # a loss that leaves out NaN, such as one of masked rows, has gradients of 0 * NaN
             event = event or _culprit(replay.watch.hidden_events)
     except Exception as error:
@@ -83,6 +82,16 @@ def explain_step(step: Step) -> Finding:
     if event is None:
         return _unknown(step, "the step was run again and was finite")
     return _explain_event(event, step, replay.watch, run_again)
+
+
+def _find_bad_backward(replay: Replay) -> Event | None:
+    """Returns the first operator of backward that makes NaN or inf, of those from which it comes to
+    a gradient if there are any.
+    """
+    origins = [event for event in replay.watch.events if event.is_backward and event.is_origin]
+    sources = set(replay.find_sources_of_gradients())
+    first = next((event for event in origins if event in sources), None)
+    return first or next((event for event in origins if event.written is None), None)
 
 
 def explain_call(entry: Entry, written_buffers: frozenset[int] = frozenset()) -> Finding:
@@ -125,7 +134,7 @@ def explain_function(entry: Entry, earlier: Sequence[Entry]) -> Finding:
     if not entry.is_in_place:
         try:
             replay.run_function(entry)
-            event = _culprit(replay.watch.events)
+            event = _find_bad_operator(replay, entry)
         except Exception as error:
             reason = f"running the call again raised {type(error).__name__}: {error}"
     if event is None:
@@ -348,7 +357,7 @@ def _explain_frozen_module(entry: Entry, step: Step) -> Finding | None:
     """Runs a recorded call of a module again and returns the finding about it."""
     replay = Replay(step)
     replay.run_frozen_module(entry)
-    event = _culprit(replay.watch.events)
+    event = _find_bad_operator(replay, entry)
     if event is None:
         return None
     run_again = replay.run_trial(lambda other: other.run_frozen_module(entry))
@@ -457,13 +466,21 @@ def _argument_text(entry: Entry, name: str) -> str:
     return names[-1] if names else name
 
 
+def _find_bad_operator(replay: Replay, entry: Entry) -> Event | None:
+    """Returns the operator that produced the first NaN or inf in a call. A constant is a cause only
+    if it reaches the result.
+    """
+    events = [event for event in replay.watch.events if event.written is None]
+    return _culprit(replay.find_sources_of_call(entry)) or _culprit(events)
+
+
 def _culprit(events: Sequence[Event]) -> Event | None:
     """Returns the operator that produced the first NaN or inf. Operators that only write a
     constant, such as the -inf of a mask, are left out. If the operator gets inf from a call that was
     not run again, the result is the operator that makes NaN from it.
     """
     origins = [event for event in events if event.is_origin]
-    made_nan = [event for event in origins if event.makes_nan or event.parts]
+    made_nan = [e for e in origins if e.makes_nan or e.parts or _read_written(e) == "NaN"]
     if made_nan:
         first = made_nan[0]
         root = first.root()
@@ -518,6 +535,9 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         label=facts.get("label", ""),
         infinity=facts.get("infinity", ""),
         factor=facts.get("factor", ""),
+        condition=facts.get("condition", ""),
+        state=facts.get("state", ""),
+        count=facts.get("count", ""),
         library=event.site is not None and is_library_file(event.site.file),
         largest=f"{max((item.run.magnitude for item in event.inputs), default=0):.3g}",
     )
@@ -763,6 +783,8 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
     name of the reason, and the values for the text about this reason.
     """
     name = event.operator
+    if event.written is not None:
+        return "written", _describe_written(event)
     if name in _SOFTMAXES and event.makes_nan:
         root = event.root()
         source = "" if root is event else f"`{_line(root)}` ({_location(root.site)})"
@@ -789,6 +811,25 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
     if any(item.run.magnitude > _HUGE for item in event.inputs):
         return _classify_large(step)
     return "", {}
+
+
+def _read_written(event: Event) -> str:
+    return "" if event.written is None else event.written.constant
+
+
+def _describe_written(event: Event) -> dict[str, str]:
+    """Returns the values for the text about a constant that an operator writes."""
+    assert event.written is not None
+    part = event.part
+    node = None
+    if part is not None and event.written.condition is not None:
+        node = read_condition(part.node)
+    return {
+        "infinity": event.written.constant,
+        "condition": "" if node is None else ast.unparse(node),
+        "state": str(event.written.condition),
+        "count": f"{event.written.count} of {event.result.count}",
+    }
 
 
 def _classify_values(event: Event) -> tuple[str, dict[str, str]]:
@@ -1037,7 +1078,8 @@ def explain_update(optimizer: Optimizer, number: int, models: Sequence[nn.Module
         _repeat_update(optimizer, group, parameter)
 
     watch = watch_update(repeat_update)
-    event = next((event for event in watch.events if event.is_origin), None)
+    origins = [event for event in watch.events if event.is_origin and event.written is None]
+    event = origins[0] if origins else None
     gradient = Range.measure(parameter.grad) if parameter.grad is not None else Range(0, 0)
     dtype = parameter.dtype
     facts: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,3 +139,21 @@ def _is_finite_group(group: list[Tensor]) -> bool:
         return True
     largest = torch.stack(torch._foreach_norm(group, float("inf")))
     return bool(largest.isfinite().all())
+
+
+def collect_gradients(entries: Sequence[Entry]) -> Iterator[Tensor]:
+    """Yields the gradients of all parameters and leaf tensors that the recorded calls use. Each
+    gradient is yielded only once.
+    """
+    leaves: dict[int, Tensor] = {}
+    for entry in entries:
+        if entry.is_module:
+            leaves.update((id(p), p) for p in entry.function.parameters())
+        else:
+            tensors = collect_tensors((entry.args, entry.kwargs))
+            leaves.update(
+                (id(t), t) for t in tensors if t.requires_grad and read_grad_fn(t) is None
+            )
+    for leaf in leaves.values():
+        if leaf.grad is not None:
+            yield leaf.grad
