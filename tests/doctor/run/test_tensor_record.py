@@ -17,6 +17,7 @@ from tests.api import (
     find_recorded_producer,
     remove_record_frames,
 )
+from tests.warm import interpreter
 
 DOUBLE = nn.Linear(4, 4).double()
 
@@ -248,7 +249,7 @@ def test_command(tmp_path):
     )
 
     def run(*options):
-        command = [sys.executable, "-m", "isotype.doctor", "run", *options, str(program)]
+        command = [interpreter(), "-m", "isotype.doctor", "run", *options, str(program)]
         return subprocess.run(command, capture_output=True, text=True)
 
     plain, traced = run(), run("--trace")
@@ -264,7 +265,7 @@ def test_command(tmp_path):
 def test_program_that_ends_because_nothing_was_compiled(tmp_path):
     program = tmp_path / "compiled.py"
     program.write_text("import torch\nprint(torch.compile(torch.sin)(torch.zeros(1)))\n")
-    command = [sys.executable, "-m", "isotype.doctor", "run", "--trace", str(program)]
+    command = [interpreter(), "-m", "isotype.doctor", "run", "--trace", str(program)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "tensor([0.])\n")
     assert "code for torch.compile runs eagerly. No error ended the program" in result.stderr

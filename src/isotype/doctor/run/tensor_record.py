@@ -141,13 +141,14 @@ class TensorRecord(TorchFunctionMode):
         self.__exit__(None, None, None)
 
     def event_of(self, tensor: torch.Tensor) -> TensorEvent | None:
-        """Returns the event that gave a tensor its dtype. Returns None for a parameter, which has
-        its own record, and if no recorded call made the tensor.
+        """Returns the event that gave a tensor its dtype, or None if no recorded call made the
+        tensor. The event of a parameter is always of the kind `outside`: parameters have a record
+        of their own.
         """
         event = self._events.get(tensor)
-        if event is None or event.dtype != tensor.dtype or isinstance(tensor, nn.Parameter):
+        if event is None or event.dtype != tensor.dtype:
             return None
-        return event
+        return None if isinstance(tensor, nn.Parameter) and event.kind != "outside" else event
 
     def assignment_of(self, parameter: nn.Parameter) -> TensorEvent | None:
         """Returns the last assignment to `parameter.data`, if it gave the parameter its dtype."""
@@ -160,8 +161,10 @@ class TensorRecord(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception as error:
+            # after an error for lack of memory, the program must be able to free these arguments
             if not isinstance(error, torch.OutOfMemoryError):
-                self._keep_failure(str(error), func, args, kwargs)
+                with suppress(Exception):
+                    self._keep_failure(str(error), func, args, kwargs)
             raise
         with suppress(Exception):  # the program must not end because of its record
             self._record_result(func, args, kwargs, result)
