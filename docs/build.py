@@ -112,10 +112,7 @@ def write_codes(folder: Path) -> None:
         text = page(code)
         assert text, code
         if code.startswith(MESSAGE_FAMILY):
-            title, _, rest = text.strip().partition("\n")
-            (folder / f"{code}.md").write_text(
-                f"{title}\n{one_level_down(rest)}\n", encoding="utf-8"
-            )
+            (folder / f"{code}.md").write_text(f"{text.strip()}\n", encoding="utf-8")
             names.append(code)
         else:
             families.setdefault(code[:2], []).append(one_level_down(text.strip()))
