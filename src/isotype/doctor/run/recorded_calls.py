@@ -18,7 +18,7 @@ from .expressions import read_value
 from .frames import CallFrame, make_called_frame
 from .modules import ModelNames
 from .producer import Producer, Promotion
-from .recorded_origins import find_tensor_origin
+from .recorded_origins import find_tensor_origin, find_user_call
 from .running_code import RunningCode
 from .weight_record import RECORD
 
@@ -146,14 +146,13 @@ def correct_autocast(state: AutocastState, call: FailedCall | None, device: str)
         return state if state.is_on is False else AutocastState()
     if state.is_on and state.dtype == dtype:
         return state
-    place = find_user_call(call.region)
-    location = "" if place is None else make_called_frame(place.code, place.instruction).location
-    return AutocastState(True, dtype, device, location or state.location)
+    return AutocastState(True, dtype, device, _region_location(call.region) or state.location)
 
 
-def find_user_call(calls: Sequence[RunningCode]) -> RunningCode | None:
-    """Returns the innermost frame of the user's code."""
-    return next((call for call in calls if not is_library_file(call.code.co_filename)), None)
+def _region_location(region: Sequence[RunningCode]) -> str:
+    """Returns the line of the user's code that entered a region of autocast, or ""."""
+    call = find_user_call(region)
+    return "" if call is None else make_called_frame(call.code, call.instruction).location
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,9 +232,8 @@ def _find_reason(event: TensorEvent, path: str, place: _Place, names: ModelNames
     if path:
         return f"it computes with {path}, which is {dtype_name}{_describe_weight(event, path)}"
     if event.kind == "autocast":
-        region = find_user_call(event.region)
-        at = "" if region is None else make_called_frame(region.code, region.instruction).location
-        at = f" ({at})" if at else ""
+        location = _region_location(event.region)
+        at = f" ({location})" if location else ""
         if event.dtype == torch.float32:
             return f"autocast{at} computes it in fp32"
         return f"it runs under autocast{at}"

@@ -17,8 +17,14 @@ from ...observe.origin import is_library_file
 from .expressions import CASTING_METHODS, node_keyword, read_value
 from .frames import CallFrame, make_called_frame
 from .modules import ModelNames
+from .running_code import RunningCode
 from .weight_origin import ADAPTER_KEYWORD, DTYPE_KEYWORDS, PREPARATION, WeightOrigin
 from .weight_record import RECORD, WeightEvent
+
+
+def find_user_call(calls: Sequence[RunningCode]) -> RunningCode | None:
+    """Returns the innermost frame of the user's code."""
+    return next((call for call in calls if not is_library_file(call.code.co_filename)), None)
 
 
 def find_recorded_origin(modules: Iterable[nn.Module], dtype: torch.dtype) -> WeightOrigin | None:
@@ -55,7 +61,7 @@ def _find_assignment(tensor: torch.Tensor) -> WeightOrigin | None:
         return None
     event = RECORD.tensors.assignment_of(tensor)
     calls = () if event is None else event.calls
-    call = next((call for call in calls if not is_library_file(call.code.co_filename)), None)
+    call = find_user_call(calls)
     if call is None:
         return None
     text, location, node = _read_call(call.code, call.instruction)
@@ -145,10 +151,10 @@ def find_cast(tensor: torch.Tensor) -> tuple[WeightOrigin, CodeType] | None:
     """
     event = _find_last_event(RECORD.events_of_tensor(tensor), tensor.dtype)
     origin = None if event is None else read_origin(event)
-    call = None if event is None else _find_user_call(event)
+    call = None if event is None else find_user_call(event.calls)
     if origin is None or call is None or origin.kind not in ("cast", "library"):
         return None
-    return origin, call[0]
+    return origin, call.code
 
 
 def find_state_load(optimizer: torch.optim.Optimizer) -> tuple[ast.Call, str] | None:
@@ -196,18 +202,11 @@ def _find_last_event(events: Sequence[WeightEvent], dtype: torch.dtype) -> Weigh
         return events[-1]
     # PEFT builds adapters in fp32, casts them to the dtype of the base, and back in place
     earlier = [event for event in events if event.dtype == dtype]
-    last_call = _find_user_call(events[-1])
-    if earlier and last_call is not None and _find_user_call(earlier[-1]) == last_call:
-        return earlier[-1]
-    return None
-
-
-def _find_user_call(event: WeightEvent) -> tuple[CodeType, int] | None:
-    """Returns the code and the instruction of the innermost frame of the user's code."""
-    for code, instruction, _ in event.calls:
-        if not is_library_file(code.co_filename):
-            return code, instruction
-    return None
+    if not earlier:
+        return None
+    calls = [find_user_call(event.calls) for event in (earlier[-1], events[-1])]
+    first, last = [None if call is None else call[:2] for call in calls]
+    return earlier[-1] if last is not None and first == last else None
 
 
 def read_origin(event: WeightEvent) -> WeightOrigin | None:

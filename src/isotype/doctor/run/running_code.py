@@ -5,6 +5,7 @@ This module does not import torch, so that a program starts without delay.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from types import CodeType, FrameType, TracebackType
@@ -29,14 +30,20 @@ class RunningCode(NamedTuple):
 
 def read_calls(frame: FrameType | None) -> tuple[RunningCode, ...]:
     """Returns a frame and those around it, without the frames of PyTorch and of the record."""
-    torch_folder = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
+    skipped = _skipped_folders()
     calls: list[RunningCode] = []
     while frame is not None and len(calls) < _MAX_CALLS:
         file = frame.f_code.co_filename
-        if not file.startswith((_FOLDER, torch_folder, "<frozen ")):
+        if not file.startswith(skipped):
             calls.append(RunningCode(frame.f_code, frame.f_lasti, frame.f_globals))
         frame = frame.f_back
     return tuple(calls)
+
+
+@functools.cache
+def _skipped_folders() -> tuple[str, ...]:
+    torch_folder = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
+    return _FOLDER, torch_folder, "<frozen "
 
 
 def remove_record_frames(error: BaseException | None) -> None:
@@ -56,20 +63,17 @@ def _clean_traceback(traceback: TracebackType | None) -> None:
         links.append(traceback)
         traceback = traceback.tb_next
     kept: list[TracebackType] = []
+    is_after_record = False
     for link in links:
         code = link.tb_frame.f_code
         if kept and code.co_filename in _RECORD_FILES:
             if kept[-1].tb_frame.f_code.co_name == _FORWARDING_FUNCTION:
                 kept.pop()
+            is_after_record = True
             continue
-        if len(kept) > 1 and kept[-1].tb_frame.f_code is code and _is_passed_on(links, link):
+        if is_after_record and len(kept) > 1 and kept[-1].tb_frame.f_code is code:
             kept.pop()  # the same function, which PyTorch called again after the record
         kept.append(link)
+        is_after_record = False
     for link, following in zip(kept, [*kept[1:], None]):
         link.tb_next = following
-
-
-def _is_passed_on(links: list[TracebackType], link: TracebackType) -> bool:
-    """True if the frame before this one belongs to a record."""
-    previous = links[links.index(link) - 1]
-    return previous.tb_frame.f_code.co_filename in _RECORD_FILES

@@ -228,19 +228,7 @@ class Recorder(TorchFunctionMode):
         outputs = [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
         if not outputs or sum(tensor.numel() for tensor in [*inputs, *outputs]) > _MAX_VALUES:
             return
-        site, instruction = find_position() or (None, -1)
-        numbers = self._find_numbers(args, kwargs, site)
-        autocast = _autocast_dtypes()
-        entry = Entry(
-            function,
-            args,
-            kwargs,
-            outputs,
-            autocast,
-            site,
-            number_expressions=numbers,
-            instruction=instruction,
-        )
+        entry = self._make_entry(function, args, kwargs, outputs)
         self.recent.append(entry)
         if all_finite(outputs):
             return
@@ -260,26 +248,30 @@ class Recorder(TorchFunctionMode):
         limit = _MAX_FROZEN_VALUES if isinstance(function, nn.Module) else _MAX_VALUES
         is_small = sum(tensor.numel() for tensor in outputs) <= limit
         if outputs and (takes_part or is_small):
-            autocast = _autocast_dtypes()
-            site, instruction = find_position() or (None, -1)
-            owner = self._find_owner(function, site) if isinstance(function, nn.Module) else ""
-            numbers = self._find_numbers(args, kwargs, site)
-            entry = Entry(
-                function,
-                args,
-                kwargs,
-                outputs,
-                autocast,
-                site,
-                state,
-                owner,
-                numbers,
-                instruction,
-            )
+            entry = self._make_entry(function, args, kwargs, outputs, state)
             if len(self.entries) == _MAX_ENTRIES:
                 # calls without a gradient, such as those of a sampling loop, are removed first
                 del self.entries[self._index_without_gradient()]
             self.entries.append(entry)
+
+    def _make_entry(
+        self, function: Any, args: Any, kwargs: Any, outputs: list[Tensor], state: Any = None
+    ) -> Entry:
+        site, instruction = find_position() or (None, -1)
+        owner = self._find_owner(function, site) if isinstance(function, nn.Module) else ""
+        numbers = self._find_numbers(args, kwargs, site)
+        return Entry(
+            function,
+            args,
+            kwargs,
+            outputs,
+            _autocast_dtypes(),
+            site,
+            state,
+            owner,
+            numbers,
+            instruction,
+        )
 
     def _index_without_gradient(self) -> int:
         indices = (index for index, entry in enumerate(self.entries) if not entry.takes_part)
