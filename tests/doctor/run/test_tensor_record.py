@@ -189,6 +189,23 @@ def fail_under_a_region_of_an_object():
         region.__exit__(None, None, None)
 
 
+def multiply(is_wide):
+    x = torch.ones(1, 4, dtype=torch.bfloat16)
+    value = torch.ones(1, 4).sqrt()
+    if is_wide():  # the source code does not show the result
+        value = x.to(torch.float32)
+    return nn.functional.linear(value, x)
+
+
+def test_line_of_the_source_code_that_did_not_run_is_not_named():
+    with pytest.raises(RuntimeError) as failure:
+        multiply(lambda: False)
+    remove_record_frames(failure.value)
+    cause = decide_cause(collect_evidence(failure.value)).cause
+    assert cause.startswith("`torch.ones(1, 4)` is fp32 (")
+    assert "x.to(torch.float32)" not in cause
+
+
 @pytest.mark.parametrize(
     ("fail", "operands", "autocast", "cause"),
     [
