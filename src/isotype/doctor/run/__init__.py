@@ -10,7 +10,9 @@ frames       the frames of a traceback, and the expression that failed in each
 expressions  reads values of expressions without running code
 compiled     runs compiled code that failed once more without the compiler
 modules      finds the model in the frames, and the paths of its modules and parameters
-producers    finds the expression that gave a tensor its dtype
+producers    finds the expression that gave a tensor its dtype, one module for each kind of expression
+bindings     the assignments in the source code of a function
+arguments    the expressions that a call passes for the parameters of a function
 casts        finds casts in the source code
 graph        finds in autograd's graph the operation that changed the dtype of a tensor
 hooks        finds hooks and callbacks, and the lines that register them

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from .arguments import find_passed_argument
 from .expressions import node_keyword
 from .frames import CallFrame, make_called_frame
-from .producers import find_passed_argument
 from .running_code import RunningCode
 
 _MAX_CALLERS = 3  # functions through which a dtype argument is followed outward

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .bindings import find_assigned_call
 from .expressions import UNKNOWN, node_keyword, read_value
 from .frames import CallFrame, make_returned_frame
 from .modules import ModelNames
-from .producers import find_assigned_call
 from .user_files import iterate_user_files
 
 _CHECKPOINT_FILE = "torch/utils/checkpoint.py"

@@ -11,10 +11,11 @@ import torch
 
 from ....dtypes import format_dtype, to_torch
 from ....finding import Finding
+from ..arguments import find_passed_argument
 from ..checks import find_compared_dtypes, read_dtype_owner
 from ..evidence import Evidence
 from ..expressions import read_value
-from ..producers import find_passed_argument, find_producer
+from ..producers import find_producer
 from .findings import make_finding
 from .operands import add_brackets, describe_others, list_floating
 

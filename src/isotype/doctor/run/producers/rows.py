@@ -7,41 +7,22 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from .expressions import UNKNOWN, is_tensor, node_keyword, read_function, read_value
-from .frames import CallFrame
-from .producer import Producer
+from ..arguments import find_argument, list_parameters
+from ..bindings import find_earlier_bindings, iterate_returned_values, walk_scope
+from ..expressions import UNKNOWN, is_tensor, node_keyword, read_function, read_value
+from ..frames import make_module_frame, make_returned_frame
+from ..producer import Producer
+from ..user_files import iterate_user_files
+from .functions import read_arguments
+from .search import Search
 
 _MAX_STEPS = 8  # names and functions through which a list of rows is followed
 _LIST_FUNCTIONS = ("list", "tuple", "sorted", "reversed")
 _FLOAT_REASON = "a DataLoader makes fp64 tensors of Python's floats"
-
-
-class Search(Protocol):
-    """What this module needs of the search for the origin of a tensor, in `producers.py`."""
-
-    dtype: torch.dtype
-    key: Any
-    frames: list[CallFrame]
-
-    def follow(self, node: ast.AST, index: int, line: int | None = None) -> Producer: ...
-
-    def producer(
-        self, kind: str, node: ast.AST, index: int, *, is_proven: bool = False
-    ) -> Producer: ...
-
-    def iterate_list_values(
-        self, name: str, index: int, line: int
-    ) -> Iterator[tuple[Any, int]]: ...
-
-    def iterate_results(
-        self, function: Any, call: ast.Call, index: int, line: int
-    ) -> Iterator[tuple[ast.expr, int]]: ...
-
-    def iterate_calls(self, names: Sequence[str]) -> Iterator[tuple[ast.Call, int]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +109,14 @@ def _iterate_rows(
         case ast.Call(ast.Name("zip"), columns):
             yield ast.Tuple([_make_element(column) for column in columns]), index, line
         case ast.Name(name):
-            for value, value_index in search.iterate_list_values(name, index, line):
+            for value, value_index in iterate_list_values(search, name, index, line):
                 if isinstance(value, ast.Call) and _is_append(value):
                     yield value.args[0], value_index, value.lineno
                 else:
                     yield from _iterate_rows(search, value, value_index, steps - 1)
         case ast.Call(function):
             called = read_function(function, search.frames[index])
-            for value, value_index in search.iterate_results(called, node, index, line):
+            for value, value_index in iterate_results(search, called, node, index, line):
                 yield from _iterate_rows(search, value, value_index, steps - 1)
 
 
@@ -170,7 +151,7 @@ def _follow_table(search: Search, source: RowSource, key: Any) -> Producer | Non
     stored = vars(source.rows)
     name, options = stored.get("_format_type"), stored.get("_format_kwargs") or {}
     if name == "torch" and search.dtype == options.get("dtype", torch.float32):
-        calls = list(search.iterate_calls(("with_format", "set_format")))
+        calls = list(iterate_calls(search, ("with_format", "set_format")))
         if len(calls) != 1:
             return None
         reason = "a dataset in the format torch makes fp32 tensors of all floats"
@@ -184,3 +165,63 @@ def _follow_table(search: Search, source: RowSource, key: Any) -> Producer | Non
         result = search.producer("data", source.node, source.index, is_proven=True)
         return replace(result, reason=_FLOAT_REASON)
     return None
+
+
+def iterate_list_values(
+    search: Search, name: str, index: int, line: int
+) -> Iterator[tuple[Any, int]]:
+    """Yields the values that a function or module assigns to a name before a line, and the calls
+    `NAME.append(row)`, with the index of the frame.
+    """
+    frame = search.frame_at(index, line)
+    scope = frame.scope
+    if scope is None:
+        return
+    for node in walk_scope(scope):
+        match node:
+            case ast.Call(ast.Attribute(ast.Name(owner), "append"), [_]):
+                if owner == name and node.lineno < line:
+                    yield node, index
+    bindings = find_earlier_bindings(scope, name, line)
+    for binding in bindings:
+        if isinstance(binding, ast.Assign) and not search.is_skipped(binding, scope, index):
+            yield binding.value, index
+    if not bindings and not isinstance(scope, ast.Module):
+        if name in list_parameters(scope):
+            outer, call, _ = search.find_caller(index)
+            argument = None if outer < 0 else find_argument(scope, call, name, True)
+            if argument is not None:
+                yield argument, outer
+            return
+        module_frame = make_module_frame(frame)
+        if module_frame is not None:
+            search.frames.append(module_frame)
+            yield from iterate_list_values(search, name, len(search.frames) - 1, module_frame.line)
+
+
+def iterate_results(
+    search: Search, function: Any, call: ast.Call, index: int, line: int
+) -> Iterator[tuple[ast.expr, int]]:
+    """Yields the expressions that a function of the user's code returned, with the index of a
+    frame for it.
+    """
+    frame = make_returned_frame(function, read_arguments(search, function, call, index, line))
+    if frame is None:
+        return
+    new_index = len(search.frames)
+    search.frames.append(frame)
+    search.callers[new_index] = (index, call, line)
+    for value in list(iterate_returned_values(frame.scope)):
+        yield value, new_index
+
+
+def iterate_calls(search: Search, names: Sequence[str]) -> Iterator[tuple[ast.Call, int]]:
+    """Yields the calls of the user's files to methods of these names, with the index of a frame
+    for the module.
+    """
+    for _, tree, module_frame in list(iterate_user_files(search.frames[: search.running_count])):
+        for call in ast.walk(tree):
+            match call:
+                case ast.Call(ast.Attribute(_, name)) if name in names:
+                    search.frames.append(module_frame)
+                    yield call, len(search.frames) - 1
