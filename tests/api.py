@@ -60,6 +60,8 @@ INNER = {
     "isotype.doctor.kernels.target": "check_target",
     "isotype.doctor.kernels.ttir": "parse_module",
     "isotype.doctor.run.compiled": "run_compiled=",
+    "isotype.doctor.run.dtype_settings": "find_dtype_setting",
+    "isotype.doctor.run.frames": "collect_frames",
     "isotype.doctor.run.evidence": "run_evidence= collect_evidence",
     "isotype.doctor.run.hook": "run_hook=",
     "isotype.doctor.run.model_casts": "find_unrestored_calls",

@@ -11,6 +11,7 @@ expressions  reads values of expressions without running code
 compiled     runs compiled code that failed once more without the compiler
 modules      finds the model in the frames, and the paths of its modules and parameters
 producers    finds the expression that gave a tensor its dtype, one module for each kind of expression
+program_source  the calls and assignments of the user's files
 bindings     the assignments in the source code of a function
 arguments    the expressions that a call passes for the parameters of a function
 casts        finds casts in the source code

@@ -20,6 +20,26 @@ def list_parameters(scope: Any) -> list[str]:
     return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
 
+def list_positional_parameters(scope: Any, is_bound: bool) -> list[str]:
+    """Returns the parameters to which a call passes values by position.
+
+    is_bound  whether the call leaves out the first argument of a method, such as `self`
+    """
+    names = [a.arg for a in (*scope.args.posonlyargs, *scope.args.args)]
+    has_owner = is_bound and names[:1] in (["self"], ["cls"], ["ctx"])
+    return names[1:] if has_owner else names
+
+
+def iterate_defaults(scope: Any) -> Iterator[tuple[str, ast.expr]]:
+    """Yields the parameters of a function that have a default, and the expressions of these."""
+    arguments = scope.args
+    positional = list_positional_parameters(scope, is_bound=False)
+    yield from zip(reversed(positional), reversed(arguments.defaults))
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults):
+        if default is not None:
+            yield argument.arg, default
+
+
 def find_argument(scope: Any, call: ast.AST | None, name: str, is_bound: bool) -> ast.AST | None:
     """Returns the expression that a call passes for a parameter. If the call unpacks a tuple or
     dict with `*` or `**` that may contain the value, the result is this container as an
@@ -32,9 +52,7 @@ def find_argument(scope: Any, call: ast.AST | None, name: str, is_bound: bool) -
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value
-    positional = [a.arg for a in (*scope.args.posonlyargs, *scope.args.args)]
-    if is_bound and positional[:1] in (["self"], ["cls"], ["ctx"]):
-        positional.pop(0)
+    positional = list_positional_parameters(scope, is_bound)
     if name in positional:
         position = positional.index(name)
         stars = [isinstance(argument, ast.Starred) for argument in call.args]
@@ -52,9 +70,7 @@ def find_starred_argument(
     """Returns the list that a call passes with `*`, if it contains the value of a parameter, and
     the position of the value in it.
     """
-    positional = [a.arg for a in (*scope.args.posonlyargs, *scope.args.args)]
-    if is_bound and positional[:1] in (["self"], ["cls"], ["ctx"]):
-        positional.pop(0)
+    positional = list_positional_parameters(scope, is_bound)
     if not isinstance(call, ast.Call) or name not in positional:
         return None
     for position, argument in enumerate(call.args):
@@ -74,9 +90,7 @@ def read_starred_argument(
         container = UNKNOWN if keyword.arg else read_value(keyword.value, frame)
         if isinstance(container, dict) and name in container:
             return container[name]
-    positional = [a.arg for a in (*scope.args.posonlyargs, *scope.args.args)]
-    if is_bound and positional[:1] in (["self"], ["cls"], ["ctx"]):
-        positional.pop(0)
+    positional = list_positional_parameters(scope, is_bound)
     values: list[Any] = []
     for argument in call.args:
         if not isinstance(argument, ast.Starred):
@@ -109,10 +123,7 @@ def read_defaults(function: Any) -> dict[str, Any]:
 
 def read_default(scope: Any, name: str) -> Any:
     """Returns the default value of a parameter, if it is a constant."""
-    positional = [a.arg for a in (*scope.args.posonlyargs, *scope.args.args)]
-    defaults = dict(zip(reversed(positional), reversed(scope.args.defaults)))
-    defaults |= dict(zip([a.arg for a in scope.args.kwonlyargs], scope.args.kw_defaults))
-    default = defaults.get(name)
+    default = dict(iterate_defaults(scope)).get(name)
     return default.value if isinstance(default, ast.Constant) else UNKNOWN
 
 
@@ -126,6 +137,13 @@ def iterate_arguments(call: ast.Call) -> Iterator[ast.expr]:
     yield from call.args
     for keyword in call.keywords:
         yield keyword.value if keyword.arg else ast.Starred(keyword.value)
+
+
+def has_starred_argument(call: ast.AST | None) -> bool:
+    """True if a call unpacks a list with `*` or a dict with `**`."""
+    if not isinstance(call, ast.Call):
+        return False
+    return any(isinstance(part, ast.Starred) for part in iterate_arguments(call))
 
 
 def find_passed_argument(frame: CallFrame, caller: CallFrame, name: str) -> ast.expr | None:

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...observe.origin import short_path
 from .expressions import UNKNOWN, node_keyword, read_condition, read_function, read_value
 from .frames import CallFrame, make_module_frame, make_returned_frame, parse_user_file
-from .user_files import iterate_user_files
+from .program_source import ProgramSource
 
 _MAX_CALLS = 3  # functions that return the context manager of another one
 _NAMES_PRECISION = re.compile(r"autocast|precision|\bamp\b|(?:^|_)amp(?:_|$)", re.IGNORECASE)
@@ -112,10 +111,9 @@ def find_output_cast(module: nn.Module, frames: Sequence[CallFrame]) -> str:
     if type(getattr(forward, "__wrapped__", None)).__name__ != "ConvertOutputsToFp32":
         return ""
     calls = [
-        f"`{ast.unparse(node.func)}(...)` ({short_path(file)}:{node.lineno})"
-        for file, tree, _ in iterate_user_files(frames)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".prepare")
+        f"`{ast.unparse(call.func)}(...)` ({source.location_of(call)})"
+        for source, call in ProgramSource(frames).list_calls("prepare")
+        if isinstance(call.func, ast.Attribute)
     ]
     call = calls[0] if len(calls) == 1 else "Accelerator.prepare"
     return f"{call} makes accelerate cast the results of the model to fp32"

@@ -182,19 +182,6 @@ def iterate_attribute_assignments(scope: Any, name: str) -> Iterator[ast.Assign]
                 yield ast.copy_location(ast.Assign([target], value), node)
 
 
-def find_enclosing_function(
-    tree: ast.Module, node: ast.AST
-) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Returns the innermost function of a file that contains a node."""
-    functions = [
-        function
-        for function in ast.walk(tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and any(part is node for part in ast.walk(function))
-    ]
-    return max(functions, key=lambda function: function.lineno, default=None)
-
-
 def unwrap_iterable(iterable: ast.AST) -> ast.AST:
     """Returns the iterable inside of `enumerate`, `tqdm`, `iter` and others."""
     while isinstance(iterable, ast.Call) and iterable.args:

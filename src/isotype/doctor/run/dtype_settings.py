@@ -5,6 +5,7 @@ variable: from `x.to(self.precision)` to the argument of the call that made the 
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,13 +13,13 @@ import torch
 
 from ...dtypes import to_torch
 from ...observe.origin import short_path
+from .arguments import find_argument, has_starred_argument, iterate_defaults, list_parameters
+from .bindings import is_name, source_text
 from .expressions import node_keyword
 from .frames import CallFrame
-from .user_files import iterate_user_files
+from .program_source import Definition, ProgramSource, SourceFile
 
 _MAX_STEPS = 12  # assignments and arguments through which a dtype is followed
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
-_Class = ast.ClassDef
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class _Place:
 
     node: ast.expr
     file: str
-    scopes: tuple[_Function | _Class | ast.Lambda, ...]
+    scopes: tuple[Definition, ...]
 
     @property
     def location(self) -> str:
@@ -68,11 +69,11 @@ def find_dtype_setting(
     dtype           the dtype of its result
     wanted_dtype    the dtype that the rebuilt call asks for
     """
-    program = _Program(frames, dtype)
-    for place in program.find_calls(text, location):
+    search = _DtypeSearch(frames, dtype)
+    for place in search.find_calls(text, location):
         node = _read_dtype_expression(place.node)
         if node is not None and _read_dtype(node) is None:
-            return program.follow(_Place(node, place.file, place.scopes), wanted_dtype)
+            return search.follow(_Place(node, place.file, place.scopes), wanted_dtype)
     return None
 
 
@@ -102,103 +103,94 @@ def _read_dtype(node: ast.expr | None) -> torch.dtype | None:
     return None
 
 
-# the place of a call, the call, a parameter, and whether the default of the parameter decides
-_Argument = tuple[_Place, ast.Call, str, bool]
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """An argument of a call.
+
+    place       the place of the call
+    name        the parameter
+    is_default  whether the call leaves the argument out, so that its default decides
+    """
+
+    place: _Place
+    call: ast.Call
+    name: str
+    is_default: bool
 
 
-class _Program:
-    """The expressions of the user's files. `dtype` is the dtype whose setting is searched."""
+class _DtypeSearch:
+    """A search for the line that set a dtype, in the source code of the user's program."""
 
     def __init__(self, frames: Sequence[CallFrame], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.places: list[_Place] = []
-        self.assignments: list[tuple[ast.expr, _Place]] = []
-        for file, tree, _ in iterate_user_files(frames):
-            self._collect(tree, file, ())
-
-    def _collect(
-        self, node: ast.AST, file: str, scopes: tuple[_Function | _Class | ast.Lambda, ...]
-    ) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Call):
-                self.places.append(_Place(child, file, scopes))
-            if isinstance(child, ast.Assign):
-                for target in child.targets:
-                    self.assignments.append((target, _Place(child.value, file, scopes)))
-            is_scope = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-            self._collect(child, file, (*scopes, child) if is_scope else scopes)  # type: ignore[arg-type]
+        self.program = ProgramSource(frames)
 
     def find_calls(self, text: str, location: str) -> Iterator[_Place]:
-        for place in self.places:
-            if place.location == location and " ".join(ast.unparse(place.node).split()) == text:
-                yield place
+        for source in self.program.files:
+            for node in source.nodes:
+                if not isinstance(node, ast.Call) or source.location_of(node) != location:
+                    continue
+                if source_text(node) == text:
+                    yield _make_place(source, node)
 
     def follow(self, place: _Place, wanted_dtype: torch.dtype) -> DtypeSetting | None:
         """Follows an expression of a dtype through assignments and arguments to a constant."""
-        last: _Argument | None = None
-        assigned = False
+        argument: _Argument | None = None
         for _ in range(_MAX_STEPS):
+            place = self.choose_part(place)
             constant = _read_dtype(place.node)
             if constant is not None:
-                if constant != self.dtype:
-                    return None
-                if last is not None and not assigned:
-                    call_place, call, name, is_default = last
-                    rebuilt = _with_argument(call, place.node, name, wanted_dtype)
-                    text = " ".join(ast.unparse(call).split())
-                    fix = f"`{rebuilt}` at {call_place.location}"
-                    return DtypeSetting(text, call_place.location, is_default, fix)
-                text = ast.unparse(place.node)
-                fix = f"{wanted_dtype} in place of `{text}` at {place.location}"
-                return DtypeSetting(text, place.location, False, fix)
-            match place.node:
-                case ast.BoolOp(ast.Or(), [first, *_]):
-                    place = replace(place, node=first)
-                case ast.IfExp(_, body, other):
-                    place = replace(place, node=self.choose([body, other]) or body)
-                case ast.Subscript(ast.Name(name), ast.Constant(key)):
-                    value = self.find_item(place, name, key)
-                    if value is None:
-                        return None
-                    place, assigned = value, True
-                case ast.Call(ast.Name("getattr"), [ast.Name("torch"), name_node, *_]):
-                    place = replace(place, node=name_node)
-                case ast.Attribute(ast.Name(owner), name) if owner != "self":
-                    option = self.find_option(name)
-                    if option is None:
-                        return None
-                    place, last, assigned = option
-                case ast.Name(name):
-                    assignment = self.find_assignment(place, name)
-                    argument = None if assignment else self.find_argument(place, name)
-                    if assignment is not None:
-                        place, assigned = assignment, True
-                    elif argument is not None:
-                        place, last, assigned = argument[0], argument[1:], False
-                    else:
-                        return None
-                case ast.Attribute(ast.Name("self"), name):
-                    attribute = self.find_attribute(place, name)
-                    if attribute is None:
-                        return None
-                    place, assigned = attribute, True
-                case _:
-                    return None
+                is_wanted = constant == self.dtype
+                return _make_setting(place, argument, wanted_dtype) if is_wanted else None
+            origin = self.find_origin(place)
+            if origin is None:
+                return None
+            place, argument = origin
         return None
 
-    def find_option(self, name: str) -> tuple[_Place, _Argument, bool] | None:
+    def choose_part(self, place: _Place) -> _Place:
+        """Returns the part of an expression such as `dtype or torch.float16` that gave the dtype."""
+        match place.node:
+            case ast.BoolOp(ast.Or(), [first, *_]):
+                return self.choose_part(replace(place, node=first))
+            case ast.IfExp(_, body, other):
+                return self.choose_part(replace(place, node=self.choose([body, other]) or body))
+            case ast.Call(ast.Name("getattr"), [ast.Name("torch"), name, *_]):
+                return self.choose_part(replace(place, node=name))
+        return place
+
+    def find_origin(self, place: _Place) -> tuple[_Place, _Argument | None] | None:
+        """Returns the expression that gave a variable, an attribute or an item its value. If a call
+        passes it as an argument, also returns the call.
+        """
+        match place.node:
+            case ast.Name(name):
+                assignment = self.find_assignment(place, name)
+                if assignment is not None:
+                    return assignment, None
+                return self.find_argument(place, name)
+            case ast.Attribute(ast.Name("self"), name):
+                attribute = self.find_attribute(place, name)
+                return None if attribute is None else (attribute, None)
+            case ast.Attribute(ast.Name(), name):
+                return self.find_option(name)
+            case ast.Subscript(ast.Name(name), ast.Constant(key)):
+                item = self.find_item(place, name, key)
+                return None if item is None else (item, None)
+        return None
+
+    def find_option(self, name: str) -> tuple[_Place, _Argument] | None:
         """Returns the default of the only option `--NAME` that the program adds to a parser of its
         arguments, and the call that adds it.
         """
         options = []
-        for place in self.places:
-            match place.node:
-                case ast.Call(ast.Attribute(_, "add_argument"), arguments) as call:
-                    flags = [a.value for a in arguments if isinstance(a, ast.Constant)]
-                    default = node_keyword(call, "default")
-                    if default is not None and f"--{name}" in map(str, flags):
-                        value = replace(place, node=default)
-                        options.append((value, (place, call, "default", False), False))
+        for source, call in self.program.list_calls("add_argument"):
+            flags = [part.value for part in call.args if isinstance(part, ast.Constant)]
+            default = node_keyword(call, "default")
+            if default is not None and f"--{name}" in map(str, flags):
+                place = _make_place(source, call)
+                argument = _Argument(place, call, "default", is_default=False)
+                options.append((replace(place, node=default), argument))
         return options[0] if len(options) == 1 else None
 
     def choose(self, nodes: Sequence[ast.expr]) -> ast.expr | None:
@@ -226,8 +218,8 @@ class _Program:
                 continue
             values = [
                 value
-                for target, value in self.assignments
-                if isinstance(target, ast.Name) and target.id == name
+                for target, value in self.iterate_assignments()
+                if is_name(target, name)
                 if value.file == place.file and value.scopes == scopes
                 if value.node.lineno < place.node.lineno or depth < len(place.scopes)
             ]
@@ -238,56 +230,39 @@ class _Program:
                 return values[0] if values else None
             if values:
                 return values[0]
-            if depth and name in _parameters(scopes[-1]):
+            if depth and name in _list_parameters(scopes[-1]):
                 return None
         return None
 
-    def find_argument(
-        self, place: _Place, name: str
-    ) -> tuple[_Place, _Place, ast.Call, str, bool] | None:
-        """Returns what the only call of the function that has a parameter passes for it: the value,
-        the place of the call, the call, the name of the parameter, and whether the default decides.
+    def find_argument(self, place: _Place, name: str) -> tuple[_Place, _Argument] | None:
+        """Returns the value that the only call of a function passes for a parameter, or the default
+        of the parameter, and the call.
         """
         for depth in range(len(place.scopes), 0, -1):
             function = place.scopes[depth - 1]
-            if isinstance(function, ast.ClassDef) or name not in _parameters(function):
+            if isinstance(function, ast.ClassDef) or name not in list_parameters(function):
                 continue
-            assert isinstance(function, _Function)
-            calls = list(self.iterate_calls(function, place.scopes[: depth - 1]))
+            calls = self.program.list_function_calls(function, place.scopes[: depth - 1])
             if len(calls) != 1:
                 return None
-            call_place = calls[0]
-            call = call_place.node
-            assert isinstance(call, ast.Call)
-            passed = _passed_value(function, call, name)
-            if passed is not None:
+            source, call = calls[0]
+            call_place = _make_place(source, call)
+            passed = find_argument(function, call, name, is_bound=True)
+            if isinstance(passed, ast.expr) and not isinstance(passed, ast.Starred):
                 value = _Place(passed, call_place.file, call_place.scopes)
-                return value, call_place, call, name, False
-            default = _default_value(function, name)
-            if default is None:
+                return value, _Argument(call_place, call, name, is_default=False)
+            default = dict(iterate_defaults(function)).get(name)
+            if default is None or has_starred_argument(call):
                 return None
-            return _Place(default, place.file, ()), call_place, call, name, True
+            argument = _Argument(call_place, call, name, is_default=True)
+            return _Place(default, place.file, ()), argument
         return None
 
-    def iterate_calls(
-        self, function: _Function, scopes: tuple[_Function | _Class | ast.Lambda, ...]
-    ) -> Iterator[_Place]:
-        """Yields the calls of a function. An object's `__init__` is called by its class, and the
-        forward of an autograd.Function by `CLASS.apply`.
-        """
-        owner = scopes[-1].name if scopes and isinstance(scopes[-1], ast.ClassDef) else ""
-        for place in self.places:
-            assert isinstance(place.node, ast.Call)
-            called = ast.unparse(place.node.func)
-            names = {called, called.rpartition(".")[2]}
-            if function.name == "__init__":
-                is_call = owner in names
-            elif function.name == "forward" and _parameters(function)[:1] == ["ctx"]:
-                is_call = called.endswith(f"{owner}.apply")
-            else:
-                is_call = function.name in names
-            if is_call:
-                yield place
+    def iterate_assignments(self) -> Iterator[tuple[ast.expr, _Place]]:
+        """Yields the targets of the assignments of the program, each with the place of its value."""
+        for source, assignment in self.program.list_assignments():
+            for target in assignment.targets:
+                yield target, _make_place(source, assignment.value)
 
     def find_attribute(self, place: _Place, name: str) -> _Place | None:
         """Returns the only value that the class around an expression gives to `self.NAME`, in its
@@ -296,7 +271,7 @@ class _Program:
         classes = [scope for scope in place.scopes if isinstance(scope, ast.ClassDef)]
         values = [
             value
-            for target, value in self.assignments
+            for target, value in self.iterate_assignments()
             if classes and any(scope is classes[-1] for scope in value.scopes)
             if ast.unparse(target) == f"self.{name}"
             or (ast.unparse(target) == name and value.scopes[-1] is classes[-1])
@@ -304,34 +279,26 @@ class _Program:
         return values[0] if len(values) == 1 else None
 
 
-def _parameters(function: ast.AST) -> list[str]:
-    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return []
-    arguments = function.args
-    return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+def _make_place(source: SourceFile, node: ast.expr) -> _Place:
+    return _Place(node, source.file, source.list_definitions(node))
 
 
-def _passed_value(function: _Function, call: ast.Call, name: str) -> ast.expr | None:
-    """Returns the expression that a call passes for a parameter."""
-    keyword = node_keyword(call, name)
-    if keyword is not None:
-        return keyword
-    positional = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
-    if positional[:1] in (["self"], ["cls"], ["ctx"]):
-        positional.pop(0)
-    position = positional.index(name) if name in positional else len(call.args)
-    stars = any(isinstance(argument, ast.Starred) for argument in call.args)
-    return call.args[position] if position < len(call.args) and not stars else None
+def _list_parameters(definition: Definition) -> list[str]:
+    return [] if isinstance(definition, ast.ClassDef) else list_parameters(definition)
 
 
-def _default_value(function: _Function, name: str) -> ast.expr | None:
-    arguments = function.args
-    positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-    defaults: dict[str, ast.expr | None] = dict(
-        zip(reversed(positional), reversed(arguments.defaults))
-    )
-    defaults |= dict(zip([a.arg for a in arguments.kwonlyargs], arguments.kw_defaults))
-    return defaults.get(name)
+def _make_setting(
+    place: _Place, argument: _Argument | None, wanted_dtype: torch.dtype
+) -> DtypeSetting:
+    """Describes the constant at a place. An argument of a call is changed in the call."""
+    if argument is None:
+        text = ast.unparse(place.node)
+        fix = f"{wanted_dtype} in place of `{text}` at {place.location}"
+        return DtypeSetting(text, place.location, False, fix)
+    rebuilt = _with_argument(argument.call, place.node, argument.name, wanted_dtype)
+    location = argument.place.location
+    fix = f"`{rebuilt}` at {location}"
+    return DtypeSetting(source_text(argument.call), location, argument.is_default, fix)
 
 
 def _with_argument(call: ast.Call, value: ast.expr, name: str, dtype: torch.dtype) -> str:
@@ -339,12 +306,7 @@ def _with_argument(call: ast.Call, value: ast.expr, name: str, dtype: torch.dtyp
     the call leaves this argument out.
     """
     wanted = ast.parse(str(dtype), mode="eval").body
-    arguments = [wanted if argument is value else argument for argument in call.args]
-    keywords = [
-        ast.keyword(keyword.arg, wanted if keyword.value is value else keyword.value)
-        for keyword in call.keywords
-    ]
-    is_passed = any(part is value for part in (*call.args, *(k.value for k in call.keywords)))
-    if not is_passed:
-        keywords.append(ast.keyword(name, wanted))
-    return " ".join(ast.unparse(ast.Call(call.func, arguments, keywords)).split())
+    rebuilt = copy.deepcopy(call, {id(value): wanted})
+    if all(part is not value for part in ast.walk(call)):
+        rebuilt.keywords.append(ast.keyword(name, wanted))
+    return source_text(rebuilt)

@@ -9,10 +9,9 @@ from types import FunctionType
 
 import torch
 
-from ...observe.origin import short_path
 from .expressions import CREATION_FUNCTIONS, node_keyword
 from .frames import CallFrame, make_returned_frame
-from .user_files import iterate_user_files
+from .program_source import ProgramSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +75,11 @@ def _find_constructor(
     frames: Sequence[CallFrame], class_name: str, parameter: str, dtype: torch.dtype
 ) -> StorageCreation | None:
     """Returns the only call of a class in the user's files, with the wanted dtype."""
-    calls = []
-    for file, tree, _ in iterate_user_files(frames):
-        for node in ast.walk(tree):
-            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if isinstance(node, ast.Call) and name.rpartition(".")[2] == class_name:
-                calls.append((node, f"{short_path(file)}:{node.lineno}"))
-    if len(calls) != 1:
+    construction = ProgramSource(frames).find_only_call(class_name)
+    if construction is None:
         return None
-    call, location = calls[0]
-    return StorageCreation(_with_dtype(call, parameter, dtype), location)
+    source, call = construction
+    return StorageCreation(_with_dtype(call, parameter, dtype), source.location_of(call))
 
 
 def _with_dtype(call: ast.Call, parameter: str, dtype: torch.dtype) -> str:

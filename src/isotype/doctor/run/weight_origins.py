@@ -14,67 +14,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...observe.origin import short_path
+from .arguments import find_argument, has_starred_argument, iterate_defaults, list_parameters
 from .casts import has_unread_dtype, read_cast_dtype
 from .expressions import CASTING_METHODS, UNKNOWN, read_value
 from .frames import CallFrame
 from .modules import ModelNames
+from .program_source import Function, ProgramSource, SourceFile
 from .recorded_origins import find_recorded_origin
-from .user_files import iterate_user_files
 from .weight_origin import PREPARATION, WeightOrigin
 
 _MODULE_LOOP = re.compile(r"\.(?:named_)?(?:modules|children)\(")
 _MAX_CALLS = 3  # calls through which a passed value is followed
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-class _Source:
-    """A file of the user's code, a frame of its module, and the parent of each syntax node."""
-
-    def __init__(self, file: str, tree: ast.Module, frame: CallFrame) -> None:
-        self.file = file
-        self.frame = frame
-        self.nodes = list(ast.walk(tree))
-        self.parents = {
-            id(child): node for node in self.nodes for child in ast.iter_child_nodes(node)
-        }
-
-    def location_of(self, node: ast.AST) -> str:
-        return f"{short_path(self.file)}:{getattr(node, 'lineno', 0)}"
-
-    def iterate_parents(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-        """Yields the nodes that contain a node, the innermost first, each with the part of it that
-        contains the node.
-        """
-        while (parent := self.parents.get(id(node))) is not None:
-            yield parent, node
-            node = parent
-
-    def enclosing_function(self, node: ast.AST) -> _Function | None:
-        """Returns the innermost function that contains a node."""
-        for parent, _ in self.iterate_parents(node):
-            if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                return parent
-        return None
-
-
-class _Program:
-    """The files of the user's code, and the frames in which their expressions can be read."""
+class _ProgramValues(ProgramSource):
+    """The source code of the user's program, and the frames in which its expressions can be read."""
 
     def __init__(self, frames: Sequence[CallFrame]) -> None:
+        super().__init__(frames)
         self.frames = [frame for frame in frames if frame.is_user_code]
-        self.sources = [_Source(*item) for item in iterate_user_files(frames)]
-        self.calls: dict[str, list[tuple[_Source, ast.Call]]] = {}
-        for source in self.sources:
-            for node in source.nodes:
-                if isinstance(node, ast.Call):
-                    self.calls.setdefault(_called_name(node), []).append((source, node))
 
-    def frame_at(self, source: _Source, node: ast.AST, depth: int = 0) -> CallFrame:
+    def frame_at(self, source: SourceFile, node: ast.AST, depth: int = 0) -> CallFrame:
         """Returns a frame with the variables of the function that contains a node. If the function
         has returned, these are the values that its only call passed.
         """
-        function = source.enclosing_function(node)
+        function = source.find_enclosing_function(node)
         if function is None or depth > _MAX_CALLS:
             return source.frame
         for frame in reversed(self.frames):
@@ -84,35 +48,32 @@ class _Program:
         variables |= self.find_object(source, function)
         return replace(source.frame, variables={**source.frame.variables, **variables})
 
-    def read_parameters(self, source: _Source, function: _Function, depth: int) -> dict[str, Any]:
+    def read_parameters(self, source: SourceFile, function: Function, depth: int) -> dict[str, Any]:
         """Returns the values of a function's parameters that its only call passes, or their
         defaults. A value that cannot be read is UNKNOWN.
         """
-        arguments = [*function.args.posonlyargs, *function.args.args]
-        names = [argument.arg for argument in arguments]
+        names = list_parameters(function)
         values: dict[str, Any] = dict.fromkeys(names, UNKNOWN)
-        values |= {argument.arg: UNKNOWN for argument in function.args.kwonlyargs}
-        calls = self.calls.get(function.name, [])
+        calls = self.list_calls(function.name)
         if len(calls) > 1:
             return values
-        for name, default in zip(reversed(names), reversed(function.args.defaults)):
+        for name, default in iterate_defaults(function):
             values[name] = read_value(default, source.frame)
-        for argument, default_value in zip(function.args.kwonlyargs, function.args.kw_defaults):
-            if default_value is not None:
-                values[argument.arg] = read_value(default_value, source.frame)
         for call_source, call in calls:
             frame = self.frame_at(call_source, call, depth + 1)
-            positional = names[1:] if names[:1] in (["self"], ["cls"]) else names
-            passed: dict[str, ast.expr] = dict(zip(positional, call.args))
-            passed |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-            values |= {name: read_value(value, frame) for name, value in passed.items()}
+            for name in names:
+                argument = find_argument(function, call, name, is_bound=True)
+                if argument is not None:
+                    values[name] = read_value(argument, frame)
+                elif has_starred_argument(call):
+                    values[name] = UNKNOWN
         return values
 
-    def find_object(self, source: _Source, method: _Function) -> dict[str, Any]:
+    def find_object(self, source: SourceFile, method: Function) -> dict[str, Any]:
         """Returns `self` of a method that has returned, if the frames hold one object of its
         class.
         """
-        parent = source.parents.get(id(method))
+        parent = source.get_parent(method)
         classes = [parent.name] if isinstance(parent, ast.ClassDef) else []
         objects = {
             id(value): value
@@ -122,7 +83,7 @@ class _Program:
         }
         return {"self": next(iter(objects.values()))} if len(objects) == 1 else {}
 
-    def is_other_model(self, source: _Source, node: ast.AST, module: nn.Module) -> bool:
+    def is_other_model(self, source: SourceFile, node: ast.AST, module: nn.Module) -> bool:
         """True if an expression is a model that does not contain a module."""
         value = read_value(node, self.frame_at(source, node))
         return isinstance(value, nn.Module) and all(part is not module for part in value.modules())
@@ -140,11 +101,11 @@ def find_weight_origin(
     recorded = find_recorded_origin(module.modules(), dtype)
     if recorded is not None:
         return recorded
-    program = _Program(frames)
+    program = _ProgramValues(frames)
     path = names.module_path(module)
     for is_read in (True, False):
         casts = []
-        for source in program.sources:
+        for source in program.files:
             for node in _iterate_weight_casts(program, source, dtype, is_read):
                 if _may_concern(program, source, node, module, path):
                     casts.append(_make_origin("cast", node, source))
@@ -167,18 +128,18 @@ def find_model_origin(
     preparations = []
     if dtype == torch.float32:
         module = next(iter(model.children()), model)
-        preparations = list(_iterate_preparations(_Program(frames), module))
+        preparations = list(_iterate_preparations(_ProgramValues(frames), module))
     return preparations[0] if len(preparations) == 1 else None
 
 
 def _make_origin(
-    kind: str, node: ast.AST, source: _Source, call: ast.Call | None = None
+    kind: str, node: ast.AST, source: SourceFile, call: ast.Call | None = None
 ) -> WeightOrigin:
     return WeightOrigin(kind, " ".join(ast.unparse(node).split()), source.location_of(node), call)
 
 
 def _iterate_weight_casts(
-    program: _Program, source: _Source, dtype: torch.dtype, is_read: bool
+    program: _ProgramValues, source: SourceFile, dtype: torch.dtype, is_read: bool
 ) -> Iterator[ast.AST]:
     """Yields the statements that cast weights in place: `parameter.data = parameter.data.float()`,
     and `module.float()` as a statement or for each module of a loop. A tensor is not cast by a
@@ -193,14 +154,14 @@ def _iterate_weight_casts(
             case ast.Assign([ast.Attribute(_, "data")], ast.Call(ast.Attribute()) as value):
                 call = value
             case ast.Call(ast.Attribute(_, name)) if name in CASTING_METHODS:
-                is_statement = isinstance(source.parents.get(id(node)), ast.Expr)
+                is_statement = isinstance(source.get_parent(node), ast.Expr)
                 if is_statement or _is_of_module_loop(source, node):
                     call = node
         if call is not None and _is_cast_to(call, program.frame_at(source, call), dtype, is_read):
             yield node
 
 
-def _is_of_module_loop(source: _Source, call: ast.Call) -> bool:
+def _is_of_module_loop(source: SourceFile, call: ast.Call) -> bool:
     """True if a call is a method of the variable of a loop over modules."""
     assert isinstance(call.func, ast.Attribute)
     receiver = ast.unparse(call.func.value)
@@ -222,22 +183,14 @@ def _is_cast_to(call: ast.Call, frame: CallFrame, dtype: torch.dtype, is_read: b
     return has_unread_dtype(call, frame)
 
 
-def _called_name(call: ast.Call) -> str:
-    """Returns the name of a function or method without its owner."""
-    function = call.func
-    if isinstance(function, ast.Attribute):
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""
-
-
-def _iterate_preparations(program: _Program, module: nn.Module) -> Iterator[WeightOrigin]:
-    for source, call in program.calls.get(PREPARATION, []):
+def _iterate_preparations(program: _ProgramValues, module: nn.Module) -> Iterator[WeightOrigin]:
+    for source, call in program.list_calls(PREPARATION):
         if not any(program.is_other_model(source, part, module) for part in call.args[:1]):
             yield _make_origin("preparation", call, source)
 
 
 def _may_concern(
-    program: _Program, source: _Source, node: ast.AST, module: nn.Module, path: str
+    program: _ProgramValues, source: SourceFile, node: ast.AST, module: nn.Module, path: str
 ) -> bool:
     """False if the cast is one of another attribute or model, or inside an `if` that names other
     modules, other shapes, or trained weights only.
@@ -266,7 +219,7 @@ def _may_concern(
     return True
 
 
-def _is_of_loop(source: _Source, receiver: ast.AST) -> bool:
+def _is_of_loop(source: SourceFile, receiver: ast.AST) -> bool:
     """True if an expression reads the variable of a loop, which has the value of its last pass."""
     targets = [node.target for node in source.nodes if isinstance(node, ast.For)]
     names = {name for target in targets for name in _names_in(target)}

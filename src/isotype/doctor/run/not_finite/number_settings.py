@@ -13,17 +13,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....observe.origin import Site, short_path
+from ....observe.origin import Site
+from ..arguments import iterate_defaults, list_positional_parameters
 from ..frames import make_file_frame
-from ..user_files import iterate_user_files
+from ..program_source import Definition, Function, ProgramSource
 from .lost_numbers import compute_number
 
 _MAX_NAMES = 12  # names through which a number is followed
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 # the functions and classes around a node, outermost first
-_Scopes = tuple[ast.AST, ...]
+_Scopes = tuple[Definition, ...]
 # name -> the functions of this name, each with the functions around it
-_Functions = dict[str, list[tuple[_Function, _Scopes]]]
+_Functions = dict[str, list[tuple[Function, _Scopes]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,25 +131,20 @@ def _collect_bindings(file: str) -> dict[str, list[_Binding]]:
     """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     frames = [make_file_frame(path, {}) for path in dict.fromkeys((file, main or file))]
-    trees = [(path, tree) for path, tree, _ in iterate_user_files(frames)]
-    nodes = [(path, *pair) for path, tree in trees for pair in _iterate_nodes(tree, ())]
+    nodes = [
+        (source, node, source.list_definitions(node))
+        for source in ProgramSource(frames).files
+        for node in source.nodes
+    ]
     functions: _Functions = {}
     for _, node, scopes in nodes:
         _add_function(node, scopes, functions)
     bindings: dict[str, list[_Binding]] = {}
-    for path, node, scopes in nodes:
+    for source, node, scopes in nodes:
         for name, value, text, is_default in _iterate_values(node, scopes, functions):
-            location = f"{short_path(path)}:{value.lineno}"
+            location = source.location_of(value)
             bindings.setdefault(name, []).append(_Binding(value, text, location, is_default))
     return bindings
-
-
-def _iterate_nodes(node: ast.AST, scopes: _Scopes) -> Iterator[tuple[ast.AST, _Scopes]]:
-    """Yields the nodes of a syntax tree with the functions and classes around them."""
-    for child in ast.iter_child_nodes(node):
-        yield child, scopes
-        is_scope = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        yield from _iterate_nodes(child, (*scopes, child) if is_scope else scopes)
 
 
 def _add_function(node: ast.AST, scopes: _Scopes, functions: _Functions) -> None:
@@ -165,7 +160,7 @@ def _add_function(node: ast.AST, scopes: _Scopes, functions: _Functions) -> None
     functions.setdefault(name, []).append((node, outer))
 
 
-def _find_functions(name: str, scopes: _Scopes, functions: _Functions) -> list[_Function]:
+def _find_functions(name: str, scopes: _Scopes, functions: _Functions) -> list[Function]:
     """Returns the functions of a name that code inside these functions and classes sees: those of
     the innermost function around it that has one.
     """
@@ -193,7 +188,7 @@ def _iterate_values(
                 if isinstance(key, ast.Constant) and isinstance(key.value, str):
                     yield key.value, value, f"{ast.unparse(key)}: {ast.unparse(value)}", False
         case ast.FunctionDef() | ast.AsyncFunctionDef():
-            for name, value in _iterate_defaults(node):
+            for name, value in iterate_defaults(node):
                 yield name, value, f"def {node.name}(..., {name}={ast.unparse(value)})", True
         case ast.Call():
             for name, value in _iterate_arguments(node, scopes, functions):
@@ -203,15 +198,6 @@ def _iterate_values(
 
 def _target_name(target: ast.expr) -> str:
     return _read_name(target) if not isinstance(target, ast.BinOp) else ""
-
-
-def _iterate_defaults(function: _Function) -> Iterator[tuple[str, ast.expr]]:
-    arguments = function.args
-    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    yield from zip(reversed(positional), reversed(arguments.defaults))
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults):
-        if default is not None:
-            yield argument.arg, default
 
 
 def _iterate_arguments(
@@ -231,7 +217,4 @@ def _iterate_arguments(
     if name in functions:
         yield from ((keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg)
     for function in _find_functions(name, scopes, functions):
-        parameters = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
-        if parameters[:1] in (["self"], ["cls"], ["ctx"]):
-            parameters.pop(0)
-        yield from zip(parameters, call.args)
+        yield from zip(list_positional_parameters(function, is_bound=True), call.args)

@@ -18,7 +18,6 @@ from ..bindings import find_assigned_call, iterate_attribute_assignments, source
 from ..expressions import UNKNOWN, is_tensor, read_value
 from ..frames import make_module_frame, make_returned_frame
 from ..producer import Producer
-from ..user_files import iterate_user_files
 from .search import Search
 from .stored import follow_writes
 
@@ -89,17 +88,11 @@ def find_only_construction(search: Search, owner: object) -> tuple[int, ast.Call
     """Returns the only call in the user's files that makes objects of a class: the index of a
     frame for the function that contains it, the call, and its line.
     """
-    name = type(owner).__name__
-    calls = [
-        (call, *source)
-        for source in iterate_user_files(search.frames[: search.running_count])
-        for call in ast.walk(source[1])
-        if isinstance(call, ast.Call) and source_text(call.func).rpartition(".")[2] == name
-    ]
-    if len(calls) != 1:
+    construction = search.program.find_only_call(type(owner).__name__)
+    if construction is None:
         return None
-    call, file, tree, module_frame = calls[0]
-    index = search.add_function_frame(call, tree, module_frame, file)
+    source, call = construction
+    index = search.add_function_frame(call, source)
     return None if index is None else (index, call, call.lineno)
 
 

@@ -16,7 +16,6 @@ from ..bindings import find_earlier_bindings, iterate_returned_values, walk_scop
 from ..expressions import UNKNOWN, is_tensor, node_keyword, read_function, read_value
 from ..frames import make_module_frame, make_returned_frame
 from ..producer import Producer
-from ..user_files import iterate_user_files
 from .functions import read_arguments
 from .search import Search
 
@@ -219,9 +218,8 @@ def iterate_calls(search: Search, names: Sequence[str]) -> Iterator[tuple[ast.Ca
     """Yields the calls of the user's files to methods of these names, with the index of a frame
     for the module.
     """
-    for _, tree, module_frame in list(iterate_user_files(search.frames[: search.running_count])):
-        for call in ast.walk(tree):
-            match call:
-                case ast.Call(ast.Attribute(_, name)) if name in names:
-                    search.frames.append(module_frame)
-                    yield call, len(search.frames) - 1
+    for name in names:
+        for source, call in search.program.list_calls(name):
+            if isinstance(call.func, ast.Attribute):
+                search.frames.append(source.frame)
+                yield call, len(search.frames) - 1

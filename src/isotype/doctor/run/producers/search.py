@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch import nn
 
 from ..arguments import (
     find_argument,
+    has_starred_argument,
     is_first_argument,
-    iterate_arguments,
     list_parameters,
     read_default,
     read_starred_argument,
@@ -28,7 +29,6 @@ from ..bindings import (
     contains_node,
     find_assigned_expression,
     find_earlier_bindings,
-    find_enclosing_function,
     read_end_line,
     read_last_line,
     reads_changed_value,
@@ -40,7 +40,7 @@ from ..expressions import UNKNOWN, TensorFacts, is_tensor, read_condition, read_
 from ..frames import CallFrame, make_returned_frame
 from ..modules import ModelNames
 from ..producer import Producer, Promotion
-from ..user_files import iterate_user_files
+from ..program_source import Function, ProgramSource, SourceFile
 
 _MAX_CALLERS = 4  # functions that have returned through which an argument is followed outward
 _MAX_TEXT = 100  # characters of a call that a sentence quotes with its arguments
@@ -129,10 +129,7 @@ class Search(ABC):
         if argument is not None and not isinstance(argument, ast.Starred):
             return read_value(argument, self.frames[outer])
         value = read_starred_argument(scope, call, name, is_bound, self.frames[outer])
-        has_star = isinstance(call, ast.Call) and any(
-            isinstance(part, ast.Starred) for part in iterate_arguments(call)
-        )
-        return value if has_star else read_default(scope, name)
+        return value if has_starred_argument(call) else read_default(scope, name)
 
     def find_caller(self, index: int) -> tuple[int, ast.AST | None, int]:
         """Returns the index of the caller's frame, its call, and the line of the call. The index is
@@ -205,35 +202,31 @@ class Search(ABC):
                     return True
         return False
 
-    def add_function_frame(
-        self, node: ast.AST, tree: ast.Module, module_frame: CallFrame, file: str, depth: int = 0
-    ) -> int | None:
+    @cached_property
+    def program(self) -> ProgramSource:
+        return ProgramSource(self.frames[: self.running_count])
+
+    def add_function_frame(self, node: ast.AST, source: SourceFile, depth: int = 0) -> int | None:
         """Returns the index of a frame for the function that contains a node. If the function has
         returned, adds a frame for it, whose caller is the only call of the function.
         """
-        function = find_enclosing_function(tree, node)
+        function = source.find_enclosing_function(node)
         for index, frame in enumerate(self.frames[: self.running_count]):
-            if frame.scope is (tree if function is None else function):
+            if frame.scope is (source.tree if function is None else function):
                 return index
         if function is None:
-            self.frames.append(module_frame)
+            self.frames.append(source.frame)
             return len(self.frames) - 1
-        returned = make_function_frame(function, module_frame, self.iterate_objects())
+        returned = make_function_frame(function, source.frame, self.iterate_objects())
         if returned is None or depth > _MAX_CALLERS:
             return None
         new_index = len(self.frames)
         self.frames.append(returned)
         self.callers[new_index] = (0, None, self.frames[0].line)
-        calls = [
-            (call, *source)
-            for source in iterate_user_files(self.frames[: self.running_count])
-            for call in ast.walk(source[1])
-            if isinstance(call, ast.Call)
-            and source_text(call.func).rpartition(".")[2] == function.name
-        ]
-        if len(calls) == 1:
-            call, call_file, call_tree, call_frame = calls[0]
-            outer = self.add_function_frame(call, call_tree, call_frame, call_file, depth + 1)
+        caller = self.program.find_only_call(function.name)
+        if caller is not None:
+            call_source, call = caller
+            outer = self.add_function_frame(call, call_source, depth + 1)
             if outer is not None:
                 self.callers[new_index] = (outer, call, call.lineno)
         return new_index
@@ -268,9 +261,7 @@ def read_integers(frame: CallFrame, scope: Any, line: int) -> CallFrame:
 
 
 def make_function_frame(
-    function: ast.FunctionDef | ast.AsyncFunctionDef,
-    module_frame: CallFrame,
-    objects: Iterable[object],
+    function: Function, module_frame: CallFrame, objects: Iterable[object]
 ) -> CallFrame | None:
     """Returns a frame for a function, or for a method of a class, of a module that was imported. If
     there is one object of the class, it is `self` of the method.

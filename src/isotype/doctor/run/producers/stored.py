@@ -17,7 +17,6 @@ from ..arguments import list_parameters
 from ..bindings import source_text
 from ..expressions import UNKNOWN, read_value
 from ..producer import Producer
-from ..user_files import iterate_user_files
 from .search import Search
 
 _MAX_DEPTH = 3  # objects inside of objects in which a stored tensor is searched
@@ -47,22 +46,19 @@ def follow_method_calls(search: Search, name: str, owner: object) -> Producer | 
     """
     element = search.element or 0
     results = []
-    for file, tree, module_frame in list(iterate_user_files(search.frames[: search.running_count])):
-        for call in ast.walk(tree):
-            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
-                continue
-            if call.func.attr != name or len(call.args) <= element:
-                continue
-            index = search.add_function_frame(call, tree, module_frame, file)
-            if index is None or is_other_object(search, call.func.value, index, owner):
-                continue
-            search.key = search.element = None
-            result = search.follow(call.args[element], index, call.lineno)
-            if result.is_proven:
-                place = search.frames[index].location_of(call)
-                result = replace(result, reason=f"`{source_text(call)}` ({place}) stores it")
-                stored = source_text(call.args[element])
-                results.append(replace(result, stored=stored, stored_at=place))
+    for source, call in search.program.list_calls(name):
+        if not isinstance(call.func, ast.Attribute) or len(call.args) <= element:
+            continue
+        index = search.add_function_frame(call, source)
+        if index is None or is_other_object(search, call.func.value, index, owner):
+            continue
+        search.key = search.element = None
+        result = search.follow(call.args[element], index, call.lineno)
+        if result.is_proven:
+            place = search.frames[index].location_of(call)
+            result = replace(result, reason=f"`{source_text(call)}` ({place}) stores it")
+            stored = source_text(call.args[element])
+            results.append(replace(result, stored=stored, stored_at=place))
     return results[0] if len({result.location for result in results}) == 1 else None
 
 
@@ -107,20 +103,17 @@ def iterate_writes(
     """Yields the target and the value of each assignment `OBJECT.NAME = ...` in the user's
     files, and the index of a frame for the function that contains it.
     """
-    for file, tree, module_frame in list(iterate_user_files(search.frames[: search.running_count])):
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Assign):
-                continue
-            target = node.targets[0]
-            while isinstance(target, ast.Subscript):
-                target = target.value
-            if not isinstance(target, ast.Attribute) or target.attr != name:
-                continue
-            index = search.add_function_frame(node, tree, module_frame, file)
-            holder = UNKNOWN if index is None else read_value(target.value, search.frames[index])
-            is_own_class = source_text(target.value) == "self" and holder is not owner
-            if index is not None and not is_own_class:
-                yield target, node.value, index
+    for source, node in search.program.list_assignments():
+        target = node.targets[0]
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        if not isinstance(target, ast.Attribute) or target.attr != name:
+            continue
+        index = search.add_function_frame(node, source)
+        holder = UNKNOWN if index is None else read_value(target.value, search.frames[index])
+        is_own_class = source_text(target.value) == "self" and holder is not owner
+        if index is not None and not is_own_class:
+            yield target, node.value, index
 
 
 def follow_item_writes(
@@ -133,28 +126,25 @@ def follow_item_writes(
     """
     is_written = False
     results = []
-    for file, tree, module_frame in list(iterate_user_files(search.frames[: search.running_count])):
-        for binding in ast.walk(tree):
-            match binding:
-                case ast.Assign([ast.Subscript(ast.Name(name), ast.Constant(value))]):
-                    pass
-                case _:
-                    continue
-            if value != key:
+    for source, binding in search.program.list_assignments():
+        match binding:
+            case ast.Assign([ast.Subscript(ast.Name(name), ast.Constant(value))]) if value == key:
+                pass
+            case _:
                 continue
-            new_index = search.add_function_frame(binding, tree, module_frame, file)
-            if new_index is None or new_index < search.running_count:
-                continue
-            frame = search.frames[new_index]
-            if isinstance(frame.scope, ast.Module) or name not in list_parameters(frame.scope):
-                continue
-            is_written = True
-            variables = {**frame.variables, name: container}
-            search.frames[new_index] = replace(frame, variables=variables)
-            search.key = UNKNOWN
-            result = search.follow(binding.value, new_index, binding.lineno)
-            if result.is_proven:
-                results.append(result)
+        new_index = search.add_function_frame(binding, source)
+        if new_index is None or new_index < search.running_count:
+            continue
+        frame = search.frames[new_index]
+        if isinstance(frame.scope, ast.Module) or name not in list_parameters(frame.scope):
+            continue
+        is_written = True
+        variables = {**frame.variables, name: container}
+        search.frames[new_index] = replace(frame, variables=variables)
+        search.key = UNKNOWN
+        result = search.follow(binding.value, new_index, binding.lineno)
+        if result.is_proven:
+            results.append(result)
     if len({result.location for result in results}) == 1:
         return results[0]
     return search.producer("unknown", node, index) if is_written else None
