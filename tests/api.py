@@ -69,6 +69,7 @@ INNER = {
     "isotype.doctor.run.program": "explain_error report_end report_failure",
     "isotype.doctor.run.recorded_origins": "find_recorded_origin",
     "isotype.doctor.run.rules": "decide_cause",
+    "isotype.doctor.run.first_steps": "FIRST_STEPS FirstStepsRecord",
     "isotype.doctor.run.weight_record": "RECORD",
     "isotype.doctor.run.running_code": "remove_record_frames",
     "isotype.doctor.run.recorded_calls": "find_recorded_producer",

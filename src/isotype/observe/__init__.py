@@ -12,18 +12,37 @@ continuity compares the values after an update with those before the next step
 observer   `Observer` checks parameters, gradients, states, buffers and files, and chooses the steps
            that are checked
 record     collects all observations for the file `precision.json`
+
+Attributes are imported when first used, so that `origin` can be imported without the observer.
 """
 
-from .observer import Observer, is_observed
-from .record import UNSEEN_REASONS, Observation
-from .tape import mark_observing
-from .values import floating_tensors
+from __future__ import annotations
 
-__all__ = [
-    "UNSEEN_REASONS",
-    "Observation",
-    "Observer",
-    "floating_tensors",
-    "is_observed",
-    "mark_observing",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .observer import Observer as Observer
+    from .observer import is_observed as is_observed
+    from .record import UNSEEN_REASONS as UNSEEN_REASONS
+    from .record import Observation as Observation
+    from .tape import mark_observing as mark_observing
+    from .values import floating_tensors as floating_tensors
+
+# name -> the module that defines it, which is imported when the name is first used
+_LAZY = {
+    "UNSEEN_REASONS": "isotype.observe.record",
+    "Observation": "isotype.observe.record",
+    "Observer": "isotype.observe.observer",
+    "floating_tensors": "isotype.observe.values",
+    "is_observed": "isotype.observe.observer",
+    "mark_observing": "isotype.observe.tape",
+}
+__all__ = [*_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'isotype.observe' has no attribute {name!r}")
+    globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return globals()[name]

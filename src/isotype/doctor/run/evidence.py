@@ -263,8 +263,8 @@ def collect_evidence(error: BaseException) -> Evidence | None:
     its causes is about dtypes.
     """
     causes = [cause for cause in iterate_causes(error) if _mentions_dtype(cause)]
-    # with --trace nothing is compiled
-    is_compiled = bool(causes) and RECORD.tensors is None
+    # the record of all tensors ends where code is compiled
+    is_compiled = bool(causes) and not RECORD.is_complete
     second = run_without_compiler(error) if is_compiled else None
     if second is not None and _mentions_dtype(second[0]):
         evidence = _build_evidence(*second)

@@ -118,8 +118,10 @@ def main(words: Sequence[str]) -> int:
         # compiled code does not call the record
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
         RECORD.record_tensors()
-    else:
+    elif request.checks_nan:
         RECORD.install()
+    else:
+        RECORD.install_with_first_steps()
     sys.modules["__main__"] = module
     name = module.__file__ if request.is_module else None
     sys.argv = [name or request.target, *request.arguments]
@@ -147,7 +149,7 @@ def main(words: Sequence[str]) -> int:
         explain_error(recorder, error, request.json_file)
         return 1
     report_end(recorder, request.json_file)
-    if RECORD.tensors is not None and RECORD.tensors.has_compiled:
+    if request.records_tensors and RECORD.tensors is not None and RECORD.tensors.has_compiled:
         print(NOT_COMPILED, file=sys.stderr, flush=True)
     return 0
 

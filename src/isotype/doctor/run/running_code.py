@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 _FOLDER = os.path.dirname(__file__) + os.sep
 # the files of the records, and PyTorch's function that passes a call to a mode
-_RECORD_FILES = tuple(_FOLDER + name for name in ("weight_record.py", "tensor_record.py"))
+_RECORD_FILES = tuple(
+    _FOLDER + name for name in ("weight_record.py", "tensor_record.py", "first_steps.py")
+)
 _FORWARDING_FUNCTION = "handle_torch_function"
 _MAX_CALLS = 32  # frames outside of PyTorch that are kept for a call
 

@@ -1,4 +1,5 @@
-"""Records for each tensor of a running program which call gave it its dtype (`doctor run --trace`).
+"""Records for each tensor of a running program which call gave it its dtype. `doctor run` does so
+during the first steps of a program, and `doctor run --trace` during the whole program.
 
 A call whose result has the dtype of one of its operands passes on the event of this operand. Every
 other call, such as a cast, a new tensor or a promotion, is a new event. The record also keeps the
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -22,11 +23,15 @@ from torch import nn
 from torch.amp.autocast_mode import autocast
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...observe.origin import is_library_file
-from .dtype_examples import find_example
 from .expressions import CASTING_METHODS
 from .running_code import RunningCode, read_calls
 
@@ -101,44 +106,87 @@ class FailedCall:
     region: tuple[RunningCode, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A function of PyTorch that is replaced by a function around it."""
+
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+
+    @classmethod
+    def make(
+        cls, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> Replacement:
+        """Replaces an attribute by the function that `wrap` makes of it."""
+        original = getattr(owner, name)
+        replacement = wrap(original)
+        setattr(owner, name, replacement)
+        return cls(owner, name, original, replacement)
+
+    def undo(self) -> None:
+        """Sets the original again, unless the program has replaced the function too."""
+        if getattr(self.owner, self.name) is self.replacement:
+            setattr(self.owner, self.name, self.original)
+
+
 class TensorRecord(TorchFunctionMode):
     """Records the events of the tensors of the main thread while the mode is on.
 
+    is_complete   whether the record has observed the program from its start until now
     has_compiled  whether the program has called `torch.compile`, which does nothing here
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.failed_call: FailedCall | None = None
+        self.is_complete = True
         self.has_compiled = False
         self._events: MutableMapping[torch.Tensor, TensorEvent] = WeakIdKeyDictionary()
         self._assignments: MutableMapping[torch.Tensor, TensorEvent] = WeakIdKeyDictionary()
         self._regions: list[tuple[RunningCode, ...]] = []  # the autocast regions that are entered
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._replacements: list[Replacement] = []
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the record is installed."""
+        return bool(self._replacements)
 
     def install(self) -> None:
         """Starts to record. The replaced functions do not call the mode, or run the program's code
         in backward, where PyTorch has switched the mode off.
         """
         self.__enter__()
-        for owner, name, wrap in (
-            (torch, "from_numpy", self._record_from_numpy),
-            (autocast, "__enter__", self._record_region),
-            (autocast, "__exit__", self._record_region_end),
-            (BackwardCFunction, "apply", self._record_inside),
-            (saved_tensors_hooks, "__init__", self._record_unpacking),
-            (torch, "compile", self._note_compile),
-        ):
-            original = getattr(owner, name)
-            self._originals.append((owner, name, original))
-            setattr(owner, name, wrap(original))
+        self._replacements = [
+            Replacement.make(owner, name, wrap)
+            for owner, name, wrap in (
+                (torch, "from_numpy", self._record_from_numpy),
+                (autocast, "__enter__", self._record_region),
+                (autocast, "__exit__", self._record_region_end),
+                (BackwardCFunction, "apply", self._record_inside),
+                (saved_tensors_hooks, "__init__", self._record_unpacking),
+                (torch, "compile", self._note_compile),
+            )
+        ]
 
     def remove(self) -> None:
         """Stops to record. The events remain."""
-        for owner, name, original in self._originals:
-            setattr(owner, name, original)
-        self._originals = []
-        self.__exit__(None, None, None)
+        for replacement in self._replacements:
+            replacement.undo()
+        self._replacements = []
+        self._leave_stack()
+
+    def _leave_stack(self) -> None:
+        """Removes the mode from PyTorch's stack of modes, also below modes of the program."""
+        stack = _get_current_function_mode_stack()
+        if not any(mode is self for mode in stack):
+            return  # such as inside a call that the mode has passed on
+        for _ in stack:
+            _pop_mode()
+        for mode in stack:
+            if mode is not self:
+                _push_mode(mode)
 
     def event_of(self, tensor: torch.Tensor) -> TensorEvent | None:
         """Returns the event that gave a tensor its dtype, or None if no recorded call made the
@@ -171,6 +219,8 @@ class TensorRecord(TorchFunctionMode):
         return result
 
     def _record_result(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if torch.jit.is_tracing():
+            return  # the record's own calls, such as `numel`, would be traced too
         name = func.__name__
         if name == _GETTER:
             if isinstance(result, torch.Tensor) and result not in self._events:
@@ -210,7 +260,7 @@ class TensorRecord(TorchFunctionMode):
         other tensor then decides the dtype too.
         """
         calls = read_calls(sys._getframe(2))
-        example = find_example(calls, sys._getframe(2))
+        example = _find_example(calls, sys._getframe(2))
         if example is None or example is tensor or example.dtype != tensor.dtype:
             return
         earlier = self._event_or_outside(example)
@@ -272,7 +322,7 @@ class TensorRecord(TorchFunctionMode):
             data = args[0] if args else kwargs.get("data")
             data_type = str(getattr(data, "dtype", ""))
             has_dtype = kwargs.get("dtype") is not None
-            example = find_example(calls, sys._getframe(2)) if has_dtype else None
+            example = _find_example(calls, sys._getframe(2)) if has_dtype else None
             if example is not None and example.dtype == dtype:
                 earlier = self._event_or_outside(example)
         elif source is not None:
@@ -284,7 +334,7 @@ class TensorRecord(TorchFunctionMode):
             before = self._event_or_outside(operands[0])
             if before.before is not None and before.before.dtype == dtype and _is_in_library(calls):
                 return before.before  # a library's function casts its result back
-            example = find_example(calls, sys._getframe(2))
+            example = _find_example(calls, sys._getframe(2))
             if example is not None and example.dtype == dtype:
                 earlier = self._event_or_outside(example)
         elif torch.is_autocast_enabled(output.device.type):
@@ -360,10 +410,14 @@ class TensorRecord(TorchFunctionMode):
 
         @functools.wraps(function)
         def run(*args: Any) -> Any:
-            if _get_current_function_mode() is self:
+            if not self.is_recording or _get_current_function_mode() is self:
                 return function(*args)
-            with self:
+            self.__enter__()
+            try:
                 return function(*args)
+            finally:
+                if _get_current_function_mode() is self:
+                    self.__exit__(None, None, None)
 
         return run
 
@@ -385,11 +439,19 @@ class TensorRecord(TorchFunctionMode):
         return initialise
 
 
+def _find_example(calls: Sequence[RunningCode], frame: FrameType | None) -> torch.Tensor | None:
+    from .dtype_examples import find_example  # most programs need these modules only after an error
+
+    return find_example(calls, frame)
+
+
 def _has_number_dtype(tensor: torch.Tensor) -> bool:
     return tensor.dtype != torch.bool
 
 
 def _is_in_library(calls: tuple[RunningCode, ...]) -> bool:
+    from ...observe.origin import is_library_file
+
     return bool(calls) and is_library_file(calls[0].code.co_filename)
 
 

@@ -48,17 +48,29 @@ class WeightRecord:
     """Holds the events of each parameter and buffer of the modules that a program builds. It does
     not keep the modules alive.
 
-    tensors  the record of all tensors, with `--trace`, and otherwise None
+    tensors  the record of all tensors: of the whole program with `--trace`, of its first steps with
+             `doctor run`, and otherwise None
     """
 
     def __init__(self) -> None:
         self.tensors: TensorRecord | None = None
+        self._includes_first_steps = False
         self._events: MutableMapping[Any, dict[str, list[WeightEvent]]] = {}
         self._state = threading.local()
         self._loads: MutableMapping[Any, tuple[RunningCode, ...]] = {}
         self._originals: dict[str, Callable[..., Any]] = {}
         self._load_states: Callable[..., Any] | None = None
         self._torch: Any = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is a record of all tensors from the start of the program until now."""
+        return self.tensors is not None and self.tensors.is_complete
+
+    def install_with_first_steps(self) -> None:
+        """Starts to record, also all tensors of the program's first steps."""
+        self._includes_first_steps = True
+        self.install()
 
     def install(self) -> None:
         """Starts to record. If torch is not imported yet, starts after its import."""
@@ -79,6 +91,11 @@ class WeightRecord:
             setattr(torch.nn.Module, name, wrap(self._originals[name]))
         self._load_states = torch.optim.Optimizer.load_state_dict
         torch.optim.Optimizer.load_state_dict = self._record_load(self._load_states)  # type: ignore[method-assign]
+        if self._includes_first_steps:
+            from .first_steps import FirstStepsRecord
+
+            self.tensors = FirstStepsRecord()
+            self.tensors.install()
 
     def record_tensors(self) -> None:
         """Imports torch and also starts the record of all tensors."""
@@ -99,6 +116,7 @@ class WeightRecord:
             self._torch.optim.Optimizer.load_state_dict = self._load_states
         self._originals, self._load_states = {}, None
         self._events, self._loads = {}, {}
+        self._includes_first_steps = False
 
     def events_of(self, module: Any) -> dict[str, list[WeightEvent]]:
         """Returns the events of the parameters and buffers that a module owns, by their names. The

@@ -115,7 +115,7 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
 
 def _list_unknown_origins(evidence: Evidence) -> list[str]:
     """Returns the labels of the operands whose dtype has an origin that the frames do not show."""
-    if RECORD.tensors is not None:
+    if RECORD.is_complete:
         return []
     labels = []
     for operand in list_floating(evidence)[:MAX_ROWS]:

@@ -36,7 +36,7 @@ def check_fix(finding: Finding, evidence: Evidence) -> Finding:
     library_files = {short_path(f.file) for f in evidence.frames if not f.is_user_code}
     places = {match["file"] for match in _CODE_OR_PLACE.finditer(finding.fix or "")}
     general_fix = _GENERAL_FIX
-    if RECORD.tensors is not None:
+    if RECORD.is_complete:
         general_fix = _GENERAL_FIX_OF_RECORD
         fix = (finding.fix or "").replace(_ADVICE_TO_TRACE, "")
         finding = dataclasses.replace(finding, fix=fix)

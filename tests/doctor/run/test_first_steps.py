@@ -1,0 +1,91 @@
+"""The record of the first steps: `doctor run` without `--trace`."""
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from tests.api import FIRST_STEPS, RECORD, FirstStepsRecord, collect_evidence, decide_cause
+
+
+class PassOn(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def record():
+    RECORD.install_with_first_steps()
+    yield RECORD.tensors
+    RECORD.remove()
+    assert not list_modes()
+    assert torch.compile.__module__ == "torch"
+
+
+def list_modes():
+    return [type(mode) for mode in _get_current_function_mode_stack()]
+
+
+def make_table():
+    return [torch.arange(4) / 2 for _ in range(2)]
+
+
+def train(model, steps):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+
+def explain(call):
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    return decide_cause(collect_evidence(caught.value)).render()
+
+
+def test_first_step_is_recorded_and_a_later_one_advises_trace(record):
+    model = nn.Linear(4, 4).bfloat16()
+    text = explain(lambda: model(make_table()[1]))
+    assert "because it computes floats from int64" in text
+    assert "--trace" not in text
+    train(nn.Linear(4, 4), FIRST_STEPS)
+    text = explain(lambda: model(make_table()[1]))
+    assert "isotype doctor run --trace names the line that gave" in text
+
+
+def test_record_comes_back_for_an_evaluation_and_leaves_from_below_other_modes(record):
+    model = nn.Linear(4, 4)
+    with PassOn():
+        train(model, FIRST_STEPS - 1)
+        assert list_modes() == [FirstStepsRecord, PassOn]
+        train(model, 1)
+        assert list_modes() == [PassOn]
+        model.eval()
+        assert list_modes() == [PassOn, FirstStepsRecord]
+        tensor = torch.ones(2).double()
+        train(model.train(), 1)
+        assert list_modes() == [PassOn]
+    assert record.event_of(tensor).function == "double"
+
+
+def test_record_ends_before_code_is_compiled(record):
+    compiled = torch.compile(lambda x: (x * 2).half(), fullgraph=True, backend="eager")
+    assert not list_modes()
+    assert compiled(torch.ones(2)).dtype == torch.float16
+    nn.Linear(2, 2).eval()
+    assert not list_modes()
+    assert not RECORD.is_complete
+
+
+def test_record_that_took_too_long_ends_at_the_next_module(record, monkeypatch):
+    monkeypatch.setattr("isotype.doctor.run.first_steps.MAX_SECONDS", 0.0)
+    torch.ones(2).double()
+    assert not RECORD.is_complete
+    nn.Linear(2, 2)(torch.ones(1, 2))
+    assert not list_modes()
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_call_that_jit_traces_stays_free_of_the_record(record, recwarn):
+    torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    assert not [warning for warning in recwarn if "TracerWarning" in str(warning.category)]
