@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from .expressions import node_keyword, read_function, read_value
-from .frames import CallFrame, make_returned_frame
+from .frames import CallFrame, make_returned_frame, source_text
 
 # functions of NumPy whose result is fp64 for arguments of any dtype, unless the call has a `dtype`
 _FLOAT64_FUNCTIONS = frozenset(
@@ -69,7 +69,7 @@ def _find_in_call(node: ast.Call, frame: CallFrame, depth: int) -> ArrayOrigin |
     owner = read_value(node.func.value, frame) if isinstance(node.func, ast.Attribute) else None
     if isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "numpy":
         if name in _FLOAT64_FUNCTIONS or (name == "array" and _has_floats(node.args[:1])):
-            text = " ".join(ast.unparse(node).split())
+            text = source_text(node)
             return ArrayOrigin(text, frame.location_of(node))
         return _find_in(node.args, frame, depth)
     if isinstance(node.func, ast.Attribute) and name in _DTYPE_KEEPING_METHODS:

@@ -8,13 +8,9 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .frames import CallFrame
+from .frames import CallFrame, source_text
 
 _ITERATION_WRAPPERS = frozenset(("enumerate", "tqdm", "trange", "iter", "islice", "zip"))
-
-
-def source_text(node: ast.AST) -> str:
-    return " ".join(ast.unparse(node).split())
 
 
 def walk_scope(scope: ast.AST) -> Iterator[Any]:

@@ -14,9 +14,9 @@ import torch
 from ...dtypes import to_torch
 from ...observe.origin import short_path
 from .arguments import find_argument, has_starred_argument, iterate_defaults, list_parameters
-from .bindings import is_name, source_text
+from .bindings import is_name
 from .expressions import node_keyword
-from .frames import CallFrame
+from .frames import CallFrame, source_text
 from .program_source import Definition, ProgramSource, SourceFile
 
 _MAX_STEPS = 12  # assignments and arguments through which a dtype is followed

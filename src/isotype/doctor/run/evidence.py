@@ -22,7 +22,7 @@ from .autocast import AutocastState, find_other_region, read_autocast_state
 from .checks import fails_for_other_reason, find_check_operands
 from .compiled import run_without_compiler
 from .expressions import UNKNOWN, TensorFacts, is_tensor, read_value
-from .frames import CallFrame, collect_frames, iterate_causes
+from .frames import CallFrame, collect_frames, iterate_causes, source_text
 from .mixed_weights import NEEDS_ONE_DTYPE
 from .modules import ModelNames
 from .producer import Producer
@@ -415,7 +415,7 @@ def _read_computed_operand(
     _, nodes = _split_expression(frames[index].expression, frames[index])
     unread = [node for node in nodes if read_value(node, frames[index]) is UNKNOWN]
     if len(unread) == 1 and isinstance(unread[0], (ast.Call, ast.BinOp)):
-        label = " ".join(ast.unparse(unread[0]).split())
+        label = source_text(unread[0])
         dtype = next(iter(mentioned - dtypes))
         facts = TensorFacts(dtype, operands[0].device)
         yield _make_operand(label, facts, unread[0], index, names)
@@ -432,7 +432,7 @@ def _make_computed_operands(
     dtypes = _read_dtypes(message)
     if not computed or len(dtypes) != 1:
         return []
-    label = " ".join(ast.unparse(computed[0]).split())
+    label = source_text(computed[0])
     facts = TensorFacts(next(iter(dtypes)), torch.device("cpu"))
     return [_make_operand(label, facts, computed[0], index, names)]
 
@@ -519,7 +519,7 @@ def _make_operands(
     computed_nodes = [node for node, _ in computed]
     values = [(node, value) for node, value in values if node not in computed_nodes]
     for node, value in [*values, *computed]:
-        label = " ".join(ast.unparse(node).split())
+        label = source_text(node)
         if is_tensor(value):
             yield _make_operand(label, value, node, index, names)
         elif isinstance(value, (list, tuple)):

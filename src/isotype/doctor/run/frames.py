@@ -128,7 +128,7 @@ class CallFrame:
             return linecache.getline(self.file, self.line).strip()
         if isinstance(statement, (ast.With, ast.For, ast.While, ast.If, ast.FunctionDef)):
             return linecache.getline(self.file, statement.lineno).strip()
-        return " ".join(ast.unparse(statement).split())
+        return source_text(statement)
 
     def has_variable(self, name: str) -> bool:
         return name in self.variables or name in self.global_variables
@@ -206,6 +206,11 @@ def make_file_frame(file: str, global_variables: Mapping[str, Any]) -> CallFrame
     code = compile("", file, "exec")
     position = (None, None, None, None)
     return CallFrame(code, _END_OF_CODE, position, global_variables, global_variables)
+
+
+def source_text(node: ast.AST) -> str:
+    """Returns the source code of a node on one line."""
+    return " ".join(ast.unparse(node).split())
 
 
 def iterate_causes(error: BaseException) -> Iterator[BaseException]:

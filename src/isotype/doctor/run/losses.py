@@ -15,7 +15,7 @@ import torch
 
 from ...observe.origin import is_library_file, short_path
 from .expressions import is_tensor, node_keyword, read_value
-from .frames import CallFrame
+from .frames import CallFrame, source_text
 from .user_files import iterate_user_files
 
 _MAX_GRAPH_NODES = 200  # nodes of an autograd graph that are searched for a loss
@@ -127,7 +127,7 @@ def find_loss_target(frames: Sequence[CallFrame], loss: LossNode) -> LossTarget 
 
 
 def _unparse(node: ast.AST | None) -> str:
-    return "" if node is None else " ".join(ast.unparse(node).split())
+    return "" if node is None else source_text(node)
 
 
 def _is_at(call: tuple[str, ast.Call], file: str, line: int) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...observe.origin import short_path
 from .casts import find_cast as find_tensor_cast
-from .frames import CallFrame, make_returned_frame
+from .frames import CallFrame, make_returned_frame, source_text
 from .hooks import find_callback_registration, is_callback
 from .recorded_origins import find_cast
 from .user_files import iterate_user_files
@@ -93,7 +93,7 @@ def find_state_cast(frames: Sequence[CallFrame], dtype: torch.dtype) -> ModelCas
             for node in _iterate_state_writes(function):
                 if find_tensor_cast(node.value, module_frame, dtype) is not None:
                     location = f"{short_path(file)}:{node.lineno}"
-                    casts.append(ModelCast(" ".join(ast.unparse(node).split()), location))
+                    casts.append(ModelCast(source_text(node), location))
     return casts[0] if len(casts) == 1 else None
 
 

@@ -15,7 +15,7 @@ from ...dtypes import format_dtype
 from ...observe.origin import is_library_file
 from .autocast import AutocastState
 from .expressions import read_value
-from .frames import CallFrame, make_called_frame
+from .frames import CallFrame, make_called_frame, source_text
 from .modules import ModelNames
 from .producer import Producer, Promotion
 from .recorded_origins import find_tensor_origin, find_user_call
@@ -206,7 +206,7 @@ def _find_place(event: TensorEvent, frames: Sequence[CallFrame]) -> _Place | Non
 def _make_place(call: RunningCode) -> _Place:
     frame = make_called_frame(call.code, call.instruction)
     node = frame.expression
-    text = " ".join(ast.unparse(node).split()) if isinstance(node, ast.expr) else frame.text
+    text = source_text(node) if isinstance(node, ast.expr) else frame.text
     return _Place(text, frame.location, frame.function)
 
 

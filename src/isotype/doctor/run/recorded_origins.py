@@ -15,7 +15,7 @@ from torch import nn
 
 from ...observe.origin import is_library_file
 from .expressions import CASTING_METHODS, node_keyword, read_value
-from .frames import CallFrame, make_called_frame
+from .frames import CallFrame, make_called_frame, source_text
 from .modules import ModelNames
 from .running_code import RunningCode
 from .weight_origin import ADAPTER_KEYWORD, DTYPE_KEYWORDS, PREPARATION, WeightOrigin
@@ -241,7 +241,7 @@ def _read_call(code: CodeType, instruction: int) -> tuple[str, str, ast.Call | N
         statement = frame.statement
         value = statement.value if isinstance(statement, ast.Assign) else None
         return frame.text, frame.location, value if isinstance(value, ast.Call) else None
-    return " ".join(ast.unparse(call).split()), frame.location_of(call), call
+    return source_text(call), frame.location_of(call), call
 
 
 def _find_kind(

@@ -10,7 +10,7 @@ from types import FunctionType
 import torch
 
 from .expressions import CREATION_FUNCTIONS, node_keyword
-from .frames import CallFrame, make_returned_frame
+from .frames import CallFrame, make_returned_frame, source_text
 from .program_source import ProgramSource
 
 
@@ -47,7 +47,7 @@ def find_storage_creation(
             constructor = _find_constructor(frames, class_name, keyword.id, dtype)
             if constructor is not None:
                 return constructor
-        return StorageCreation(" ".join(ast.unparse(calls[0]).split()), location)
+        return StorageCreation(source_text(calls[0]), location)
     return None
 
 
@@ -86,4 +86,4 @@ def _with_dtype(call: ast.Call, parameter: str, dtype: torch.dtype) -> str:
     """Returns the source code of a call with a dtype as one of its keyword arguments."""
     keywords = [keyword for keyword in call.keywords if keyword.arg != parameter]
     keywords.append(ast.keyword(parameter, ast.parse(str(dtype), mode="eval").body))
-    return " ".join(ast.unparse(ast.Call(call.func, call.args, keywords)).split())
+    return source_text(ast.Call(call.func, call.args, keywords))

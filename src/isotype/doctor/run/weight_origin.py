@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .expressions import node_keyword
+from .frames import source_text
 
 # the function of PEFT that casts all weights to fp32 that are not quantised
 PREPARATION = "prepare_model_for_kbit_training"
@@ -65,9 +66,7 @@ class WeightOrigin:
         """
         match self.call:
             case ast.Call(ast.Attribute(ast.Call() as receiver)):
-                return " ".join(ast.unparse(self.call).split()).removeprefix(
-                    " ".join(ast.unparse(receiver).split())
-                )
+                return source_text(self.call).removeprefix(source_text(receiver))
         return self.text
 
     @property
@@ -88,18 +87,18 @@ class WeightOrigin:
             cast = ast.Attribute(self.call.args[0], "to", ast.Load())
             data = ast.Call(cast, [ast.parse(str(dtype), mode="eval").body], [])
             call = ast.Call(self.call.func, [data, *self.call.args[1:]], self.call.keywords)
-            return " ".join(ast.unparse(call).split())
+            return source_text(call)
         if self.kind == "default":
             return f"{self.text}.to({dtype})"
         function = self.call.func
         if self.kind == "adapters":
             keywords = [key for key in self.call.keywords if key.arg != ADAPTER_KEYWORD]
             call = ast.Call(function, self.call.args, keywords)  # the default is fp32
-            return " ".join(ast.unparse(call).split())
+            return source_text(call)
         is_cast = self.kind == "construction" and node_keyword(self.call, "dtype") is None
         if is_cast and isinstance(function, ast.Attribute):
             return f"{ast.unparse(function.value)}.to({dtype})"
         keywords = [key for key in self.call.keywords if key.arg not in DTYPE_KEYWORDS]
         keywords.append(ast.keyword("dtype", ast.parse(str(dtype), mode="eval").body))
         call = ast.Call(function, self.call.args, keywords)
-        return " ".join(ast.unparse(call).split())
+        return source_text(call)

@@ -17,7 +17,7 @@ from torch import nn
 from .arguments import find_argument, has_starred_argument, iterate_defaults, list_parameters
 from .casts import has_unread_dtype, read_cast_dtype
 from .expressions import CASTING_METHODS, UNKNOWN, read_value
-from .frames import CallFrame
+from .frames import CallFrame, source_text
 from .modules import ModelNames
 from .program_source import Function, ProgramSource, SourceFile
 from .recorded_origins import find_recorded_origin
@@ -135,7 +135,7 @@ def find_model_origin(
 def _make_origin(
     kind: str, node: ast.AST, source: SourceFile, call: ast.Call | None = None
 ) -> WeightOrigin:
-    return WeightOrigin(kind, " ".join(ast.unparse(node).split()), source.location_of(node), call)
+    return WeightOrigin(kind, source_text(node), source.location_of(node), call)
 
 
 def _iterate_weight_casts(

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..bindings import find_assigned_call, iterate_attribute_assignments, source_text
+from ..bindings import find_assigned_call, iterate_attribute_assignments
 from ..expressions import UNKNOWN, is_tensor, read_value
-from ..frames import make_module_frame, make_returned_frame
+from ..frames import make_module_frame, make_returned_frame, source_text
 from ..producer import Producer
 from .search import Search
 from .stored import follow_writes

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..autocast import AutocastState, read_frame_region
-from ..bindings import source_text
 from ..expressions import read_function
+from ..frames import source_text
 from ..producer import Producer
 from .search import Search
 

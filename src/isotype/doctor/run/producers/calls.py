@@ -12,7 +12,6 @@ from torch import nn
 from ....dtypes import format_dtype
 from ..arguments import list_arguments
 from ..arrays import find_float64_origin
-from ..bindings import source_text
 from ..casts import has_unread_dtype, read_cast_dtype
 from ..expressions import (
     CASTING_METHODS,
@@ -26,6 +25,7 @@ from ..expressions import (
     read_function,
     read_value,
 )
+from ..frames import source_text
 from ..producer import Producer
 from .autocast import follow_autocast, is_fp32_operation
 from .functions import follow_item, follow_passed_function, follow_returned

@@ -12,9 +12,9 @@ from torch import nn
 
 from ..arguments import list_parameters
 from ..autocast import find_output_cast
-from ..bindings import iterate_returned_values, source_text
+from ..bindings import iterate_returned_values
 from ..expressions import is_tensor, read_function
-from ..frames import make_returned_frame
+from ..frames import make_returned_frame, source_text
 from ..hooks import describe_hook
 from ..modules import floating_weight_dtypes
 from ..producer import Producer

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ....dtypes import format_dtype
-from ..bindings import source_text
 from ..expressions import UNKNOWN, is_tensor, read_value
+from ..frames import source_text
 from ..producer import Producer, Promotion
 from .autocast import AUTOCAST_FUNCTIONS, follow_autocast
 from .search import Search

@@ -32,12 +32,11 @@ from ..bindings import (
     read_end_line,
     read_last_line,
     reads_changed_value,
-    source_text,
     walk_bindings,
     walk_scope,
 )
 from ..expressions import UNKNOWN, TensorFacts, is_tensor, read_condition, read_value
-from ..frames import CallFrame, make_returned_frame
+from ..frames import CallFrame, make_returned_frame, source_text
 from ..modules import ModelNames
 from ..producer import Producer, Promotion
 from ..program_source import Function, ProgramSource, SourceFile

@@ -14,8 +14,8 @@ from torch import nn
 
 from ....dtypes import format_dtype
 from ..arguments import list_parameters
-from ..bindings import source_text
 from ..expressions import UNKNOWN, read_value
+from ..frames import source_text
 from ..producer import Producer
 from .search import Search
 

@@ -12,7 +12,7 @@ from ....dtypes import format_dtype, to_torch
 from ....finding import Finding
 from ..evidence import NUMPY_DTYPE, Evidence
 from ..expressions import is_tensor, read_value
-from ..frames import CallFrame
+from ..frames import CallFrame, source_text
 from ..producers import find_producer
 from .findings import make_finding, make_operand_finding
 from .operands import add_brackets
@@ -28,7 +28,7 @@ def find_numpy_dtype(evidence: Evidence) -> Finding | None:
     name = match["name"]
     files = [frame.file.replace("\\", "/") for frame in evidence.frames]
     call = evidence.user_frame.expression
-    text = evidence.user_frame.text if call is None else " ".join(ast.unparse(call).split())
+    text = evidence.user_frame.text if call is None else source_text(call)
     reads_file = any("/safetensors/" in file for file in files) or ".get_tensor(" in text
     return make_finding(
         "RN013",
