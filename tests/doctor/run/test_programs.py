@@ -1003,6 +1003,14 @@ TRUTH = {
         " sin in bf16; cos is bf16: ",
         ".to(torch.bfloat16)` at tests/doctor/run/programs/kernel_check.py:30",
     ),
+    "supported_check": Truth(
+        "RN020",
+        'raise TypeError(f"fused_attention does not support {q.dtype}")',
+        "Attention",
+        "the explicit cast `x.float()` makes it fp32"
+        " (tests/doctor/run/programs/supported_check.py:22)",
+        "`self.norm(q).to(torch.bfloat16)` at tests/doctor/run/programs/supported_check.py:33",
+    ),
     "stated_check": Truth(
         "RN020",
         'raise ValueError("logits must be of type float32")',

@@ -1,5 +1,5 @@
 """Reads the program's own checks of dtypes: the comparison of an `assert`, or that of the `if` around
-a `raise`.
+a `raise`. A check may compare dtypes, or ask for one of several, as in `x.dtype in (...)`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def find_check_operands(frame: CallFrame) -> list[ast.expr]:
     comparison = find_compared_dtypes(frame)
     if comparison is None or not _has_different_dtypes(comparison, frame):
         return []
-    sides = [comparison.left, *comparison.comparators]
+    sides = [comparison.left]
+    if read_allowed_dtypes(comparison, frame) is None:
+        sides += comparison.comparators
     owners = [read_dtype_owner(side, frame) for side in sides]
     return [owner for owner in owners if owner is not None]
 
@@ -57,6 +59,20 @@ def read_dtype_owner(node: ast.expr, frame: CallFrame) -> ast.expr | None:
     return node.value if is_tensor(read_value(node.value, frame)) else None
 
 
+def read_allowed_dtypes(comparison: ast.Compare, frame: CallFrame) -> list[torch.dtype] | None:
+    """Returns the dtypes of `x.dtype in (torch.float16, torch.bfloat16)`. Returns None for other
+    comparisons, and if a dtype cannot be read.
+    """
+    match comparison:
+        case ast.Compare(_, [ast.In() | ast.NotIn()], [members]):
+            values = read_value(members, frame)
+            if not isinstance(values, (list, tuple, set, frozenset, dict)):
+                return None
+            allowed = [value for value in values if isinstance(value, torch.dtype)]
+            return allowed if allowed and len(allowed) == len(values) else None
+    return None
+
+
 def _find_comparisons(frame: CallFrame) -> list[ast.Compare]:
     """Returns the comparisons of the running `assert`, or of the `if` around the running `raise`."""
     statement = frame.statement
@@ -81,7 +97,9 @@ def _iterate_comparisons(test: ast.expr, *, is_raised_if: bool) -> Iterator[ast.
         case ast.UnaryOp(ast.Not(), operand):
             yield from _iterate_comparisons(operand, is_raised_if=not is_raised_if)
         case ast.Compare(_, operators):
-            kinds = (ast.NotEq, ast.IsNot) if is_raised_if else (ast.Eq, ast.Is)
+            kinds: tuple[type[ast.cmpop], ...] = (ast.Eq, ast.Is, ast.In)
+            if is_raised_if:
+                kinds = (ast.NotEq, ast.IsNot, ast.NotIn)
             if all(isinstance(operator, kinds) for operator in operators):
                 yield test
 
@@ -96,4 +114,8 @@ def _read_dtypes(comparison: ast.Compare, frame: CallFrame) -> list[torch.dtype]
 
 
 def _has_different_dtypes(comparison: ast.Compare, frame: CallFrame) -> bool:
-    return len(set(_read_dtypes(comparison, frame))) > 1
+    allowed = read_allowed_dtypes(comparison, frame)
+    if allowed is None:
+        return len(set(_read_dtypes(comparison, frame))) > 1
+    dtype = read_value(comparison.left, frame)
+    return isinstance(dtype, torch.dtype) and dtype not in allowed

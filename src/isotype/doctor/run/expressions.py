@@ -197,7 +197,7 @@ def read_value(node: ast.AST | None, frame: CallFrame) -> Any:
             return _read_attribute(read_value(owner, frame), name)
         case ast.Subscript(container, index):
             return _read_item(read_value(container, frame), index, frame)
-        case ast.Tuple(elements) | ast.List(elements):
+        case ast.Tuple(elements) | ast.List(elements) | ast.Set(elements):
             return [read_value(element, frame) for element in elements]
         case ast.UnaryOp(ast.USub(), operand):
             return _as_result(read_value(operand, frame))

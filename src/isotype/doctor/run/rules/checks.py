@@ -12,7 +12,7 @@ import torch
 from ....dtypes import format_dtype, to_torch
 from ....finding import Finding
 from ..arguments import find_passed_argument
-from ..checks import find_compared_dtypes, read_dtype_owner
+from ..checks import find_compared_dtypes, read_allowed_dtypes, read_dtype_owner
 from ..evidence import Evidence
 from ..expressions import read_value
 from ..producers import find_producer
@@ -22,12 +22,16 @@ from .operands import add_brackets, describe_others, list_floating
 
 def find_failed_check(evidence: Evidence) -> Finding | None:
     """Finds a check of the program about the dtypes of tensors: `assert x.dtype == y.dtype`, `if
-    x.dtype != y.dtype: raise`, or a raised message such as "x must be of type float32".
+    x.dtype != y.dtype: raise`, `assert x.dtype in (...)`, or a raised message such as "x must be of
+    type float32".
     """
     frame = evidence.failing_frame
     compare = find_compared_dtypes(frame)
     if compare is None:
         return _find_stated_check(evidence)
+    allowed = read_allowed_dtypes(compare, frame)
+    if allowed is not None:
+        return _explain_refused_dtype(compare.left, allowed, evidence)
     sides = [compare.left, *compare.comparators]
     dtypes = [read_value(side, frame) for side in sides]
     if not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
@@ -43,7 +47,29 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
     needed = next(dtype for dtype in dtypes if dtype != dtypes[index])
     others = [side.value for side in sides if read_dtype_owner(side, frame) not in (None, owner)]  # type: ignore[attr-defined]
     other_texts = [ast.unparse(other) for other in others]
-    return _make_check_finding(evidence, owner, dtypes[index], needed, other_texts)
+    return _make_check_finding(evidence, owner, dtypes[index], [needed], other_texts)
+
+
+def _explain_refused_dtype(
+    node: ast.expr, allowed: Sequence[torch.dtype], evidence: Evidence
+) -> Finding | None:
+    """Explains a check that refuses the dtype of a tensor. The fix casts to the dtype that autocast,
+    the model or the other tensors of the function have, if the check allows it.
+    """
+    frame = evidence.failing_frame
+    dtype = read_value(node, frame)
+    owner = read_dtype_owner(node, frame)
+    if owner is None or not isinstance(dtype, torch.dtype) or dtype in allowed:
+        return None
+    values = [value for value in frame.variables.values() if isinstance(value, torch.Tensor)]
+    usual = [other for other, _ in Counter(value.dtype for value in values).most_common()]
+    if evidence.majority_dtype is not None:
+        usual.insert(0, evidence.majority_dtype)
+    if evidence.autocast.is_on and evidence.autocast.dtype is not None:
+        usual.insert(0, evidence.autocast.dtype)
+    preferred = next((other for other in usual if other in allowed), allowed[0])
+    needed = [preferred, *(other for other in allowed if other != preferred)]
+    return _make_check_finding(evidence, owner, dtype, needed, [])
 
 
 # messages of a check that name a value and the dtype that it needs
@@ -62,7 +88,7 @@ def _find_stated_check(evidence: Evidence) -> Finding | None:
     for operand in list_floating(evidence):
         if operand.label == match["name"] and operand.dtype != needed:
             assert isinstance(operand.node, ast.expr)
-            return _make_check_finding(evidence, operand.node, operand.dtype, needed, [])
+            return _make_check_finding(evidence, operand.node, operand.dtype, [needed], [])
     return None
 
 
@@ -70,12 +96,13 @@ def _make_check_finding(
     evidence: Evidence,
     owner: ast.expr,
     dtype: torch.dtype,
-    needed: torch.dtype,
+    needed: Sequence[torch.dtype],
     others: Sequence[str],
 ) -> Finding:
     """Returns the finding about a tensor in a check of the program.
 
     owner   the expression of the tensor in the failing frame
+    needed  the dtypes that the check allows; the fix casts to the first
     others  the tensors with which the check compares it
     """
     operands = {operand.label: operand for operand in evidence.operands}
@@ -95,11 +122,11 @@ def _make_check_finding(
         others=" and ".join(others),
         others_origin=describe_others(evidence, compared),
         has=format_dtype(dtype),
-        needs=format_dtype(needed),
+        needs=" or ".join(map(format_dtype, needed)),
         source=producer.text,
         source_at=producer.location,
         autocast=is_autocast and dtype == evidence.autocast.dtype,
-        target=str(needed),
+        target=str(needed[0]),
         at=producer.location,
         is_cast=producer.kind == "cast" and producer.is_proven,
         passed=passed,
