@@ -1008,8 +1008,8 @@ TRUTH = {
         'raise TypeError(f"fused_attention does not support {q.dtype}")',
         "Attention",
         "the explicit cast `x.float()` makes it fp32"
-        " (tests/doctor/run/programs/supported_check.py:22)",
-        "`self.norm(q).to(torch.bfloat16)` at tests/doctor/run/programs/supported_check.py:33",
+        " (tests/doctor/run/programs/supported_check.py:24)",
+        "`self.norm(q).to(torch.bfloat16)` at tests/doctor/run/programs/supported_check.py:37",
     ),
     "stated_check": Truth(
         "RN020",
