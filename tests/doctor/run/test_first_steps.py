@@ -1,5 +1,7 @@
 """The record of the first steps: `doctor run` without `--trace`."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -84,6 +86,18 @@ def test_record_that_took_too_long_ends_at_the_next_module(record, monkeypatch):
     nn.Linear(2, 2)(torch.ones(1, 2))
     assert not list_modes()
     assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_record_keeps_no_tensor_alive(record):
+    def cast(values, example):
+        freed = weakref.ref(values)
+        result = torch.ones(2).to(example.dtype)
+        del values
+        return freed(), result
+
+    freed, result = cast(torch.ones(8), torch.ones(1).half())
+    assert freed is None
+    assert record.event_of(result).earlier.function == "half"
 
 
 def test_a_call_that_jit_traces_stays_free_of_the_record(record, recwarn):

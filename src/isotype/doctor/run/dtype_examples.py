@@ -7,7 +7,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-from collections.abc import Sequence
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -37,15 +39,16 @@ def find_example(calls: Sequence[RunningCode], frame: FrameType | None) -> torch
             frame = frame.f_back
         if frame is None:
             return None
+        variables = _read_variables(frame)
         if not isinstance(argument, ast.Name):
-            return _read_tensor(argument, frame)
-        value = frame.f_locals.get(argument.id)
+            return _read_tensor(argument, variables)
+        value = variables.get(argument.id)
         if isinstance(value, torch.Tensor):
             return value  # as in `x.to(other)`
         if caller is None or not isinstance(value, torch.dtype):
             return None
         inner = dataclasses.replace(
-            make_called_frame(call.code, call.instruction), variables=frame.f_locals
+            make_called_frame(call.code, call.instruction), variables=variables
         )
         outer = make_called_frame(caller.code, caller.instruction)
         passed = find_passed_argument(inner, outer, argument.id)
@@ -55,7 +58,21 @@ def find_example(calls: Sequence[RunningCode], frame: FrameType | None) -> torch
     return None
 
 
-def _read_tensor(argument: ast.AST, frame: FrameType) -> torch.Tensor | None:
+def _read_variables(frame: FrameType) -> dict[str, Any]:
+    """Returns the local variables of a frame. Before Python 3.13, a function's frame keeps a copy of
+    its variables after they were read. The tensors are removed from this copy, because otherwise
+    `del logits` in the program would not free their memory.
+    """
+    kept = frame.f_locals
+    variables = dict(kept)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        for name, value in variables.items():
+            if isinstance(value, torch.Tensor):
+                del kept[name]
+    return variables
+
+
+def _read_tensor(argument: ast.AST, variables: Mapping[str, Any]) -> torch.Tensor | None:
     """Returns the tensor `x` of `x.dtype`."""
     names: list[str] = []
     match argument:
@@ -65,7 +82,7 @@ def _read_tensor(argument: ast.AST, frame: FrameType) -> torch.Tensor | None:
                 node = node.value
         case _:
             return None
-    value = frame.f_locals.get(node.id) if isinstance(node, ast.Name) else None
+    value = variables.get(node.id) if isinstance(node, ast.Name) else None
     for name in names:
         value = _read_member(value, name)
     return value if isinstance(value, torch.Tensor) else None
