@@ -11,7 +11,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from tests.api import run_evidence, run_hook
+from tests.api import RECORD, run_evidence, run_hook
 from tests.warm import interpreter
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -164,16 +164,23 @@ class Shell:
         print("traceback of", exception[0].__name__)
 
 
+def make_halves():
+    return [torch.ones(2).half() for _ in range(2)]
+
+
 def test_notebook_extension_shows_both(capsys):
     shell = Shell()
     run_hook.install_in_notebook(shell)
     try:
-        torch.dot(torch.ones(2), torch.ones(2).half())
+        torch.dot(make_halves()[0], torch.ones(2))
     except RuntimeError as error:
         shell.handler(shell, type(error), error, error.__traceback__)
+    finally:
+        RECORD.remove()
     printed = capsys.readouterr()
     assert printed.out == "traceback of RuntimeError\n"
     assert "error RN017 " in printed.err
+    assert "`torch.ones(2).half()` (tests/doctor/run/test_program.py:" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,10 @@ _HOOK_ATTRIBUTE = "_is_isotype_hook"  # attribute of the exception hook of `doct
 
 def install() -> None:
     """Sets `sys.excepthook` and `threading.excepthook`. The new hooks first call the hooks that
-    were set before. Also starts the record of weights. A second call of this function has no effect.
+    were set before. Also starts the records of weights and of the first steps. A second call of this
+    function has no effect.
     """
-    RECORD.install()
+    RECORD.install_with_first_steps()
     earlier_hook = sys.excepthook
     if not getattr(earlier_hook, _HOOK_ATTRIBUTE, False):
 
@@ -57,8 +58,10 @@ def install_thread_hook(json_file: str | None = None) -> None:
 
 
 def install_in_notebook(shell: Any) -> None:
-    """Adds the explanation to the tracebacks of an IPython shell, and starts the record of weights."""
-    RECORD.install()
+    """Adds the explanation to the tracebacks of an IPython shell, and starts the records of weights and
+    of the first steps.
+    """
+    RECORD.install_with_first_steps()
 
     def show_explained(
         shell: Any,
