@@ -106,6 +106,21 @@ TRUTH = {
         "`model.to(torch.bfloat16)` (tests/doctor/run/programs/optimizer_states.py:14) cast the model",
         "cast the model before its first step",
     ),
+    "short_ids": Truth(
+        "RN015",
+        "nn.Embedding(16, 8)(tokens).sum().backward()",
+        "Embedding",
+        "`tokens` is int16, and embedding needs indices of int64",
+        "`tokens.long()` at tests/doctor/run/programs/short_ids.py:19",
+    ),
+    "checked_parameter": Truth(
+        "RN020",
+        "assert parameter.dtype == torch.bfloat16",
+        "step",
+        "`parameter` is weight: `nn.Linear(4, 2)` (tests/doctor/run/programs/checked_parameter.py:21)"
+        " builds it in fp32",
+        "`adapter.to(torch.bfloat16)` before the optimizer is made",
+    ),
     "experts": Truth(
         "RN008",
         "out.index_add_(0, rows, values)",

@@ -235,6 +235,56 @@ def test_failed_function_shows_what_it_received(fail, operands, autocast, cause)
     assert cause in finding.cause
 
 
+class Codes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.arange(4, dtype=torch.int32))
+
+    def forward(self, mask):
+        return torch.bitwise_right_shift(self.codes, mask)
+
+
+def explain_failure(function, *args):
+    try:
+        function(*args)
+    except Exception as error:
+        remove_record_frames(error)
+        return decide_cause(collect_evidence(error))
+    raise AssertionError("the call did not fail")
+
+
+def test_cast_of_integer_buffers_is_named():
+    model = Codes()
+    for name, buffer in model.named_buffers():
+        model._buffers[name] = buffer.to(torch.bfloat16)
+    finding = explain_failure(model, torch.ones(4, dtype=torch.int32))
+    assert finding.code == "RN014"
+    assert "`buffer.to(torch.bfloat16)` (" in finding.cause
+    assert "made codes bf16, which held integers" in finding.cause
+    assert "leave integer tensors out of this cast" in finding.fix
+
+
+def test_all_floats_of_an_operator_of_integers_are_cast():
+    def join(mask, keep):
+        return mask & keep
+
+    finding = explain_failure(join, torch.ones(4), torch.ones(4))
+    assert "`mask.to(torch.bool)`, and `keep.to(torch.bool)` at" in finding.fix
+
+
+def test_indices_and_not_the_indexed_tensor_are_named():
+    def select(values, rows):
+        return values.index_select(0, rows)
+
+    def index(values, rows):
+        return values[rows]
+
+    for read in (select, index):
+        finding = explain_failure(read, torch.ones(3, 4), torch.zeros(2, dtype=torch.int16))
+        assert "`rows` is int16" in finding.cause
+        assert finding.fix.startswith("`rows.long()` at")
+
+
 def test_traceback_does_not_contain_the_record():
     try:
         nn.functional.cross_entropy(torch.ones(2, 3), torch.ones(2).int())

@@ -262,7 +262,7 @@ def collect_evidence(error: BaseException) -> Evidence | None:
     """Collects the information about an exception. Returns None if neither the exception nor one of
     its causes is about dtypes.
     """
-    causes = [cause for cause in iterate_causes(error) if _mentions_dtype(cause)]
+    causes = [cause for cause in iterate_causes(error) if _is_about_dtypes(cause)]
     # the record of all tensors ends where code is compiled
     is_compiled = bool(causes) and not RECORD.is_complete
     second = run_without_compiler(error) if is_compiled else None
@@ -285,6 +285,16 @@ def collect_evidence(error: BaseException) -> Evidence | None:
             if _concerns_torch(evidence):
                 return evidence
     return None
+
+
+def _is_about_dtypes(error: BaseException) -> bool:
+    """True if an error names a dtype, or if a check of dtypes raised it. The message of a check may
+    say nothing, as that of `assert x.dtype == y.dtype`.
+    """
+    if _mentions_dtype(error):
+        return True
+    frames = collect_frames(error)
+    return bool(frames) and bool(find_check_operands(frames[-1]))
 
 
 def _mentions_dtype(error: BaseException) -> bool:

@@ -79,7 +79,8 @@ def confirm_producer(static: Producer, recorded: Producer, tensor: torch.Tensor)
     what the record shows.
     """
     is_parameter = static.kind == "parameter" and static.path == recorded.path
-    is_array = recorded.reason.startswith(_ARRAY_REASON)  # NumPy's calls are not recorded
+    # NumPy's calls are not recorded
+    is_array = recorded.reason.startswith(_ARRAY_REASON) and "(" in static.text
     is_module = static.kind == "module"
     is_run = static.location in _list_locations(tensor)
     if static.is_proven and (is_parameter or is_array or is_module or is_run):

@@ -55,11 +55,24 @@ def find_tensor_origin(tensor: torch.Tensor) -> WeightOrigin | None:
     return _find_assignment(tensor) if event is None else read_origin(event)
 
 
+def was_integer(tensor: torch.Tensor) -> bool:
+    """True if a recorded call cast a tensor of integers to the dtype of this buffer."""
+    event = None if RECORD.tensors is None else RECORD.tensors.event_of(tensor)
+    before = None if event is None or event.kind != "cast" else event.before
+    return before is not None and not before.dtype.is_floating_point and not before.dtype.is_complex
+
+
 def _find_assignment(tensor: torch.Tensor) -> WeightOrigin | None:
-    """Returns the line that changed the dtype of `parameter.data`, with `--trace`."""
-    if RECORD.tensors is None or not isinstance(tensor, nn.Parameter):
+    """Returns the line that changed the dtype of `parameter.data`, or that cast the tensor which a
+    program stored as a buffer, with `--trace`.
+    """
+    if RECORD.tensors is None:
         return None
-    event = RECORD.tensors.assignment_of(tensor)
+    if isinstance(tensor, nn.Parameter):
+        event = RECORD.tensors.assignment_of(tensor)
+    else:
+        event = RECORD.tensors.event_of(tensor)
+        event = event if event is not None and event.kind == "cast" else None
     calls = () if event is None else event.calls
     call = find_user_call(calls)
     if call is None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from ....dtypes import format_dtype, to_torch
 from ....finding import Finding
@@ -16,8 +17,9 @@ from ..checks import find_compared_dtypes, read_allowed_dtypes, read_dtype_owner
 from ..evidence import Evidence
 from ..expressions import read_value
 from ..producers import find_producer
+from ..recorded_origins import find_tensor_origin
 from .findings import make_finding
-from .operands import add_brackets, describe_others, list_floating
+from .operands import add_brackets, describe_others, find_model_variable, list_floating
 
 
 def find_failed_check(evidence: Evidence) -> Finding | None:
@@ -112,9 +114,15 @@ def _make_check_finding(
         producer = find_producer(owner, evidence.frames, index, dtype, evidence.names)
     else:
         producer = evidence.producer_of(operand)
+    weight = None if operand is None else operand.weight
+    origin = None if weight is None else find_tensor_origin(weight)
+    variable = ""
+    if operand is not None and isinstance(weight, nn.Parameter):
+        variable = find_model_variable(evidence, [weight])
     compared = [operands[other] for other in others if other in operands]
     passed, passed_at = _find_passed_argument(owner, evidence)
     is_autocast = producer.kind in ("module", "autocast") and evidence.autocast.is_on
+    target = str(needed[0])
     return make_finding(
         "RN020",
         evidence,
@@ -126,9 +134,12 @@ def _make_check_finding(
         source=producer.text,
         source_at=producer.location,
         autocast=is_autocast and dtype == evidence.autocast.dtype,
-        target=str(needed[0]),
+        target=target,
         at=producer.location,
         is_cast=producer.kind == "cast" and producer.is_proven,
+        weight=operand.path if operand is not None and origin is not None else "",
+        origin="" if origin is None else origin.describe("it", format_dtype(dtype)),
+        model_cast=f"{variable}.to({target})" if variable else "",
         passed=passed,
         passed_at=passed_at,
     )

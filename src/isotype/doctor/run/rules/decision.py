@@ -23,9 +23,9 @@ from .findings import MAX_ROWS, make_finding
 from .fixes import cast_before_later_uses, check_fix
 from .kernels import (
     find_constant_overflow,
-    find_float_indices,
     find_in_place_result,
     find_missing_kernel,
+    find_wrong_indices,
 )
 from .layers import find_layer_input
 from .losses import find_loss_weight, find_wrong_target, find_wrong_target_in_backward
@@ -61,7 +61,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_numpy_dtype,
     find_numpy_conversion,
     find_missing_kernel,
-    find_float_indices,
+    find_wrong_indices,
     find_assigned_gradient,
     find_wrong_target,
     find_loss_weight,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ....finding import Finding
 from ..evidence import Evidence, Operand
 from ..expressions import is_tensor, read_value
 from ..frames import CallFrame
-from ..recorded_origins import find_tensor_origin
+from ..recorded_origins import find_tensor_origin, was_integer
 from ..weight_origins import find_model_origin
 from .findings import make_finding, make_operand_finding
 from .operands import (
@@ -23,7 +24,6 @@ from .operands import (
     HALF_DTYPES,
     add_brackets,
     find_model_variable,
-    list_floating,
     list_keywords,
     passed_expression,
     rebuild_creation,
@@ -51,6 +51,12 @@ _INTEGER_OPERATIONS = frozenset(
 )
 
 
+_INDEX_ERROR = re.compile(
+    r"argument #\d+ 'indices'|used as indices must be|index.*(?:int64|int32|long)"
+    r"|(?:int64|int32|(?i:long)\w*) for index|index tensor of type LongTensor"
+)
+
+
 def find_missing_kernel(evidence: Evidence) -> Finding | None:
     match = _NO_KERNEL.search(evidence.message)
     if match is None or not evidence.operands:
@@ -71,6 +77,10 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
     if needed is None and not operand.dtype.is_floating_point:
         needed = torch.float32
     creation = "" if needed is None else rebuild_creation(producer, str(needed).partition(".")[2])
+    others = _list_like_operands(evidence, operand)
+    if needed is not None and not needed.is_floating_point:
+        others = _list_integer_casts(operands, operand, needed)
+        creation = "" if others else creation
     return make_operand_finding(
         "RN014",
         evidence,
@@ -83,8 +93,9 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
         operation=evidence.operation,
         device=operand.device.type,
         target=str(operand.dtype) if operand.dtype.is_floating_point else "",
-        also=" and ".join(_list_like_operands(evidence, operand)),
+        also=" and ".join(others),
         is_fourier=bool(_FOURIER.search(evidence.operation)),
+        **_describe_cast_buffer(operand),
         **_describe_stored_weights(evidence, operand),
         **_describe_parametrization(evidence, operand),
         is_complex=evidence.operation in ("polar", "complex", "view_as_complex"),
@@ -99,6 +110,26 @@ def _list_like_operands(evidence: Evidence, operand: Operand) -> list[str]:
         return []
     like = [o for o in evidence.operands if o is not operand and o.dtype == operand.dtype]
     return [f"`{add_brackets(other.label)}.float()`" for other in like]
+
+
+def _list_integer_casts(
+    operands: Sequence[Operand], operand: Operand, needed: torch.dtype
+) -> list[str]:
+    """Returns casts for the other operands that an operator of integers rejects too."""
+    others = [o for o in operands if o is not operand and o.dtype.is_floating_point]
+    return [f"`{add_brackets(other.label)}.to({needed})`" for other in others]
+
+
+def _describe_cast_buffer(operand: Operand) -> dict[str, Any]:
+    """Returns the call that cast a buffer of integers to a dtype of floats."""
+    if operand.weight is None or not was_integer(operand.weight):
+        return {}
+    origin = find_tensor_origin(operand.weight)
+    return (
+        {}
+        if origin is None
+        else {"buffer": operand.path, "cast": origin.text, "cast_at": origin.location}
+    )
 
 
 def _describe_stored_weights(evidence: Evidence, operand: Operand) -> dict[str, Any]:
@@ -213,21 +244,27 @@ def _find_later_calls(frame: CallFrame, dtype: torch.dtype) -> list[str]:
     return [lines[line] for line in sorted(lines)]
 
 
-def find_float_indices(evidence: Evidence) -> Finding | None:
-    is_index_error = re.search(
-        r"argument #\d+ 'indices'|used as indices must be|index.*(?:int64|int32|long)",
-        evidence.message,
-    )
-    floats = [operand for operand in list_floating(evidence) if not operand.path]
-    if is_index_error is None or not floats:
+def find_wrong_indices(evidence: Evidence) -> Finding | None:
+    """Finds indices that are floats, or integers of fewer bits than an index needs."""
+    if _INDEX_ERROR.search(evidence.message) is None:
         return None
-    producer = evidence.producer_of(floats[-1])
+    # the first operand is the table or the tensor that is indexed
+    candidates = evidence.operands[1:] or evidence.operands
+    wrong = [o for o in candidates if not o.path and o.dtype not in (torch.int64, torch.bool)]
+    if not wrong:
+        return None
+    operand = wrong[0]
+    is_narrow = not operand.dtype.is_floating_point
+    producer = evidence.producer_of(operand)
+    is_named = producer.text != operand.label
     return make_operand_finding(
         "RN015",
         evidence,
-        floats[-1],
+        operand,
+        is_narrow=is_narrow,
+        origin=producer.describe(operand.dtype_name) if is_named and is_narrow else "",
         operation=evidence.operation,
-        is_in_user_line=stands_in_user_line(evidence, floats[-1], producer),
+        is_in_user_line=stands_in_user_line(evidence, operand, producer),
         is_cast=producer.kind == "cast" and producer.is_proven,
         source=producer.text,
         source_at=producer.location,
