@@ -161,8 +161,9 @@ TRUTH = {
         "RN011",
         "return F.scaled_dot_product_attention(q, k, v)",
         "attention",
-        "`self.inverse` made q and k fp32 (tests/doctor/run/programs/rotary_attention.py:31); v is"
-        " bf16: `self.qkv(x)` (tests/doctor/run/programs/rotary_attention.py:16) returns bf16, as"
+        "`torch.arange(8) / 8` made q and k fp32 (tests/doctor/run/programs/rotary_attention.py:28),"
+        " because it computes floats from int64; v is bf16: `self.qkv(x)`"
+        " (tests/doctor/run/programs/rotary_attention.py:16) returns bf16, as"
         " the weights of attention.qkv are",
         "`q.to(torch.bfloat16)` and `k.to(torch.bfloat16)` at",
     ),

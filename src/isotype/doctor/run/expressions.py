@@ -231,6 +231,11 @@ def read_function(node: ast.AST, frame: CallFrame) -> Any:
     return MethodType(function, owner) if isinstance(function, FunctionType) else UNKNOWN
 
 
+def is_of_torch(function: Any) -> bool:
+    """True if a module of torch defines a function. Some built-in functions name no module."""
+    return str(getattr(function, "__module__", "")).startswith("torch")
+
+
 def is_tensor(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, TensorFacts))
 
@@ -339,7 +344,13 @@ def _read_item(container: Any, index: ast.AST, frame: CallFrame) -> Any:
     data = getattr(container, "data", None)  # BatchEncoding and BatchFeature of transformers
     if not isinstance(container, (dict, list, tuple)) and isinstance(data, dict):
         container = data
-    if type(container) in (dict, OrderedDict, list, tuple):  # their code is that of Python
+    if type(container) in (
+        dict,
+        OrderedDict,
+        list,
+        tuple,
+        torch.Size,
+    ):  # their code is that of Python
         try:
             return container[key]
         except (KeyError, IndexError, TypeError):
@@ -393,6 +404,8 @@ def _read_method(node: ast.Call, name: str, owner: Any, frame: CallFrame) -> Any
         return _read_conversion(node, owner, frame)
     if name in _REAL_METHODS and owner.dtype.is_complex:
         return TensorFacts(owner.dtype.to_real(), owner.device)
+    if name == "size" and isinstance(owner, torch.Tensor) and len(node.args) == 1:
+        return _read_item(owner.shape, node.args[0], frame)
     if name == "prod":  # autocast computes it in fp32, also on a CPU
         return UNKNOWN
     if name == "clamp":
@@ -420,7 +433,18 @@ def _read_torch_function(node: ast.Call, name: str, frame: CallFrame) -> Any:
         return TensorFacts(dtype, torch.device("cpu"))
     if dtype is None and name in ("zeros", "ones", "empty", "rand", "randn", "eye", "linspace"):
         return TensorFacts(torch.get_default_dtype(), torch.device("cpu"))
+    if dtype is None and name == "arange":
+        return _read_range(node, frame)
     return UNKNOWN
+
+
+def _read_range(node: ast.Call, frame: CallFrame) -> Any:
+    """Determines the dtype of `torch.arange(start, end, step)`: int64 if all of them are integers. A
+    later division makes floats of it.
+    """
+    bounds = [read_value(argument, frame) for argument in node.args]
+    is_integer = bool(bounds) and all(isinstance(bound, int) for bound in bounds)
+    return TensorFacts(torch.int64, torch.device("cpu")) if is_integer else UNKNOWN
 
 
 def _read_like(node: ast.Call, frame: CallFrame) -> Any:

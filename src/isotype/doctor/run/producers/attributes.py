@@ -5,7 +5,6 @@ call that made the object.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from types import FunctionType
@@ -20,9 +19,6 @@ from ..frames import make_module_frame, make_returned_frame, source_text
 from ..producer import Producer
 from .search import Search
 from .stored import follow_writes
-
-# calls that create integers, which later operations make floats
-_INTEGER_CREATION = re.compile(r"torch\.(?:randint\(|arange\((?!.*(?:dtype|\d\.)))")
 
 
 def follow_field(search: Search, node: ast.Attribute, index: int, line: int) -> Producer:
@@ -48,8 +44,7 @@ def follow_attribute(search: Search, node: ast.AST, name: str, index: int, owner
         result = search.follow(binding.value, new_index, binding.lineno)
         if result.is_proven:
             return result
-        is_float = not _INTEGER_CREATION.match(result.text)
-        if result.kind == "creation" and is_float and result.text in source_text(binding.value):
+        if result.kind == "creation" and result.text in source_text(binding.value):
             creations.append(result)
     is_stored = isinstance(read_value(node, search.frames[index]), torch.Tensor)
     if is_stored and len(creations) == 1:

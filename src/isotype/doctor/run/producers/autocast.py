@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..autocast import AutocastState, read_frame_region
-from ..expressions import read_function
+from ..expressions import is_of_torch, read_function
 from ..frames import source_text
 from ..producer import Producer
 from .search import Search
@@ -71,8 +71,7 @@ def is_fp32_operation(search: Search, node: ast.AST, index: int, line: int) -> b
         is_known = is_known or name in _FP32_FUNCTIONS_OF_GPUS
     value = read_function(node.func, search.frame_at(index, line))
     is_own = isinstance(value, (FunctionType, MethodType, nn.Module))
-    is_torch = getattr(value, "__module__", "").startswith("torch")
-    return is_known and (is_torch or not is_own)
+    return is_known and (is_of_torch(value) or not is_own)
 
 
 def is_autocast_operation(search: Search, node: ast.AST, index: int, line: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..expressions import (
     PROMOTING_METHODS,
     UNKNOWN,
     TensorFacts,
+    is_of_torch,
     is_tensor,
     node_keyword,
     read_function,
@@ -37,6 +39,8 @@ from .stored import follow_stored_tensor
 
 # functions that keep the dtype of a NumPy array
 _ARRAY_FUNCTIONS = frozenset(("from_numpy", "as_tensor", "tensor"))
+# calls that create integers, which later operations make floats
+_INTEGER_CREATION = re.compile(r"torch\.(?:randint\(|arange\((?!.*(?:dtype|\d\.)))")
 
 
 def follow_call(search: Search, node: ast.Call, index: int, line: int) -> Producer:
@@ -55,9 +59,7 @@ def follow_call(search: Search, node: ast.Call, index: int, line: int) -> Produc
         result = follow_method(search, node, node.func, index, line)
         if result is not None:
             return result
-    is_torch_function = getattr(function, "__module__", "").startswith("torch") or isinstance(
-        function, type(torch.add)
-    )
+    is_torch_function = is_of_torch(function) or isinstance(function, type(torch.add))
     if is_torch_function and node.args:
         if any(read_value(part, frame) is search.dtype for part in list_arguments(node)):
             return search.producer("cast", node, index, is_proven=True)
@@ -137,14 +139,22 @@ def follow_method(
         return follow_tensor_method(search, node, method, index, line)
     if owner is torch and method.attr in CREATION_FUNCTIONS:
         is_proven = is_tensor(result) and result.dtype == search.dtype
-        if not is_proven and method.attr == "as_tensor" and len(node.args) == 1:
-            kept = search.follow(node.args[0], index, line)  # a tensor stays as it is
-            if kept.is_proven:
-                return kept
-        if not is_proven:
-            return follow_array(search, node, index, line)
-        return search.producer("creation", node, index, is_proven=True)
+        if is_proven:
+            return search.producer("creation", node, index, is_proven=True)
+        return follow_unread_creation(search, node, index, line)
     return None
+
+
+def follow_unread_creation(search: Search, node: ast.Call, index: int, line: int) -> Producer:
+    """Continues the search at a call such as `torch.tensor(rows)`, whose dtype cannot be read."""
+    text = source_text(node)
+    if text.startswith("torch.as_tensor(") and len(node.args) == 1:
+        kept = search.follow(node.args[0], index, line)  # a tensor stays as it is
+        if kept.is_proven:
+            return kept
+    if search.dtype.is_floating_point and _INTEGER_CREATION.match(text):
+        return search.producer("unknown", node, index)
+    return follow_array(search, node, index, line)
 
 
 def follow_tensor_method(
