@@ -141,6 +141,21 @@ def test_dtype_argument_leads_to_the_tensor_whose_dtype_a_caller_passes():
     )
 
 
+def test_operation_of_two_halves_names_what_made_both():
+    narrow, brain = torch.ones(4).half(), torch.ones(4).bfloat16()
+    reason = producer_of(torch.cat([narrow, brain])).reason
+    assert reason.startswith("fp16 with bf16 gives fp32: `torch.ones(4).half()` (")
+    assert "is fp16 and `torch.ones(4).bfloat16()` (" in reason
+
+
+def test_input_of_a_layer_decides_and_a_parameter_before_a_constant():
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    hidden = nn.functional.linear(torch.ones(4) + widen(x), torch.ones(4, 4).double().float())
+    assert producer_of(hidden).text == "x.to(torch.float32)"
+    table = nn.Linear(4, 4)
+    assert producer_of(torch.eye(4) + table.weight, table).path == "weight"
+
+
 def test_autocast_names_the_region_that_another_function_entered():
     region = torch.autocast("cpu", dtype=torch.bfloat16)
     region.__enter__()

@@ -246,12 +246,30 @@ def _find_reason(event: TensorEvent, path: str, place: _Place, names: ModelNames
         if not floats:
             return f"it computes floats from {sources}"
         if len(floats) > 1:
-            return f"{' with '.join(map(format_dtype, floats))} gives {dtype_name}"
+            sources = _describe_sources(event, names)
+            return f"{' with '.join(map(format_dtype, floats))} gives {dtype_name}{sources}"
     if event.kind in ("cast", "creation") and event.earlier is not None:
         return _describe_example(event.earlier, names)
     if place.inner:
         return f"{place.inner} makes it"
     return ""
+
+
+def _describe_sources(event: TensorEvent, names: ModelNames) -> str:
+    """Returns what made the two operands of an operation, as the end of a sentence, or ""."""
+    sources = []
+    for part in (event.earlier, event.before):
+        last = None if part is None else _follow(part)[-1]
+        if last is None:
+            continue
+        path = _read_path(last, names)
+        call = find_user_call(last.calls)
+        if path:
+            sources.append(f"{path} is {format_dtype(last.dtype)}")
+        elif call is not None:
+            place = _make_place(call)
+            sources.append(f"`{place.text}` ({place.location}) is {format_dtype(last.dtype)}")
+    return f": {' and '.join(sources)}" if sources else ""
 
 
 def _describe_weight(event: TensorEvent, path: str) -> str:

@@ -43,7 +43,12 @@ _SETTER = "__set__"
 _GETTER = "__get__"
 _CAST_FUNCTIONS = CASTING_METHODS | {"type_as", "int", "long", "short", "bool", "char", "byte"}
 # the kinds of events, the most explicit ones last
-_RANKS = ("outside", "creation", "conversion", "operation", "promotion", "autocast", "cast")
+_RANKS = (
+    *("outside", "creation", "parameter", "conversion"),
+    *("operation", "promotion", "autocast", "cast"),
+)
+# functions of a layer, whose weight must have the dtype of the input
+_LAYER_FUNCTIONS = frozenset(("linear", "conv1d", "conv2d", "conv3d"))
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -60,7 +65,8 @@ class TensorEvent:
     earlier   for a promotion: the event of the operand with the wider dtype. For a cast to the
               dtype of another tensor: the event of that tensor. For a conversion or an operation:
               the event of the first operand
-    before    for a cast: the event of the tensor before it
+    before    for a cast: the event of the tensor before it. For an operation of floats of two dtypes:
+              the event of the second operand
     operand_dtypes  the dtypes of the operands
     position  for a promotion: the number of the wider operand among the operands
     data_type  for a creation: the type of the data, such as `float64` for an array of NumPy
@@ -252,7 +258,7 @@ class TensorRecord(TorchFunctionMode):
                 if name in ("to", "type_as"):
                     self._record_kept_dtype(output)
                 continue  # an operation in place keeps the dtype
-            if not self._inherit(output, operands):
+            if not self._inherit(output, operands, name):
                 self._events[output] = self._make_event(name, args, kwargs, output, operands)
 
     def _record_kept_dtype(self, tensor: torch.Tensor) -> None:
@@ -267,28 +273,33 @@ class TensorRecord(TorchFunctionMode):
         if earlier is not self.event_of(tensor):
             self._events[tensor] = TensorEvent("cast", tensor.dtype, "to", calls, earlier=earlier)
 
-    def _inherit(self, output: torch.Tensor, operands: Sequence[torch.Tensor]) -> bool:
+    def _inherit(
+        self, output: torch.Tensor, operands: Sequence[torch.Tensor], name: str = ""
+    ) -> bool:
         """Passes on the event of an operand that has the dtype of the result. Returns False if
         there is none, or if the call also widened another operand.
         """
         dtype = output.dtype
         if any(_is_narrower(operand.dtype, dtype) and operand.dim() for operand in operands):
             return False
-        source = self._find_deciding_operand(operands, dtype)
+        source = self._find_deciding_operand(operands, dtype, name)
         if source is None:
             return False
         self._events[output] = self._event_or_outside(source)
         return True
 
     def _find_deciding_operand(
-        self, operands: Sequence[torch.Tensor], dtype: torch.dtype
+        self, operands: Sequence[torch.Tensor], dtype: torch.dtype, name: str = ""
     ) -> torch.Tensor | None:
         """Returns the operand whose dtype the most explicit call decided, such as a cast, or None if
-        no operand has this dtype.
+        no operand has this dtype. The weight of a layer has the dtype of the input: it decides
+        nothing if the origin of the input is known.
         """
         sources = [operand for operand in operands if operand.dtype == dtype]
         if len(sources) < 2:
             return sources[0] if sources else None
+        if name in _LAYER_FUNCTIONS and self._rank(sources[0]) > 0:
+            return sources[0]
         return max(sources, key=self._rank)
 
     def _rank(self, tensor: torch.Tensor) -> int:
@@ -299,6 +310,10 @@ class TensorRecord(TorchFunctionMode):
             event is not None and event.kind in ("cast", "creation") and event.earlier is not None
         ):
             event = event.earlier  # the dtype is that of another tensor
+            if event.operand is not None and isinstance(event.operand(), nn.Parameter):
+                return _RANKS.index("parameter")
+        if event is None and isinstance(tensor, nn.Parameter):
+            return _RANKS.index("parameter")
         return _RANKS.index("outside" if event is None else event.kind)
 
     def _event_or_outside(self, tensor: torch.Tensor) -> TensorEvent:
@@ -344,6 +359,7 @@ class TensorRecord(TorchFunctionMode):
             is_conversion = _has_same_precision(operands[0].dtype, dtype)
             kind = "conversion" if is_conversion else "operation"
             earlier = self._event_or_outside(operands[0])
+            before = self._event_of_second_dtype(operands)
         if earlier is not None and sum(1 for _ in earlier.chain()) >= _MAX_CHAIN:
             *_, earlier = earlier.chain()
         return TensorEvent(
@@ -358,6 +374,14 @@ class TensorRecord(TorchFunctionMode):
             data_type=data_type,
             region=region,
         )
+
+    def _event_of_second_dtype(self, operands: Sequence[torch.Tensor]) -> TensorEvent | None:
+        """Returns the event of the first operand that is a float of another dtype than the first
+        float.
+        """
+        floats = [operand for operand in operands if operand.is_floating_point()]
+        others = [operand for operand in floats if operand.dtype != floats[0].dtype]
+        return self._event_or_outside(others[0]) if others else None
 
     def _record_setter(self, func: Any, args: Any) -> None:
         """Records an assignment such as `parameter.data = value`."""
