@@ -52,6 +52,8 @@ def find_argument(scope: Any, call: ast.AST | None, name: str, is_bound: bool) -
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value
+    if is_bound and name == "self" and isinstance(call.func, ast.Attribute):
+        return call.func.value  # the tensor whose method is called
     positional = list_positional_parameters(scope, is_bound)
     if name in positional:
         position = positional.index(name)

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 MENTIONS_DTYPE = re.compile(
     r"dtype|scalar ?type|\bdata ?type|BFloat16|\bHalf\b|\bFloat\b|\bDouble\b|float(16|32|64)|FP16"
     r"|\b(fp|bf)(16|32)\b|not implemented for '|without overflow|floating|result type|Float8"
-    r"|CheckpointError|low precision|must be long|complex dtype",
+    r"|CheckpointError|low precision|must be long|complex dtype|complex types|boolean|bool tensor|BoolTensor"
+    r"|LongTensor|Integral inputs|Integers to negative integer powers|only integer tensors",
     re.IGNORECASE,
 )
 # the second run of a selective checkpoint does a cast that its forward did not do
@@ -498,7 +499,7 @@ def _split_expression(node: ast.AST | None, frame: CallFrame) -> tuple[str, list
 
 
 def _operator_name(operator: ast.operator | ast.unaryop) -> str:
-    return {"MatMult": "matmul", "Mult": "mul"}.get(
+    return {"MatMult": "matmul", "Mult": "mul", "USub": "neg"}.get(
         type(operator).__name__, type(operator).__name__.lower()
     )
 

@@ -72,7 +72,14 @@ def follow_starred(
     for number in range(outer, -1, -1):
         frame = search.frames[number]
         call = frame.expression
-        if frame.is_forwarding or not isinstance(call, ast.Call):
+        if frame.is_forwarding or call is None:
+            continue
+        if isinstance(call, (ast.BinOp, ast.UnaryOp)):  # as in `1 - mask`
+            operands = ast.iter_child_nodes(call)
+            operand = next((node for node in operands if read_value(node, frame) is value), None)
+            if operand is not None:
+                return search.follow(operand, number)
+        if not isinstance(call, ast.Call):
             continue
         for part in iterate_arguments(call):
             if not isinstance(part, ast.Starred) and read_value(part, frame) is value:

@@ -21,11 +21,11 @@ from .checkpointing import find_changed_checkpoint, find_failed_recomputation, f
 from .checks import find_failed_check
 from .findings import MAX_ROWS, make_finding
 from .fixes import cast_before_later_uses, check_fix
+from .indices import find_mask_arithmetic, find_wrong_indices, find_wrong_mask
 from .kernels import (
     find_constant_overflow,
     find_in_place_result,
     find_missing_kernel,
-    find_wrong_indices,
 )
 from .layers import find_layer_input
 from .losses import find_loss_weight, find_wrong_target, find_wrong_target_in_backward
@@ -60,8 +60,10 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_integer_parameter,
     find_numpy_dtype,
     find_numpy_conversion,
-    find_missing_kernel,
     find_wrong_indices,
+    find_wrong_mask,
+    find_mask_arithmetic,
+    find_missing_kernel,
     find_assigned_gradient,
     find_wrong_target,
     find_loss_weight,

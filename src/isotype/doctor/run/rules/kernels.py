@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ....dtypes import format_dtype
 from ....finding import Finding
 from ..evidence import Evidence, Operand
-from ..expressions import is_tensor, read_value
+from ..expressions import is_tensor, node_keyword, read_value
 from ..frames import CallFrame
 from ..recorded_origins import find_tensor_origin, was_integer
 from ..weight_origins import find_model_origin
@@ -27,7 +27,6 @@ from .operands import (
     list_keywords,
     passed_expression,
     rebuild_creation,
-    stands_in_user_line,
 )
 
 _NO_KERNEL = re.compile(
@@ -39,7 +38,12 @@ _NO_KERNEL = re.compile(
     r"|only supports? (?:floating point|float)[\w ,]* dtypes"
     r"|doesn't support tensors of type: (?P<type>\w+)"
     r"|Promotion for Float8 Types is not supported, attempted to promote (?:\w+ and )?(?P<float8>Float8\w+)"
+    r"|Expected a floating point or complex tensor as input. Got (?P<norm>\w+)"
+    r"|Quantize only works on Float Tensor, got (?P<quantised>\w+)"
+    r"|Integral inputs not supported|Integers to negative integer powers"
+    r"|is only implemented on integer and Boolean-type tensors|not supported for complex types"
 )
+_NEEDS_FLOATS = re.compile(r"Integral inputs|negative integer powers")
 _FOURIER = re.compile("fft|stft")
 # operators of bool and integers, which have no kernels for floats on any device
 _BITWISE_OPERATIONS = frozenset(
@@ -51,12 +55,6 @@ _INTEGER_OPERATIONS = frozenset(
 )
 
 
-_INDEX_ERROR = re.compile(
-    r"argument #\d+ 'indices'|used as indices must be|index.*(?:int64|int32|long)"
-    r"|(?:int64|int32|(?i:long)\w*) for index|index tensor of type LongTensor"
-)
-
-
 def find_missing_kernel(evidence: Evidence) -> Finding | None:
     match = _NO_KERNEL.search(evidence.message)
     if match is None or not evidence.operands:
@@ -64,9 +62,11 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
     name = next((name for name in match.groupdict().values() if name is not None), None)
     operands = list(evidence.operands)
     if name is not None:
-        operands = [
-            operand for operand in operands if operand.dtype_name == format_dtype(name)
-        ] or operands
+        operands = _filter_dtype(operands, name, evidence)
+    elif _NEEDS_FLOATS.search(evidence.message):
+        operands = [o for o in operands if not o.dtype.is_floating_point] or operands
+    if not operands:
+        return None
     # a variable decides the dtype of a table that the same line makes like it
     operand = next((part for part in operands if part.tensor is not None), operands[0])
     producer = evidence.producer_of(operand)
@@ -100,6 +100,16 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
         **_describe_parametrization(evidence, operand),
         is_complex=evidence.operation in ("polar", "complex", "view_as_complex"),
     )
+
+
+def _filter_dtype(operands: Sequence[Operand], name: str, evidence: Evidence) -> list[Operand]:
+    """Returns the operands of the dtype that a message names. If there are none, the function has
+    cast its operands, as under autocast, or computes with a dtype that it got as an argument.
+    """
+    fitting = [operand for operand in operands if operand.dtype_name == format_dtype(name)]
+    call = evidence.failing_frame.expression
+    has_dtype = isinstance(call, ast.Call) and any(k.arg == "dtype" for k in call.keywords)
+    return fitting if fitting or has_dtype else list(operands)
 
 
 def _list_like_operands(evidence: Evidence, operand: Operand) -> list[str]:
@@ -244,38 +254,11 @@ def _find_later_calls(frame: CallFrame, dtype: torch.dtype) -> list[str]:
     return [lines[line] for line in sorted(lines)]
 
 
-def find_wrong_indices(evidence: Evidence) -> Finding | None:
-    """Finds indices that are floats, or integers of fewer bits than an index needs."""
-    if _INDEX_ERROR.search(evidence.message) is None:
-        return None
-    # the first operand is the table or the tensor that is indexed
-    candidates = evidence.operands[1:] or evidence.operands
-    wrong = [o for o in candidates if not o.path and o.dtype not in (torch.int64, torch.bool)]
-    if not wrong:
-        return None
-    operand = wrong[0]
-    is_narrow = not operand.dtype.is_floating_point
-    producer = evidence.producer_of(operand)
-    is_named = producer.text != operand.label
-    return make_operand_finding(
-        "RN015",
-        evidence,
-        operand,
-        is_narrow=is_narrow,
-        origin=producer.describe(operand.dtype_name) if is_named and is_narrow else "",
-        operation=evidence.operation,
-        is_in_user_line=stands_in_user_line(evidence, operand, producer),
-        is_cast=producer.kind == "cast" and producer.is_proven,
-        source=producer.text,
-        source_at=producer.location,
-    )
-
-
 def find_in_place_result(evidence: Evidence) -> Finding | None:
     """Finds an operator that writes floats or complex numbers into a tensor that cannot hold them."""
     if "can't be cast to the desired output type" not in evidence.message or not evidence.operands:
         return None
-    destination, *values = evidence.operands
+    destination, *values = _put_output_first(evidence)
     is_wider = [value for value in values if value.dtype.is_complex or not _is_wide(destination)]
     odd = next((value for value in is_wider if _is_wide(value)), None)
     origin = ""
@@ -299,6 +282,13 @@ def find_in_place_result(evidence: Evidence) -> Finding | None:
         base=_base_of(destination.label),
         at=frame.location,
     )
+
+
+def _put_output_first(evidence: Evidence) -> list[Operand]:
+    """Returns the operands, with that of the keyword `out` before all others."""
+    call = evidence.failing_frame.expression
+    output = node_keyword(call, "out") if isinstance(call, ast.Call) else None
+    return sorted(evidence.operands, key=lambda operand: operand.node is not output)
 
 
 def _base_of(text: str) -> str:

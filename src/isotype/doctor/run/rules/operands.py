@@ -207,7 +207,8 @@ def describe_setting(
 def find_odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:
     """Returns the operand whose dtype differs from the dtype of autocast, or else of the model. If no model is known,
     returns the operand whose dtype differs from the dtype of most operands. If two dtypes are
-    equally frequent, returns the operand with the wider dtype. An operand in fp64 is never usual.
+    equally frequent, returns the operand with the wider dtype. An operand in fp64 or fp8 is never
+    usual, and a complex one always is.
     """
     counts = Counter(operand.dtype for operand in operands)
     usual = evidence.majority_dtype
@@ -215,6 +216,9 @@ def find_odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand
         usual = evidence.autocast.dtype
     if usual not in counts:
         floats = [dtype for dtype in counts if dtype.is_floating_point]
-        floats = [dtype for dtype in floats if dtype != torch.float64] or floats
-        usual = max(floats or counts, key=lambda dtype: (counts[dtype], -dtype.itemsize))
+        floats = [dtype for dtype in floats if dtype.itemsize in (2, 4)] or floats
+        complexes = [dtype for dtype in counts if dtype.is_complex]
+        usual = max(
+            complexes or floats or counts, key=lambda dtype: (counts[dtype], -dtype.itemsize)
+        )
     return next(operand for operand in operands if operand.dtype != usual)

@@ -1,0 +1,71 @@
+"""Checks of dtypes by PyTorch's operators: the operand that each message is about, and its fix."""
+
+import pytest
+
+from tests.api import RECORD, collect_evidence, decide_cause, remove_record_frames
+
+PROGRAM = """import torch
+from torch.nn import functional as F
+
+def make_first():
+    return {first}
+
+def make_second():
+    return {second}
+
+def compute(a, b):
+    return {line}
+
+compute(make_first(), make_second())
+"""
+FLOATS = "torch.ones(3)"
+LONGS = "torch.arange(3)"
+BOOLS = "torch.arange(3) > 1"
+
+# the failing line, what `a` and `b` are, the code of the cause, and a part of the fix
+CASES = [
+    ("torch.ones(3, 3).index_add_(0, a, b)", FLOATS, "torch.ones(3, 3)", "RN015", "`a.long()`"),
+    ("a.gather(0, b)", FLOATS, FLOATS, "RN015", "`b.long()`"),
+    ("torch.take(a, b)", FLOATS, FLOATS, "RN015", "`b.long()`"),
+    ("torch.take_along_dim(a, b, 0)", FLOATS, FLOATS, "RN015", "`b.long()`"),
+    ("torch.repeat_interleave(a, b)", FLOATS, FLOATS, "RN015", "`b.long()`"),
+    ("torch.bincount(a)", FLOATS, FLOATS, "RN015", "`a.long()`"),
+    ("[1, 2][a[0]]", FLOATS, FLOATS, "RN015", "`a[0].long()`"),
+    ("a.masked_fill(b, 0)", FLOATS, LONGS, "RN029", "`b.bool()`"),
+    ("a.masked_select(b)", FLOATS, LONGS, "RN029", "`b.bool()`"),
+    ("torch.where(b, a, 0)", LONGS, FLOATS, "RN029", "`b.bool()`"),
+    ("-a", BOOLS, FLOATS, "RN029", "`~a`"),
+    ("1 - a", BOOLS, FLOATS, "RN029", "`~a`"),
+    ("~a", FLOATS, FLOATS, "RN014", "`torch.ones(3, dtype=torch.bool)` at"),
+    ("a.norm()", LONGS, FLOATS, "RN014", "`torch.arange(3, dtype=torch.float32)`"),
+    ("F.kl_div(a, b)", FLOATS, LONGS + " * 1", "RN014", "`b.float()`"),
+    ("torch.add(a, a, out=b)", FLOATS, LONGS, "RN016", "`b = b.float()`"),
+    ("a @ b", "torch.eye(2).to(torch.cfloat)", "torch.ones(2, 2)", "RN017", "`b.to(torch.complex64)`"),
+    ("b @ a", "torch.eye(2).to(torch.float8_e5m2)", "torch.ones(2, 2)", "RN017", "`a.to(torch.float32)`"),
+]  # fmt: skip
+
+
+def explain(tmp_path, line, first, second):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(line=line, first=first, second=second))
+    code = compile(program.read_text(), str(program), "exec")
+    RECORD.install_with_first_steps()
+    try:
+        with pytest.raises((RuntimeError, TypeError, IndexError)) as failure:
+            exec(code, {"__name__": "__main__"})
+        failure.value.__traceback__ = failure.value.__traceback__.tb_next
+        remove_record_frames(failure.value)
+        return decide_cause(collect_evidence(failure.value))
+    finally:
+        RECORD.remove()
+
+
+@pytest.mark.parametrize(("line", "first", "second", "code", "fix"), CASES)
+def test_operand_and_fix(tmp_path, line, first, second, code, fix):
+    finding = explain(tmp_path, line, first, second)
+    assert finding.code == code, finding.render()
+    assert fix in finding.fix, finding.render()
+
+
+def test_dtype_argument_is_not_blamed_on_another_tensor(tmp_path):
+    assert explain(tmp_path, "torch.randn(3, dtype=a)", "torch.int64", FLOATS).code == "RN000"
