@@ -47,3 +47,43 @@ def test_floats_of_a_range(call, text, tmp_path):
         table["steps"] @ x.T
         """
     assert find_producer_text(source, tmp_path) == text
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        ("[state @ x.T for state in states]", "second.mean(0, dtype=torch.float32)"),
+        (
+            "sum(state @ x.T for number, state in zip((1, 2), states))",
+            "second.mean(0, dtype=torch.float32)",
+        ),
+        (
+            "for number, (state, other) in enumerate(zip(states, [x, x])):\n"
+            "        state @ other.T",
+            "second.mean(0, dtype=torch.float32)",
+        ),
+        ("[second.float() @ x.T for x in [x]]", "second.float()"),
+        ("{key: state @ x.T for key, state in {'a': states[1]}.items()}", ""),
+        # the variable of a comprehension hides that of the function
+        (
+            "state = states[0]\n    rows = [state * 2 for state in states]\n"
+            "    [row @ x.T for row in rows]",
+            "second.mean(0, dtype=torch.float32)",
+        ),
+        # the items that a condition leaves out have no position
+        (
+            "rows = [state * 2 for state in states if state is not None]\n"
+            "    for row in rows:\n        row @ x.T",
+            "",
+        ),
+    ],
+)
+def test_variables_of_comprehensions(lines, text, tmp_path):
+    source = f"""
+def run(x, second):
+    first = x * 2
+    states = [first, second.mean(0, dtype=torch.float32)]
+    {lines}
+run(torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(1, 2, 8, dtype=torch.bfloat16))
+"""
+    assert find_producer_text(source, tmp_path) == text

@@ -178,6 +178,33 @@ def iterate_attribute_assignments(scope: Any, name: str) -> Iterator[ast.Assign]
                 yield ast.copy_location(ast.Assign([target], value), node)
 
 
+def resolve_iteration(iterable: ast.expr, target: ast.expr, name: str) -> tuple[ast.expr, ast.expr]:
+    """Returns the iterable whose items give a name its value, and the target of these items:
+    `(rows, row)` for the name `row` of `for number, (row, label) in enumerate(zip(rows, labels))`.
+    """
+    while isinstance(iterable, ast.Call) and iterable.args:
+        called = source_text(iterable.func).rpartition(".")[2]
+        if called not in _ITERATION_WRAPPERS:
+            break
+        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
+        position = 0
+        if called == "zip" and len(parts) == len(iterable.args):
+            position = find_target_position(parts, name)
+            target = parts[position]
+        elif called == "enumerate" and len(parts) == 2:
+            target = parts[1]
+        iterable = iterable.args[position]
+    return iterable, target
+
+
+def find_target_position(targets: Sequence[ast.expr], name: str) -> int:
+    """Returns the position of the target that contains a name, or 0."""
+    for position, target in enumerate(targets):
+        if any(is_name(part, name) for part in ast.walk(target)):
+            return position
+    return 0
+
+
 def unwrap_iterable(iterable: ast.AST) -> ast.AST:
     """Returns the iterable inside of `enumerate`, `tqdm`, `iter` and others."""
     while isinstance(iterable, ast.Call) and iterable.args:

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...observe.origin import short_path
-from .frames import CallFrame
+from .frames import CallFrame, parse_user_file
 from .user_files import iterate_user_files
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
+Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,12 @@ class SourceFile:
             if isinstance(parent, Function):
                 return parent
         return None
+
+
+def read_source_file(frame: CallFrame) -> SourceFile | None:
+    """Returns the file that contains the code of a frame, or None for files of libraries."""
+    tree = parse_user_file(frame.file)
+    return None if tree is None else SourceFile(frame.file, tree, frame)
 
 
 class ProgramSource:

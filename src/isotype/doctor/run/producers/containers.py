@@ -6,9 +6,10 @@ import ast
 
 from ..bindings import find_stored_item
 from ..casts import find_cast
-from ..expressions import DTYPE_KEEPING_METHODS, read_condition, read_value
+from ..expressions import read_condition, read_value
 from ..producer import Producer
-from .calls import follow_call
+from ..program_source import Comprehension
+from .comprehensions import follow_part
 from .functions import follow_item
 from .items import follow_item_functions
 from .search import Search
@@ -38,25 +39,16 @@ def follow_container(search: Search, node: ast.AST, index: int, line: int) -> Pr
             if key is not None and read_value(key, frame) == search.key:
                 return follow_item(search, value, index, line)
         return search.producer("data", node, index)
-    part = node.value if isinstance(node, ast.DictComp) else node.elt  # type: ignore[attr-defined]
-    generators = node.generators  # type: ignore[attr-defined]
-    match part, generators[0].iter, generators[0].target:
-        case ast.Call(ast.Attribute(ast.Name(name), method)), ast.Tuple(items), ast.Name(target):
-            # as in `q, k = (x.transpose(1, 0) for x in (q, k))`
-            is_kept = name == target and method in DTYPE_KEEPING_METHODS
-            if is_kept and search.key in range(len(items)):
-                return search.follow(items[search.key], index, line)
+    assert isinstance(node, Comprehension)
+    part = node.value if isinstance(node, ast.DictComp) else node.elt
     cast = find_cast(part, frame, search.dtype)
     if cast is not None:
         return search.producer("cast", cast, index, is_proven=True)
     row_result = follow_row(search, part, index, line)
     if row_result is not None:
         return row_result
-    if isinstance(part, ast.Call):
-        result = follow_call(search, part, index, line)
-        if result.is_proven:
-            return result
-    return search.producer("data", node, index)
+    result = follow_part(search, node, part, index, line)
+    return result if result.is_proven else search.producer("data", node, index)
 
 
 def follow_row(search: Search, part: ast.AST, index: int, line: int) -> Producer | None:

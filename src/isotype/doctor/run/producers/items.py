@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from ..arguments import iterate_arguments
-from ..bindings import find_assigned_call, find_iterated_table, find_position, unwrap_iterable
+from ..bindings import (
+    find_assigned_call,
+    find_iterated_table,
+    find_position,
+    resolve_iteration,
+    unwrap_iterable,
+)
 from ..expressions import UNKNOWN, node_keyword, read_function, read_value
 from ..frames import CallFrame
 from ..producer import Producer
@@ -44,20 +50,42 @@ def follow_collators(search: Search) -> Producer | None:
     return None
 
 
-def follow_loop(search: Search, binding: Any, name: str, index: int) -> Producer:
-    """Continues the search at the values over which a `for` loop iterates."""
-    iterable = unwrap_iterable(binding.iter)
-    target = binding.target
+def follow_loop(
+    search: Search,
+    binding: Any,
+    name: str,
+    index: int,
+    item: Any = UNKNOWN,
+    position: int | None = None,
+) -> Producer:
+    """Continues the search at the values over which a `for` loop iterates.
+
+    item      the running item of the loop; None if the loop has ended. By default, the value of the
+              variable
+    position  the position of the item among the values, if it is known
+    """
+    iterable, target = resolve_iteration(binding.iter, binding.target, name)
     table = find_iterated_table(iterable)
     if table is not None:
         search.key = UNKNOWN
         stored = search.follow(table, index, binding.lineno)
         return stored if stored.kind != "unknown" else search.producer("data", table, index)
-    if isinstance(target, ast.Tuple) and iterable is not binding.iter:
-        target = target.elts[-1]
     element = find_position(target, name)
+    if element is None and isinstance(iterable, (ast.Name, ast.Attribute, ast.Tuple, ast.List)):
+        items = read_value(iterable, search.frame_at(index, binding.lineno))
+        if item is UNKNOWN and index < search.running_count:
+            item = search.frames[index].variables.get(name)
+        search.key = find_item_position(items, item) if position is None else position
     result = follow_items(search, iterable, element, index, binding.lineno)
     return result or search.producer("data", binding.iter, index)
+
+
+def find_item_position(items: Any, item: Any) -> Any:
+    """Returns the only position of a tensor in a list or tuple, or UNKNOWN."""
+    if not isinstance(items, (list, tuple)) or not isinstance(item, torch.Tensor):
+        return UNKNOWN
+    positions = [number for number, other in enumerate(items) if other is item]
+    return positions[0] if len(positions) == 1 else UNKNOWN
 
 
 def follow_next_item(search: Search, node: ast.Call, index: int, line: int) -> Producer | None:
@@ -96,7 +124,8 @@ def follow_items(
         functions += list(iterate_item_functions_of_call(call, search.frames[call_index]))
     functions += find_row_sources(search, value, calls)
     result = follow_item_functions(search, functions, element, index, line)
-    if result is None and isinstance(iterable, ast.Name) and not functions:
+    is_plain = isinstance(iterable, (ast.Name, ast.Attribute, ast.Tuple, ast.List))
+    if result is None and is_plain and not functions:
         if element is not None:
             search.key = element
         plain = search.follow(iterable, index, line)

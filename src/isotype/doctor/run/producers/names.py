@@ -28,6 +28,7 @@ from ..expressions import UNKNOWN, is_tensor, read_value
 from ..frames import CallFrame, make_module_frame
 from ..producer import Producer
 from .calls import follow_call
+from .comprehensions import follow_comprehension_name
 from .functions import follow_item
 from .items import follow_loop
 from .modules import follow_previous_layer
@@ -39,6 +40,9 @@ from .search import Search
 def follow_name(search: Search, node: ast.AST, name: str, index: int, line: int) -> Producer:
     frame = search.frame_at(index, line)
     scope = frame.scope
+    inner = follow_comprehension_name(search, node, name, index)
+    if inner is not None:
+        return inner
     if scope is None or (index, name) in search.earlier_names:
         return search.producer("unknown", node, index)
     if line == frame.line:

@@ -61,6 +61,8 @@ class Search(ABC):
              batches
     earlier_names  names whose value the search follows into an earlier pass of a loop: the index
              of the frame, and the name
+    hidden_names  variables of a comprehension that has ended, which hide those of its function
+    positions  id of a `for` of a comprehension -> the position of the item that the search follows
     inner_functions  the functions that made the items that the running collator gets
     """
 
@@ -83,6 +85,8 @@ class Search(ABC):
         self.item_frames: set[int] = set()
         self.inner_functions: Sequence[Any] = ()
         self.earlier_names: set[tuple[int, str]] = set()
+        self.hidden_names: set[tuple[int, str]] = set()
+        self.positions: dict[int, int] = {}
 
     @abstractmethod
     def follow(self, node: ast.AST, index: int, line: int | None = None) -> Producer:
@@ -107,7 +111,8 @@ class Search(ABC):
             if is_later or (has_arguments_only and last_line < line):
                 for name in collect_bound_names(binding):
                     stale[name] = self.read_passed_value(scope, name, index, line)
-        stale |= {name: UNKNOWN for number, name in self.earlier_names if number == index}
+        unread_names = self.earlier_names | self.hidden_names
+        stale |= {name: UNKNOWN for number, name in unread_names if number == index}
         frame = replace(frame, variables={**frame.variables, **stale}) if stale else frame
         return read_integers(frame, scope, line) if has_arguments_only else frame
 
