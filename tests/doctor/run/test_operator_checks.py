@@ -38,7 +38,7 @@ CASES = [
     ("1 - a", BOOLS, FLOATS, "RN029", "`~a`"),
     ("~a", FLOATS, FLOATS, "RN014", "`torch.ones(3, dtype=torch.bool)` at"),
     ("a.norm()", LONGS, FLOATS, "RN014", "`torch.arange(3, dtype=torch.float32)`"),
-    ("F.kl_div(a, b)", FLOATS, LONGS + " * 1", "RN014", "`b.float()`"),
+    ("F.kl_div(a, b)", FLOATS, LONGS, "RN014", "`torch.arange(3, dtype=torch.float32)`"),
     ("torch.add(a, a, out=b)", FLOATS, LONGS, "RN016", "`b = b.float()`"),
     ("a @ b", "torch.eye(2).to(torch.cfloat)", "torch.ones(2, 2)", "RN017", "`b.to(torch.complex64)`"),
     ("b @ a", "torch.eye(2).to(torch.float8_e5m2)", "torch.ones(2, 2)", "RN017", "`a.to(torch.float32)`"),
