@@ -1172,6 +1172,32 @@ TRUTH = {
         " (tests/doctor/run/programs/stored_argument.py:34)",
         "`shifted.to(torch.bfloat16)` at",
     ),
+    "custom_operator": Truth(
+        "RN005",
+        "return (grad @ weight) * 0.5, (grad.t() @ x) * 0.5",
+        "backward",
+        "isotype_tests::scaled_product has no rule for autocast",
+        '`torch.library.register_autocast("isotype_tests::scaled_product", "cpu", torch.bfloat16)`'
+        " after the operator is defined",
+    ),
+    "beam_distribution": Truth(
+        "RN014",
+        "self.distribution = MultivariateNormal(mean, covariance_matrix=covariance)",
+        "__init__",
+        "`covariance` is fp16, and PyTorch implements cholesky",
+        "`covariance.float()` at tests/doctor/run/programs/beam_distribution.py:13, and"
+        " `mean.float()`",
+    ),
+    "mask_classes": Truth(
+        "RN015",
+        "onehot = nn.functional.one_hot(target, 3).permute(0, 3, 1, 2)",
+        "OverlapLoss",
+        "`target` is uint8, and one_hot needs indices of int64, or of int32 where it accepts them:"
+        " `torch.from_numpy(self.masks[index])`"
+        " (tests/doctor/run/programs/mask_classes.py:19)",
+        "`torch.from_numpy(self.masks[index]).long()` at"
+        " tests/doctor/run/programs/mask_classes.py:19",
+    ),
 }
 
 

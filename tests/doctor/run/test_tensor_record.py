@@ -57,6 +57,14 @@ class Batches(torch.utils.data.Dataset):
         return 2
 
 
+class Buffer:
+    def __init__(self, size):
+        self.rows = np.zeros((size, 2))
+
+    def sample(self, index):
+        return torch.as_tensor(self.rows[index])
+
+
 class Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -83,10 +91,19 @@ def test_data_of_numpy_through_a_later_pass_of_a_loop():
         x = x + table[step] * torch.ones(4, dtype=torch.float64)
     result = producer_of(x)
     assert (result.kind, result.text) == ("creation", "torch.from_numpy(np.linspace(0, 1, 4))")
-    assert result.reason == "its data is a NumPy array of float64"
+    reason = "its data is a NumPy array of float64: NumPy computes `np.linspace(0, 1, 4)` ("
+    assert result.reason.startswith(reason)
     assert [(p.operation, p.operand) for p in result.promotions] == [
         ("Add", "table[step] * torch.ones(4, dtype=torch.float64)")
     ]
+
+
+def test_array_that_another_method_stored():
+    result = producer_of(Buffer(4).sample([1, 2]))
+    assert result.text == "torch.as_tensor(self.rows[index])"
+    reason = "its data is a NumPy array of float64: NumPy computes `np.zeros((size, 2))` ("
+    assert result.reason.startswith(reason)
+    assert producer_of(torch.as_tensor(np.zeros(2), dtype=torch.float32)).reason == ""
 
 
 def test_batch_of_a_loader_names_the_loop_and_the_line_inside():
@@ -102,6 +119,16 @@ def test_weight_that_widens_a_value_is_named_by_its_path():
     result = producer_of(x * model[0].weight, model)
     assert (result.kind, result.path) == ("parameter", "0.weight")
     assert result.reason.startswith("it computes with 0.weight, which is fp32: `nn.Linear(4, 4)` (")
+
+
+def test_copy_of_a_weight_from_before_its_cast():
+    model = nn.Sequential(nn.Linear(4, 4))
+    copy = model[0].weight.detach().clone()
+    model.half()
+    text = producer_of(copy, model).describe("fp32")
+    assert text.startswith(
+        "it keeps fp32, the dtype of 0.weight before `model.half()` made it fp16"
+    )
 
 
 def test_quotient_of_integers():

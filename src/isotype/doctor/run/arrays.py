@@ -51,6 +51,9 @@ def find_float64_origin(node: ast.AST, frame: CallFrame, depth: int = 0) -> Arra
             if value is None:
                 return None
             return find_float64_origin(value, replace(frame, line=value.lineno), depth + 1)
+        case ast.Attribute(ast.Name("self"), name):
+            stored = _find_stored_value(name, frame)
+            return None if stored is None else find_float64_origin(*stored, depth + 1)
         case ast.Subscript(operand) | ast.UnaryOp(_, operand) | ast.Attribute(operand, "T"):
             return find_float64_origin(operand, frame, depth + 1)
         case ast.BinOp(left, _, right):
@@ -60,6 +63,24 @@ def find_float64_origin(node: ast.AST, frame: CallFrame, depth: int = 0) -> Arra
         case ast.Call():
             return _find_in_call(node, frame, depth)
     return None
+
+
+def _find_stored_value(name: str, frame: CallFrame) -> tuple[ast.expr, CallFrame] | None:
+    """Returns the only value that the methods of a class assign to `self.NAME`, and the frame of its
+    method. `frame` is the frame of a method of this class.
+    """
+    owner = frame.global_variables.get(frame.code.co_qualname.rpartition(".")[0])
+    values: list[tuple[ast.expr, CallFrame]] = []
+    for function in vars(owner).values() if isinstance(owner, type) else ():
+        method = make_returned_frame(function, {})
+        if method is None or method.scope is None:
+            continue
+        for node in ast.walk(method.scope):
+            match node:
+                case ast.Assign([ast.Attribute(ast.Name("self"), target)], value):
+                    if target == name:
+                        values.append((value, replace(method, line=value.lineno)))
+    return values[0] if len(values) == 1 else None
 
 
 def _find_in_call(node: ast.Call, frame: CallFrame, depth: int) -> ArrayOrigin | None:

@@ -17,7 +17,8 @@ from .weight_origin import WeightOrigin
 from .weight_record import RECORD
 
 # the causes in which two values differ in dtype; their sentence says what made each of them
-_CODES = ("RN001", "RN008", "RN011", "RN016", "RN017", "RN020", "RN022", "RN023")
+_SINGLE_CODE = "RN014"  # a cause of one operand
+_CODES = (_SINGLE_CODE, "RN001", "RN008", "RN011", "RN016", "RN017", "RN020", "RN022", "RN023")
 # the causes that also name weights which no call cast: they describe both operands alike
 _SYMMETRIC_CODES = ("RN011", "RN017", "RN020")
 
@@ -59,9 +60,10 @@ def add_value_origins(finding: Finding, evidence: Evidence) -> Finding:
 
 def add_weight_origins(finding: Finding, evidence: Evidence) -> Finding:
     """Adds to the cause of a finding which calls gave the weights their dtypes, if two operands
-    differ in dtype, and the cause does not name these calls.
+    differ in dtype or one has no kernel, and the cause does not name these calls.
     """
-    if finding.code not in _CODES or len(evidence.floating_dtypes) < 2:
+    is_about_two = finding.code in _CODES and len(evidence.floating_dtypes) > 1
+    if not is_about_two and finding.code != _SINGLE_CODE:
         return finding
     cause = finding.cause or ""
     includes_default = finding.code in _SYMMETRIC_CODES

@@ -25,7 +25,8 @@ class Promotion:
 class Producer:
     """The expression that gave a tensor its dtype.
 
-    kind      cast, module, creation, parameter, attribute, data, autocast, call or unknown
+    kind      cast, module, creation, parameter, attribute, data, autocast, call, copy (of a weight
+              whose dtype a later call changed) or unknown
     text      the source code of the expression
     location  the file and line of the expression
     function  the function that contains the line
@@ -64,6 +65,8 @@ class Producer:
         place = f"`{self.text}` ({self.location})"
         if not self.is_proven:
             return ""
+        if self.kind == "copy":
+            return f"it keeps {dtype_name}, {self.reason} ({self.location})"
         if self.reason:
             return f"{place} returns {dtype_name}, because {self.reason}"
         if self.kind == "module":

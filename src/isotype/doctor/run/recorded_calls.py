@@ -13,6 +13,7 @@ import torch
 
 from ...dtypes import format_dtype
 from ...observe.origin import is_library_file
+from .arrays import find_float64_origin
 from .autocast import AutocastState
 from .expressions import read_value
 from .frames import CallFrame, make_called_frame, source_text
@@ -61,12 +62,19 @@ def find_recorded_producer(
 
 def _find_weight_producer(event: TensorEvent, path: str) -> Producer | None:
     """Returns the call that gave a weight its dtype, which a value kept, also if no model that is
-    running contains the weight. Returns None for other tensors.
+    running contains the weight. If the weight was cast after that, returns this later cast. Returns
+    None for other tensors.
     """
     source = None if event.operand is None else event.operand()
     origin = None if source is None else find_tensor_origin(source)
-    if origin is None:
+    if origin is None or source is None:
         return None
+    weight = path or "the weight"
+    if source.dtype != event.dtype:
+        later_dtype = format_dtype(source.dtype)
+        reason = f"the dtype of {weight} before `{origin.text}` made it {later_dtype}"
+        text = f"{weight} before {origin.text}"
+        return Producer("copy", text, origin.location, "", path, is_proven=True, reason=reason)
     reason = f"it {origin.describe_action(path or 'the weights', format_dtype(event.dtype))}"
     return Producer(
         "parameter", origin.text, origin.location, "", path, is_proven=True, reason=reason
@@ -81,6 +89,7 @@ def confirm_producer(static: Producer, recorded: Producer, tensor: torch.Tensor)
     is_parameter = static.kind == "parameter" and static.path == recorded.path
     # NumPy's calls are not recorded
     is_array = recorded.reason.startswith(_ARRAY_REASON) and "(" in static.text
+    is_array = is_array and (bool(static.reason) or _is_made_in_library(tensor))
     is_module = static.kind == "module"
     is_run = static.location in _list_locations(tensor)
     if static.is_proven and (is_parameter or is_array or is_module or is_run):
@@ -94,6 +103,13 @@ def confirm_producer(static: Producer, recorded: Producer, tensor: torch.Tensor)
         stored=static.stored,
         stored_at=static.stored_at,
     )
+
+
+def _is_made_in_library(tensor: torch.Tensor) -> bool:
+    """True if a library's line gave a tensor its dtype, such as that of a DataLoader."""
+    event = None if RECORD.tensors is None else RECORD.tensors.event_of(tensor)
+    calls = () if event is None else _follow(event)[-1].calls
+    return bool(calls) and is_library_file(calls[0].code.co_filename)
 
 
 def _list_locations(tensor: torch.Tensor) -> set[str]:
@@ -239,7 +255,7 @@ def _find_reason(event: TensorEvent, path: str, place: _Place, names: ModelNames
             return f"autocast{at} computes it in fp32"
         return f"it runs under autocast{at}"
     if event.data_type and not event.data_type.startswith("torch."):
-        return f"{_ARRAY_REASON} {event.data_type}"
+        return f"{_ARRAY_REASON} {event.data_type}{_describe_array(event)}"
     if event.kind == "operation" and event.dtype.is_floating_point:
         sources = " and ".join(sorted(map(format_dtype, event.operand_dtypes)))
         floats = [dtype for dtype in event.operand_dtypes if dtype.is_floating_point]
@@ -272,12 +288,26 @@ def _describe_sources(event: TensorEvent, names: ModelNames) -> str:
     return f": {' and '.join(sources)}" if sources else ""
 
 
+def _describe_array(event: TensorEvent) -> str:
+    """Returns the expression that made the array of a creation fp64, as the end of a sentence, or ""."""
+    call = event.calls[0] if event.calls else None
+    if call is None or event.data_type != "float64" or is_library_file(call.code.co_filename):
+        return ""
+    frame = make_called_frame(*call)
+    match frame.expression:
+        case ast.Call(args=[data, *_]):
+            origin = find_float64_origin(data, frame)
+            if origin is not None:
+                return f": NumPy computes `{origin.text}` ({origin.location}) in fp64"
+    return ""
+
+
 def _describe_weight(event: TensorEvent, path: str) -> str:
     """Returns the call that gave a weight its dtype, as the end of a sentence, or ""."""
     weight_event = list(event.chain())[-1]
     source = None if weight_event.operand is None else weight_event.operand()
     origin = None if source is None else find_tensor_origin(source)
-    if origin is None:
+    if origin is None or source is None or source.dtype != weight_event.dtype:
         return ""
     return f": {origin.describe('it', format_dtype(weight_event.dtype))}"
 

@@ -69,7 +69,7 @@ class TensorEvent:
               the event of the second operand
     operand_dtypes  the dtypes of the operands
     position  for a promotion: the number of the wider operand among the operands
-    data_type  for a creation: the type of the data, such as `float64` for an array of NumPy
+    data_type  for a creation without a dtype: the type of the data, such as `float64` for an array of NumPy
     region    for `autocast`: the calls that entered the region
     """
 
@@ -335,8 +335,8 @@ class TensorRecord(TorchFunctionMode):
         if not operands:
             kind = "creation"
             data = args[0] if args else kwargs.get("data")
-            data_type = str(getattr(data, "dtype", ""))
             has_dtype = kwargs.get("dtype") is not None
+            data_type = "" if has_dtype else str(getattr(data, "dtype", ""))
             example = _find_example(calls, sys._getframe(2)) if has_dtype else None
             if example is not None and example.dtype == dtype:
                 earlier = self._event_or_outside(example)

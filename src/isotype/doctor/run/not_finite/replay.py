@@ -106,6 +106,8 @@ class Input:
     its values in this run, and the values that it would have in fp32 (its shadow). If the input is a
     loss whose labels are all ignored, `ignored_label` is the value of the labels. `moves` has the
     operators whose rounding moved values of the input out of the domain of other operators.
+    `infinite_divisor` is the operator that made the inf by which a number was divided, if the input
+    contains the 0 of this division.
     """
 
     label: str
@@ -118,6 +120,7 @@ class Input:
     lost: Event | None = None
     ignored_label: int | None = None
     moves: dict[str, Move] = field(default_factory=dict)
+    infinite_divisor: Event | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -219,6 +222,7 @@ class Watch:
         self._names = names
         self._origins: TensorTable[Event] = TensorTable()
         self._lost: TensorTable[Event] = TensorTable()
+        self._infinite_divisors: TensorTable[Event] = TensorTable()
         self._ignored_labels: TensorTable[int] = TensorTable()
         self._moves: TensorTable[dict[str, Move]] = TensorTable()
         self.in_backward = False
@@ -295,6 +299,7 @@ class Watch:
             self._lost.get(tensor),
             self._ignored_labels.get(tensor),
             self._moves.get(tensor) or {},
+            self._infinite_divisors.get(tensor),
         )
 
     def _check(
@@ -311,6 +316,7 @@ class Watch:
         is_finite = bool(tensor.isfinite().all())
         if is_finite:
             self._follow_zeros(op, tensor, shadow, operands, inputs, args)
+            self._follow_infinite_divisors(op, tensor, operands)
             return
         if inputs is None:
             inputs = self._read_inputs([*operands, *_integer_divisors(op, args)])
@@ -384,6 +390,19 @@ class Watch:
         values = shadow[(tensor == 0) & (shadow != 0)]
         read_inputs = inputs or self._read_inputs(operands)
         self._lost[tensor] = self._make_event(op, tensor, values, read_inputs, args, parts=False)
+
+    def _follow_infinite_divisors(
+        self, op: Operator, tensor: Tensor, operands: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        """Stores the operator that made the inf by which a number was divided. The quotient is 0."""
+        if not operands or not bool((tensor == 0).any()):
+            return
+        divisor = operands[-1][1]
+        origin = self._infinite_divisors.get(divisor) if op.is_view else None
+        if op.base_name in ("div", "true_divide", "reciprocal") and bool(divisor.isinf().any()):
+            origin = self._origins.get(divisor)
+        if origin is not None:
+            self._infinite_divisors[tensor] = origin
 
     def _follow_domains(
         self, op: Operator, tensor: Tensor, shadow: Tensor, operands: Sequence[tuple[str, Tensor]]

@@ -25,7 +25,7 @@ from .buffers import Buffer
 from .domains import BEYOND_ONE, Move, find_domain, is_outside, list_variables, read_target
 from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
 from .number_settings import NumberSetting, find_number_setting
-from .positions import read_condition, read_input, read_part
+from .positions import Part, read_condition, read_input, read_part
 from .replay import CONSTANT_WRITERS, Event, Range, Replay, Watch, describe_input, watch_update
 from .step import Entry, Step, all_finite, collect_tensors
 
@@ -384,6 +384,9 @@ def _explain_result(entry: Entry) -> Finding | None:
         kind = "negative" if float(value) < 0 else "log"
     elif name in _DIVISIONS_OF_TENSORS:
         kind = "zero"
+    elif name == "pow" and ranges[0].zeros and _read_exponent(entry) < 0:
+        kind = "negative_power"
+        value = f"{_read_exponent(entry):g}"
     elif name in _STATISTICS:
         results = max(entry.outputs[0].numel(), 1)
         kind = _classify_count([tensor.numel() // results for tensor in inputs])
@@ -403,8 +406,16 @@ def _explain_result(entry: Entry) -> Finding | None:
         value=value,
         part=part.text if part is not None and part.is_one_of_several else "",
         divisor=_name_divisor(line if part is None else part.text),
+        input=_read_part_input(part),
+        small="1e-4" if entry.outputs[0].dtype == torch.float16 else "1e-6",
         largest=f"{max(item.magnitude for item in ranges):.3g}",
     )
+
+
+def _read_exponent(entry: Entry) -> float:
+    """Returns the exponent of a recorded power, or 0 if it is not a number."""
+    exponent = entry.kwargs.get("exponent", entry.args[1] if len(entry.args) > 1 else 0)
+    return float(exponent) if isinstance(exponent, (int, float)) else 0.0
 
 
 def _classify_count(counts: Sequence[int]) -> str:
@@ -507,6 +518,9 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
     move = _find_move(event)
     if move is not None:
         return _explain_move(event, step, move)
+    hidden = _find_hidden_infinity(event)
+    if hidden is not None:
+        return _explain_event(hidden, step, watch, run_again)
     proof = prove_lost_numbers(watch.numbers, event.operator, event.ordinal, run_again)
     if proof and not _are_smaller_than_underflow(proof, event):
         return _explain_lost_numbers(event, step, proof)
@@ -541,6 +555,16 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         library=event.site is not None and is_library_file(event.site.file),
         largest=f"{max((item.run.magnitude for item in event.inputs), default=0):.3g}",
     )
+
+
+def _find_hidden_infinity(event: Event) -> Event | None:
+    """Returns the operator that makes an inf, if the event divides by a 0 that is the quotient of a
+    number by this inf.
+    """
+    if event.operator not in _DIVISIONS or not _divides_by_zero(event):
+        return None
+    root = event.inputs[-1].infinite_divisor
+    return None if root is None else root.root()
 
 
 def _find_move(event: Event) -> Move | None:
@@ -838,6 +862,9 @@ def _classify_values(event: Event) -> tuple[str, dict[str, str]]:
     exponent = event.settings.get("exponent", 0) if name == "pow" and event.is_derivative else 0
     if exponent < 0 and event.inputs[0].run.zeros:
         return "power", {"value": f"{exponent + 1:.3g}"}
+    power = event.settings.get("exponent", 0) if name == "pow" else 0
+    if isinstance(power, (int, float)) and power < 0 and event.inputs[0].run.zeros:
+        return "negative_power", {"value": f"{power:g}"}
     if name in _EXPONENTIALS and event.inputs:
         weight = event.inputs[0].path.removeprefix("parameter ")
         is_parameter = event.inputs[0].path.startswith("parameter ")
@@ -1020,7 +1047,10 @@ def _read_part(event: Event) -> str:
 
 def _read_input(event: Event) -> str:
     """Returns the input of a function of one tensor, such as `q` in `q.log()`, or ""."""
-    part = event.part
+    return _read_part_input(event.part)
+
+
+def _read_part_input(part: Part | None) -> str:
     node = None if part is None else read_input(part.node)
     return "" if node is None else _format_operand(node)
 

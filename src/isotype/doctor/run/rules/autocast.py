@@ -86,10 +86,14 @@ def find_custom_backward(evidence: Evidence) -> Finding | None:
     is_decorated = any(frame.function == "decorate_bwd" for frame in evidence.frames)
     modes = [_setting_dtype(str(setting)) for setting in evidence.settings]
     has_autocast = evidence.other_region is not None or any(mode is not None for mode in modes)
+    operator = _find_custom_operator(evidence)
+    half = find_half_dtype(operands)
     return make_finding(
         "RN005",
         evidence,
-        owner=type(context).__name__.removesuffix("Backward"),
+        owner=operator or type(context).__name__.removesuffix("Backward"),
+        operator=operator,
+        half="" if half is None else str(half),
         first=describe_operand(first),
         second=describe_operand(second),
         device=evidence.device,
@@ -99,6 +103,17 @@ def find_custom_backward(evidence: Evidence) -> Finding | None:
         target=str(second.dtype),
         at=frame.location,
     )
+
+
+def _find_custom_operator(evidence: Evidence) -> str:
+    """Returns the name of the operator whose backward `torch.library.register_autograd` registered,
+    such as `my_library::my_operator`, or "".
+    """
+    for frame in reversed(evidence.frames):
+        operator = frame.variables.get("op")
+        if isinstance(operator, torch._ops.OpOverload) and frame.function == "backward":
+            return f"{operator.namespace}::{operator._opname}"
+    return ""
 
 
 def find_call_outside_autocast(evidence: Evidence) -> Finding | None:

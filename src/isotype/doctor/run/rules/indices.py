@@ -51,6 +51,8 @@ def find_wrong_indices(evidence: Evidence) -> Finding | None:
         operation=evidence.operation,
         is_in_user_line=stands_in_user_line(evidence, operand, producer),
         is_cast=producer.kind == "cast" and producer.is_proven,
+        # other lines, such as a loss, may use these indices too
+        is_array=producer.is_proven and producer.text.startswith("torch.from_numpy("),
         source=producer.text,
         source_at=producer.location,
     )

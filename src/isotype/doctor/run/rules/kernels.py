@@ -16,6 +16,7 @@ from ....finding import Finding
 from ..evidence import Evidence, Operand
 from ..expressions import is_tensor, node_keyword, read_value
 from ..frames import CallFrame
+from ..producer import Producer
 from ..recorded_origins import find_tensor_origin, was_integer
 from ..weight_origins import find_model_origin
 from .findings import make_finding, make_operand_finding
@@ -23,6 +24,7 @@ from .operands import (
     FLOAT_ONLY_FUNCTIONS,
     HALF_DTYPES,
     add_brackets,
+    describe_setting,
     find_model_variable,
     list_keywords,
     passed_expression,
@@ -53,6 +55,10 @@ _BITWISE_OPERATIONS = frozenset(
 _INTEGER_OPERATIONS = frozenset(
     ("lshift", "rshift", "bitwise_left_shift", "bitwise_right_shift", "gcd", "lcm")
 )
+
+
+# operators whose result is complex for a real operand too
+_COMPLEX_RESULTS = frozenset(("polar", "complex", "view_as_complex", "eig", "eigvals"))
 
 
 def find_missing_kernel(evidence: Evidence) -> Finding | None:
@@ -98,7 +104,9 @@ def find_missing_kernel(evidence: Evidence) -> Finding | None:
         **_describe_cast_buffer(operand),
         **_describe_stored_weights(evidence, operand),
         **_describe_parametrization(evidence, operand),
-        is_complex=evidence.operation in ("polar", "complex", "view_as_complex"),
+        is_complex=evidence.operation in _COMPLEX_RESULTS,
+        made_by=_describe_maker(evidence, operand, producer, passed),
+        parts=_cast_parts(evidence, operand.dtype),
     )
 
 
@@ -112,12 +120,37 @@ def _filter_dtype(operands: Sequence[Operand], name: str, evidence: Evidence) ->
     return fitting if fitting or has_dtype else list(operands)
 
 
+def _describe_maker(evidence: Evidence, operand: Operand, producer: Producer, passed: str) -> str:
+    """Returns what gave an operand its dtype, as a part of a sentence, or "" if that is not known, or
+    is the operand itself.
+    """
+    if operand.path or producer.text in (operand.label, passed):
+        return ""
+    setting = describe_setting(evidence, producer, operand.dtype, torch.float32)
+    description = producer.describe(operand.dtype_name)
+    return f"{description}; {setting}" if description and setting else description
+
+
+def _cast_parts(evidence: Evidence, dtype: torch.dtype) -> str:
+    """Returns code that casts the results of a function back, if the running line assigns them to
+    several variables: `U, S, V = torch.svd(x)`. Returns "" for other lines.
+    """
+    match evidence.failing_frame.statement:
+        case ast.Assign([ast.Tuple(parts)], ast.Call() as call):
+            is_running = call is evidence.failing_frame.expression
+            if is_running and all(isinstance(part, ast.Name) for part in parts):
+                names = ", ".join(map(ast.unparse, parts))
+                return f"{names} = (part.to({dtype}) for part in ({names}))"
+    return ""
+
+
 def _list_like_operands(evidence: Evidence, operand: Operand) -> list[str]:
     """Returns casts for the other operands of a Fourier transform in the same dtype, such as the
-    window of a signal.
+    window of a signal, and for the other arguments of a function of torch in Python, which computes
+    with all of them.
     """
     if not _FOURIER.search(evidence.operation):
-        return []
+        return _cast_like_arguments(evidence, operand)
     like = [o for o in evidence.operands if o is not operand and o.dtype == operand.dtype]
     return [f"`{add_brackets(other.label)}.float()`" for other in like]
 
@@ -140,6 +173,26 @@ def _describe_cast_buffer(operand: Operand) -> dict[str, Any]:
         if origin is None
         else {"buffer": operand.path, "cast": origin.text, "cast_at": origin.location}
     )
+
+
+def _cast_like_arguments(evidence: Evidence, operand: Operand) -> list[str]:
+    """Returns casts for the arguments of the user's call of a class of torch, such as a distribution,
+    that have the dtype of the operand, except for the argument that is the operand.
+    """
+    frame = evidence.user_frame
+    call = frame.expression
+    if frame is evidence.failing_frame or not isinstance(call, ast.Call):
+        return []
+    if not isinstance(read_value(call.func, frame), type):
+        return []
+    passed = passed_expression(evidence, operand, evidence.producer_of(operand))
+    casts = []
+    for part in list_keywords(call):
+        value = read_value(part.value, frame)
+        text = add_brackets(ast.unparse(part.value))
+        if is_tensor(value) and value.dtype == operand.dtype and text != passed:
+            casts.append(f"`{text}.float()`")
+    return casts
 
 
 def _describe_stored_weights(evidence: Evidence, operand: Operand) -> dict[str, Any]:
@@ -252,6 +305,10 @@ def _find_later_calls(frame: CallFrame, dtype: torch.dtype) -> list[str]:
             if is_tensor(value) and value.dtype == dtype:
                 lines.setdefault(call.lineno, f"line {call.lineno} for `{ast.unparse(call)}`")
     return [lines[line] for line in sorted(lines)]
+
+
+# operators whose result is complex for a real operand too
+_COMPLEX_RESULTS = frozenset(("polar", "complex", "view_as_complex", "eig", "eigvals"))
 
 
 def find_in_place_result(evidence: Evidence) -> Finding | None:

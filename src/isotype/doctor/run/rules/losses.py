@@ -101,6 +101,9 @@ def find_wrong_target(evidence: Evidence) -> Finding | None:
         is_cast=is_cast,
         source=producer.text if is_known else "",
         source_at=producer.location,
+        reason=producer.reason,
+        # other lines, such as the next loss, may use these classes too
+        array=is_class_loss and producer.text.startswith("torch.from_numpy("),
         has=target.dtype_name,
         needs=format_dtype(needed_dtype),
         method=method,

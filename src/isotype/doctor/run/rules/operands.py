@@ -79,6 +79,9 @@ def _passed_argument(evidence: Evidence, operand: Operand, producer: Producer) -
     is_raise = isinstance(frame.statement, ast.Raise)
     if producer.passed or is_raise or not isinstance(call, ast.Call):
         return producer.passed
+    shared = _find_shared_argument(evidence, operand, call)
+    if shared:
+        return shared
     if len(call.args) == 1:
         value = read_value(call.args[0], frame)
         is_other = is_tensor(value) and value.dtype != operand.dtype
@@ -90,6 +93,31 @@ def _passed_argument(evidence: Evidence, operand: Operand, producer: Producer) -
     }
     texts = [t for t, value in values.items() if is_tensor(value) and value.dtype == operand.dtype]
     return texts[0] if len(texts) == 1 else ""
+
+
+def _find_shared_argument(evidence: Evidence, operand: Operand, call: ast.Call) -> str:
+    """Returns the argument of the user's call of which an operand of a library's function is a view,
+    such as an expanded covariance. Returns "" if there is none, or if several are.
+    """
+    frame = evidence.user_frame
+    if operand.tensor is None or evidence.frames[operand.frame_index] is frame:
+        return ""
+    texts = []
+    for part in list_keywords(call):
+        value = read_value(part.value, frame)
+        if is_tensor(value) and value.dtype == operand.dtype and _shares_memory(value, operand):
+            texts.append(ast.unparse(part.value))
+    return texts[0] if len(texts) == 1 else ""
+
+
+def _shares_memory(tensor: object, operand: Operand) -> bool:
+    if not isinstance(tensor, torch.Tensor) or operand.tensor is None:
+        return False
+    try:
+        address = tensor.untyped_storage().data_ptr()
+        return address != 0 and address == operand.tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return False  # such as a tensor of torch.func, which has no storage
 
 
 def stands_in_user_line(evidence: Evidence, operand: Operand, producer: Producer) -> bool:

@@ -85,6 +85,7 @@ def find_write(evidence: Evidence) -> Finding | None:
         if origin is None
         else origin.describe(f"the weights of {maker.path}", values[0].dtype_name),
         maker=maker.text,
+        maker_at=maker.location,
         at=evidence.failing_frame.location,
         **_describe_written_cast(evidence, maker, destination),
         **_describe_loaded_state(evidence, destination),
