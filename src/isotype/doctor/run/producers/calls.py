@@ -61,12 +61,7 @@ def follow_call(search: Search, node: ast.Call, index: int, line: int) -> Produc
             return result
     is_torch_function = is_of_torch(function) or isinstance(function, type(torch.add))
     if is_torch_function and node.args:
-        if any(read_value(part, frame) is search.dtype for part in list_arguments(node)):
-            return search.producer("cast", node, index, is_proven=True)
-        operands = list(node.args)
-        if isinstance(operands[0], (ast.List, ast.Tuple)):
-            operands = list(operands[0].elts)
-        return follow_widest(search, operands, node, index, line)
+        return follow_torch_function(search, node, index, line)
     return (
         follow_returned(search, function, node, index, line)
         or follow_passed_function(search, node, index, line)
@@ -76,6 +71,19 @@ def follow_call(search: Search, node: ast.Call, index: int, line: int) -> Produc
         or follow_wide_argument(search, node, index, line)
         or search.producer("call", node, index)
     )
+
+
+def follow_torch_function(search: Search, node: ast.Call, index: int, line: int) -> Producer:
+    """Continues the search at the operands of a function of torch. An argument that is the wanted
+    dtype makes the function a cast.
+    """
+    frame = search.frame_at(index, line)
+    if any(read_value(part, frame) is search.dtype for part in list_arguments(node)):
+        return search.producer("cast", node, index, is_proven=True)
+    operands = list(node.args)
+    if isinstance(operands[0], (ast.List, ast.Tuple)):
+        operands = list(operands[0].elts)
+    return follow_widest(search, operands, node, index, line)
 
 
 def follow_first_argument(search: Search, node: ast.Call, index: int, line: int) -> Producer | None:

@@ -49,15 +49,46 @@ def follow_name(search: Search, node: ast.AST, name: str, index: int, line: int)
         result = follow_previous_layer(search, index)
         if result is not None:
             return result
+    item = follow_written_item(search, scope, name, index, line)
+    if item is not None:
+        return item
+    if is_unchanged_argument(search, scope, name, index):
+        return follow_argument(search, scope, name, node, index)
+    assigned = follow_earlier_bindings(search, scope, name, index, line)
+    if assigned is not None:
+        return assigned
+    if isinstance(scope, ast.Module):
+        return search.producer("unknown", node, index)
+    if name in list_parameters(scope):
+        return follow_argument(search, scope, name, node, index)
+    if name not in frame.variables and name in frame.global_variables:
+        return follow_global(search, node, name, frame)
+    return search.producer("unknown", node, index)
+
+
+def follow_written_item(
+    search: Search, scope: Any, name: str, index: int, line: int
+) -> Producer | None:
+    """Continues the search at the last `NAME[key] = value` with the wanted key, or at the only
+    `NAME.append(value)`.
+    """
     item = find_assigned_item(search, scope, name, index, line)
     if item is not None:
         return follow_item(search, item.value, index, item.lineno)
     appended = find_appended(scope, name, line)
-    if appended is not None:
-        search.key = UNKNOWN
-        return search.follow(appended, index, appended.lineno)
-    if is_unchanged_argument(search, scope, name, index):
-        return follow_argument(search, scope, name, node, index)
+    if appended is None:
+        return None
+    search.key = UNKNOWN
+    return search.follow(appended, index, appended.lineno)
+
+
+def follow_earlier_bindings(
+    search: Search, scope: Any, name: str, index: int, line: int
+) -> Producer | None:
+    """Continues the search at the last assignment before a line that ran. Returns None if no
+    assignment is certain to have run.
+    """
+    frame = search.frame_at(index, line)
     for binding in find_earlier_bindings(scope, name, line):
         if search.is_skipped(binding, scope, index):
             continue
@@ -73,16 +104,7 @@ def follow_name(search: Search, node: ast.AST, name: str, index: int, line: int)
             return result
         if is_certain:
             return follow_earlier_pass(search, scope, name, index, line) or result
-    repeated = follow_earlier_pass(search, scope, name, index, line)
-    if repeated is not None:
-        return repeated
-    if isinstance(scope, ast.Module):
-        return search.producer("unknown", node, index)
-    if name in list_parameters(scope):
-        return follow_argument(search, scope, name, node, index)
-    if name not in frame.variables and name in frame.global_variables:
-        return follow_global(search, node, name, frame)
-    return search.producer("unknown", node, index)
+    return follow_earlier_pass(search, scope, name, index, line)
 
 
 def follow_earlier_pass(

@@ -34,28 +34,53 @@ def follow_widest(
     computed = follow_autocast(search, node, index, line)
     if computed is not None:
         return computed
-    results = []
+    results = follow_unread_operands(search, nodes, node, index, line)
+    if results and results[-1].is_proven:
+        return results[-1]
+    computed = find_integer_operation(search, nodes, node, index, line)
+    if computed is not None:
+        return computed
+    known = [result for result in results if result.kind != "unknown"]
+    return (known or results or [search.producer("call", node, index)])[0]
+
+
+def follow_unread_operands(
+    search: Search, nodes: Sequence[ast.AST], node: ast.AST, index: int, line: int
+) -> list[Producer]:
+    """Continues the search at the operands whose values cannot be read, up to the first that proves
+    the dtype.
+    """
+    frame = search.frame_at(index, line)
+    results: list[Producer] = []
     for operand in nodes:
         if not isinstance(operand, _FOLLOWED_OPERANDS):
             continue
-        if read_value(operand, frame) is UNKNOWN:
-            count = len(search.promotions)
-            add_promotion(search, node, operand, index)
-            result = search.follow(operand, index, line)
-            if result.is_proven:
-                return result
-            results.append(result)
-            del search.promotions[count:]
-    value = read_value(node, frame)
+        if read_value(operand, frame) is not UNKNOWN:
+            continue
+        count = len(search.promotions)
+        add_promotion(search, node, operand, index)
+        results.append(search.follow(operand, index, line))
+        if results[-1].is_proven:
+            break
+        del search.promotions[count:]
+    return results
+
+
+def find_integer_operation(
+    search: Search, nodes: Sequence[ast.AST], node: ast.AST, index: int, line: int
+) -> Producer | None:
+    """Returns the operation if it computes floats of the wanted dtype from integers."""
+    frame = search.frame_at(index, line)
+    result = read_value(node, frame)
     values = [read_value(operand, frame) for operand in nodes]
     dtypes = {value.dtype for value in values if is_tensor(value)}
-    is_from_integers = dtypes and not any(dtype.is_floating_point for dtype in dtypes)
-    if is_from_integers and is_tensor(value) and value.dtype == search.dtype:
-        names = " and ".join(sorted(map(format_dtype, dtypes)))
-        reason = f"it computes floats from {names}"
-        return replace(search.producer("call", node, index, is_proven=True), reason=reason)
-    known = [result for result in results if result.kind != "unknown"]
-    return (known or results or [search.producer("call", node, index)])[0]
+    if not dtypes or any(dtype.is_floating_point for dtype in dtypes):
+        return None
+    if not is_tensor(result) or result.dtype != search.dtype:
+        return None
+    names = " and ".join(sorted(map(format_dtype, dtypes)))
+    producer = search.producer("call", node, index, is_proven=True)
+    return replace(producer, reason=f"it computes floats from {names}")
 
 
 def find_cast_operand(
