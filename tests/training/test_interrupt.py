@@ -5,10 +5,11 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 from functools import partial
 
 import pytest
-from tests.api import Interrupt
+from tests.api import Interrupt, RunConsole
 from tests.warm import interpreter
 
 from isotype.runs.checkpoint.store import CheckpointStore
@@ -74,3 +75,21 @@ def test_a_run_goes_on_when_its_output_is_no_longer_read(configured, tmp_path):
     assert run.returncode == 0, told
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "done"
     assert told.count("warning   the output is no longer read") == 1
+
+
+def test_a_run_goes_on_where_its_terminal_is_closed_and_no_signal_comes(monkeypatch, tmp_path):
+    """As after `disown`, and in the moment before SIGHUP: the write fails with EIO. The error ended
+    the run without a checkpoint, and Python's exit with status 120.
+    """
+    screen, terminal = pty.openpty()
+    with open(terminal, "w") as output, open(os.dup(terminal), "w") as errors:
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr(sys, "stderr", errors)
+        console = RunConsole()
+        console.start_log(tmp_path / "log.txt")
+        os.close(screen)
+        for line in ("first", "second"):
+            console.print_line(line)
+        output.flush()  # as at exit
+        errors.flush()
+    assert (tmp_path / "log.txt").read_text().split() == ["first", "second"]

@@ -8,6 +8,7 @@ silences libraries that would print between the lines.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -94,14 +95,24 @@ def fit_progress(line: str, width: int) -> str:
     return "  ".join(parts)
 
 
-class _PipeSafeConsole(Console):
-    """A console that stops printing when the process that reads its output ends, for example with
-    `| head`. The run continues. The files of the run still contain everything that is no longer
-    printed.
+class _UnreadOutputConsole(Console):
+    """A console that stops printing when nothing reads its output any more. The run continues, and
+    its files still contain everything that is no longer printed.
 
-    The console of the library `rich` would instead end the process with status 1 and without a
-    message.
+    This happens when the process that reads the output ends, for example with `| head` (EPIPE), or
+    when the terminal is closed (EIO). A process in the background gets no SIGHUP then (`disown`),
+    and in the foreground the write may fail before the signal arrives.
+
+    The console of the library `rich` would end the process with status 1.
     """
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -112,7 +123,7 @@ class _PipeSafeConsole(Console):
         )
         try:
             print(message, file=sys.stderr, flush=True)
-        except BrokenPipeError:  # stderr goes into the same pipe: `2>&1 |`
+        except OSError:  # the same pipe (`2>&1 |`) or the same terminal
             _redirect_to_null(sys.stderr.fileno())
 
 
@@ -133,7 +144,7 @@ class RunConsole:
     """
 
     def __init__(self, *, json_output: bool = False, is_verbose: bool = False) -> None:
-        self.console = _PipeSafeConsole(
+        self.console = _UnreadOutputConsole(
             file=sys.stderr if json_output else sys.stdout, highlight=False, soft_wrap=True
         )
         self.result: Mapping[str, Any] = {}
