@@ -1,5 +1,6 @@
 """`isotype init`, `doctor env`, `report`, `plan`, and Ctrl-C, as a user types them."""
 
+import gc
 import json
 import shutil
 import subprocess
@@ -8,9 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from isotype.__main__ import collect_less_while_importing
 from isotype.config.load import load
 from isotype.errors import UsageError
 from tests.commands import ask, invoke
+
+
+def test_garbage_collections_are_rare_only_while_modules_are_imported(monkeypatch):
+    thresholds, callbacks = gc.get_threshold(), list(gc.callbacks)
+    collect_less_while_importing()
+    assert gc.get_threshold()[0] == 10_000
+    for number in range(12):
+        monkeypatch.setitem(sys.modules, f"imported_{number}", gc)
+        gc.collect(0)
+    assert gc.get_threshold()[0] == 10_000
+    for _ in range(12):
+        gc.collect(0)
+    assert (gc.get_threshold(), gc.callbacks) == (thresholds, callbacks)
 
 
 def test_the_schema_forbids_unknown_keys_and_describes_every_key():
