@@ -7,7 +7,8 @@ asked with its own picture and with another picture. With another picture a mode
 answers correctly only by chance.
 
     python examples/colours_and_shapes.py         350 steps
-    python examples/colours_and_shapes.py 10      a short form, which learns almost nothing
+    python examples/colours_and_shapes.py 10      a short form, which learns almost nothing and asks
+                                                  about few pictures
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import isotype
 from isotype.quickstart.text import train_tokenizer
 
 SIDE, PATCH, STEPS = 56, 14, 350
+HELD_OUT_PICTURES, FEW_PICTURES = 40, 5
 # with the usual standard deviation of 0.02 a small tower learns the colours but hardly any shapes
 INITIAL_WEIGHT_STD = 0.05
 COLOURS = {
@@ -138,13 +140,13 @@ def accuracy(
     return correct / len(questions)
 
 
-def main(steps: int) -> tuple[float, float]:
+def main(steps: int, held_out_pictures: int) -> tuple[float, float]:
     """Returns the share of correct answers with the right picture and with another picture."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder / "model")
         training_rows = make_rows(folder, "training", 100 + 4 * steps, seed=1)
-        held_out = make_rows(folder, "held_out", 40, seed=2)
+        held_out = make_rows(folder, "held_out", held_out_pictures, seed=2)
         lines = [
             {
                 "messages": [
@@ -174,9 +176,11 @@ def main(steps: int) -> tuple[float, float]:
 
 if __name__ == "__main__":
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
-    right_picture, other_picture = main(steps)
+    held_out_pictures = HELD_OUT_PICTURES if steps >= STEPS else FEW_PICTURES
+    right_picture, other_picture = main(steps, held_out_pictures)
     print(
-        f"right: {right_picture:.2f} of 80 questions about new pictures; {other_picture:.2f} with another picture"
+        f"right: {right_picture:.2f} of {2 * held_out_pictures} questions about new pictures;"
+        f" {other_picture:.2f} with another picture"
     )
     if steps >= STEPS:
         assert right_picture > 0.9, right_picture

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from isotype.config.load import load
 from isotype.tasks.choose import train
+from tests.conftest import configure_in
 from tests.distributed.processes import GUARD, children_of, ended, environment, run, start, succeeds
-from tests.results import close_runs, metrics, same_result
+from tests.results import close_runs, metrics, read, same_result
 from tests.warm import interpreter
 
 pytestmark = pytest.mark.timeout(900)
@@ -33,16 +35,24 @@ def file_of(configured, tmp_path):
     return make
 
 
-def test_the_command_on_two_processes_is_the_run_of_one(configured, tmp_path):
-    assert train(configured("one", **LORA)) == 0
-    configured("two", **LORA)
+@pytest.fixture(scope="module")
+def two_processes(workshop, tmp_path_factory):
+    """The ended command of a run on two processes, whose folder is `two` in `place`."""
+    place = tmp_path_factory.mktemp("two_processes")
+    configure_in(workshop, place)("two", **LORA)
     # the command, whose processes are forks of one that has imported everything
-    arguments = ["isotype", "train", str(tmp_path / "two.yaml"), "--processes", "2"]
+    arguments = ["isotype", "train", str(place / "two.yaml"), "--processes", "2"]
     program = f"import sys; sys.executable, sys.argv = {interpreter()!r}, {arguments}; from isotype.__main__ import main; main()"
     command = [interpreter(), "-c", program]
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=GUARD, check=False
     )
+    return SimpleNamespace(done=done, folder=place / "two")
+
+
+def test_the_command_on_two_processes_is_the_run_of_one(configured, two_processes, tmp_path):
+    assert train(configured("one", **LORA)) == 0
+    done = two_processes.done
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step 6/6  loss") == 1  # one console
     assert (
@@ -51,25 +61,25 @@ def test_the_command_on_two_processes_is_the_run_of_one(configured, tmp_path):
     )
     assert ", each computes 2 x 2 rows of each step" in done.stdout
     assert done.stderr == ""
-    close_runs(tmp_path / "one", tmp_path / "two", loss=2e-6, weight=2e-5)
-    manifests = [
-        json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "two")
-    ]
-    assert manifests[0] == manifests[1]
-    assert json.loads((tmp_path / "two/plan.json").read_text())["processes"] == 2
-    precision = json.loads((tmp_path / "two/precision.json").read_text())
+    one, two = tmp_path / "one", two_processes.folder
+    close_runs(one, two, loss=2e-6, weight=2e-5)
+    assert read(one, "manifest") == read(two, "manifest")
+    assert read(two, "plan")["processes"] == 2
+    precision = read(two, "precision")
     assert precision["violations"] == []
     assert precision["observed"]["reduce"] == {"fp32": 1}
     assert "reduce" not in precision["unobserved"]
 
 
-def test_a_killed_process_is_named_and_the_run_continues_bit_for_bit(file_of, tmp_path):
-    succeeds(2, file_of("whole"))
-    whole = tmp_path / "whole"
-    status, said = run(2, file_of("killed"), fault=[1, 4, "die"])
+def test_a_killed_process_is_named_and_the_run_continues_bit_for_bit(
+    configured, two_processes, tmp_path
+):
+    whole = two_processes.folder
+    configured("killed", **LORA)
+    status, said = run(2, tmp_path / "killed.yaml", fault=[1, 4, "die"])
     assert status == 1
     assert "MP001 step 4: rank 1 on " in said
-    assert f"last good checkpoint: {tmp_path / 'killed/checkpoints/step_2'}" in said
+    assert f"last good checkpoint: {tmp_path / 'killed/checkpoints/step_3'}" in said
     assert said.count("isotype: ") == 1  # one message
     succeeds(2, resume=tmp_path / "killed")
     same_result(whole, tmp_path / "killed")

@@ -57,7 +57,7 @@ def main() -> int:
     asked = parser.parse_args()
     quick, seed = asked.quick, asked.seed
     kills, inputs = (
-        (min(asked.kills, 3), min(asked.inputs, 400)) if quick else (asked.kills, asked.inputs)
+        (min(asked.kills, 1), min(asked.inputs, 400)) if quick else (asked.kills, asked.inputs)
     )
     place = asked.folder or Path(tempfile.mkdtemp(prefix="isotype-faults-"))
     imports()

@@ -44,7 +44,13 @@ def write_run(folder: Path, name: str, **changes: Any) -> Path:
         "data": {"train": str(folder / "chats.jsonl"), "eval_split": 0.2, "max_length": 96},
         "adapter": {"kind": "lora", "r": 8, "serve_as": "q4_0"},
         "precision": {"preset": "bf16-lora"},
-        "train": {"steps": STEPS, "batch_size": 4, "learning_rate": 2e-2, "schedule": "constant"},
+        "train": {
+            "steps": STEPS,
+            "batch_size": 4,
+            "learning_rate": 2e-2,
+            "schedule": "constant",
+            "eval_every": STEPS,
+        },
         "run": {"folder": str(folder / name), "samples": [], "report": False},
     }
     for key, value in changes.items():

@@ -80,7 +80,13 @@ def train_family(folder: Path, family: str, **changes: Any) -> SimpleNamespace:
         "data": {"train": str(folder / "chats.jsonl"), "eval_split": 0.2, "max_length": 96},
         "adapter": {"kind": "lora", "r": 8},
         "precision": {"preset": "bf16-lora"},
-        "train": {"steps": 16, "batch_size": 4, "learning_rate": 2e-2, "schedule": "constant"},
+        "train": {
+            "steps": 16,
+            "batch_size": 4,
+            "learning_rate": 2e-2,
+            "schedule": "constant",
+            "eval_every": 16,
+        },
         "run": {"folder": str(folder / "run"), "samples": [], "report": False},
     }
     (folder / "run.yaml").write_text(json.dumps(config))

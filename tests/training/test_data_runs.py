@@ -137,7 +137,8 @@ def test_a_run_lists_the_rows_that_it_left_out(
     data = {"train": str(file), "on_bad_row": "skip", "eval_split": 0.0} | (
         {"stream": True, "shuffle_buffer": 10} if stream else {}
     )
-    assert train(configured(data=data, train={"steps": 14})) == 0
+    # a stream finds a row when a step reads it
+    assert train(configured(data=data, train={"steps": 14 if stream else 2})) == 0
     rows = [json.loads(line) for line in (tmp_path / "run/bad_rows.jsonl").read_text().splitlines()]
     assert [row["place"].removeprefix(f"{file}:") for row in rows] == ["21", "50", "51"]
     assert [row["reason"] for row in rows][1] == "the answer is empty"

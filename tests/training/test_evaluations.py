@@ -159,6 +159,8 @@ def test_a_run_of_all_rows_goes_on_with_all_rows(
     assert result["whole_eval_loss"] is None
 
 
+# that a checkpoint keeps the part is in the test of a resumed run above
+@pytest.mark.full
 def test_a_longer_resume_keeps_the_part_of_the_rows(partial, tmp_path):
     make, strides = partial
     assert train(make(schedule="constant")) == 0

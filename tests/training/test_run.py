@@ -381,6 +381,8 @@ def test_an_impossible_folder_is_a_usage_error(configured):
             train(configured(run={"folder": path}))
 
 
+# test_agents reads the same object from `isotype train --json`
+@pytest.mark.full
 def test_json_output_is_one_object_on_stdout(configured, capsys):
     assert train(configured(train={"steps": 2}), console=RunConsole(json_output=True)) == 0
     captured = capsys.readouterr()

@@ -7,7 +7,6 @@ The tracer inherits from `Context`, so that the watchers need not import the tra
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
@@ -22,7 +21,7 @@ from ...observe.operators import Operator
 from ...observe.origin import OBSERVER_FOLDERS, Site, innermost_site, read_statement, running_frames
 from ...observe.tape import ModuleCall, ModuleStack
 from ...pages.finding_sheet import load_finding_formatter
-from .origin import ORIGIN_ATTRIBUTE, UNWATCHED_NOTE, Origin
+from .origin import ORIGIN_ATTRIBUTE, UNWATCHED_NOTE, Origin, live_objects
 
 _CAST_FUNCTIONS = frozenset(
     {
@@ -102,8 +101,8 @@ class ModuleNames:
         """
         modules = [
             candidate
-            for candidate in gc.get_objects()
-            if issubclass(type(candidate), torch.nn.Module) and candidate not in self.modules
+            for candidate in live_objects(torch.nn.Module)
+            if candidate not in self.modules
         ]
         children = {
             id(child) for module in modules for child in module.modules() if child is not module
