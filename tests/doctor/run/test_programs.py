@@ -106,6 +106,14 @@ TRUTH = {
         "`model.to(torch.bfloat16)` (tests/doctor/run/programs/optimizer_states.py:14) cast the model",
         "cast the model before its first step",
     ),
+    "config_field": Truth(
+        "RN001",
+        "model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()",
+        "1",
+        "its dtype is the default of `Settings(width=width)`"
+        " (tests/doctor/run/programs/config_field.py:26)",
+        ".to(torch.bfloat16)` at tests/doctor/run/programs/config_field.py:22",
+    ),
     "short_ids": Truth(
         "RN015",
         "nn.Embedding(16, 8)(tokens).sum().backward()",

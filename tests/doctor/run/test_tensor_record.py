@@ -314,6 +314,16 @@ def test_all_floats_of_an_operator_of_integers_are_cast():
     assert "`mask.to(torch.bool)`, and `keep.to(torch.bool)` at" in finding.fix
 
 
+def test_cast_that_made_one_of_two_halves_is_changed():
+    def attend(query, keys, new_keys):
+        keys = torch.cat([keys.half(), new_keys])
+        return nn.functional.scaled_dot_product_attention(query, keys, keys)
+
+    query, keys = torch.ones(3, 4).bfloat16(), torch.ones(3, 4)
+    finding = explain_failure(attend, query, keys, query)
+    assert finding.fix.startswith("change the dtype to torch.bfloat16 in `keys.half()` at")
+
+
 def test_indices_and_not_the_indexed_tensor_are_named():
     def select(values, rows):
         return values.index_select(0, rows)

@@ -17,7 +17,7 @@ from .arguments import find_argument, has_starred_argument, iterate_defaults, li
 from .bindings import is_name
 from .expressions import node_keyword
 from .frames import CallFrame, source_text
-from .program_source import Definition, ProgramSource, SourceFile
+from .program_source import Definition, ProgramSource, SourceFile, read_called_name
 
 _MAX_STEPS = 12  # assignments and arguments through which a dtype is followed
 
@@ -172,11 +172,51 @@ class _DtypeSearch:
             case ast.Attribute(ast.Name("self"), name):
                 attribute = self.find_attribute(place, name)
                 return None if attribute is None else (attribute, None)
-            case ast.Attribute(ast.Name(), name):
-                return self.find_option(name)
+            case ast.Attribute(owner, name):
+                field = self.find_field(replace(place, node=owner), name)
+                return field or self.find_option(name)
             case ast.Subscript(ast.Name(name), ast.Constant(key)):
                 item = self.find_item(place, name, key)
                 return None if item is None else (item, None)
+        return None
+
+    def find_field(self, place: _Place, name: str) -> tuple[_Place, _Argument | None] | None:
+        """Returns the value that an object's field got where a call of its class made the object: an
+        argument of this call, or the default of the class.
+
+        place  the expression of the object, such as `config` or `self.config`
+        """
+        for _ in range(_MAX_STEPS):
+            if isinstance(place.node, ast.Call):
+                break
+            origin = self.find_origin(place)
+            if origin is None:
+                return None
+            place = origin[0]
+        call = place.node
+        if not isinstance(call, ast.Call) or not _makes_object(call):
+            return None
+        if any(_is_field(target, name) for target, _ in self.iterate_assignments()):
+            return None  # the program changes the field later
+        passed = node_keyword(call, name)
+        if passed is not None:
+            argument = _Argument(place, call, name, is_default=False)
+            return replace(place, node=passed), argument
+        default = self.find_class_default(call, name)
+        return None if default is None else (default, _Argument(place, call, name, is_default=True))
+
+    def find_class_default(self, call: ast.Call, name: str) -> _Place | None:
+        """Returns the default of a field of a dataclass of the program, which a call leaves out."""
+        for source in self.program.files:
+            for node in source.nodes:
+                if not isinstance(node, ast.ClassDef) or not is_name(call.func, node.name):
+                    continue
+                for field in node.body:
+                    match field:
+                        case ast.AnnAssign(ast.Name(field_name), _, ast.expr() as value):
+                            is_left_out = not call.args and not has_starred_argument(call)
+                            if field_name == name and is_left_out:
+                                return _make_place(source, value)
         return None
 
     def find_option(self, name: str) -> tuple[_Place, _Argument] | None:
@@ -281,6 +321,20 @@ class _DtypeSearch:
 
 def _make_place(source: SourceFile, node: ast.expr) -> _Place:
     return _Place(node, source.file, source.list_definitions(node))
+
+
+def _makes_object(call: ast.Call) -> bool:
+    """True for a call of a class, or of a function of torch, such as `torch.zeros`."""
+    return read_called_name(call)[:1].isupper() or ast.unparse(call.func).startswith("torch.")
+
+
+def _is_field(target: ast.expr, name: str) -> bool:
+    """True for the target `config.NAME` of an assignment. `self.NAME` is an attribute of a class."""
+    return (
+        isinstance(target, ast.Attribute)
+        and target.attr == name
+        and ast.unparse(target.value) != "self"
+    )
 
 
 def _list_parameters(definition: Definition) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 
@@ -19,6 +20,20 @@ class Promotion:
     operation: str
     operand: str
     location: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A call that made one of two operands of different dtypes.
+
+    text      the source code of the call
+    location  the file and line of the call
+    dtype     the dtype of the operand
+    """
+
+    text: str
+    location: str
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +54,7 @@ class Producer:
     hook      the hook that contains the expression; "" if no hook does
     promotions  the operations through which the dtype reached the tensor
     reason    why a call returns this dtype, as a part of a sentence; "" for most kinds
+    sources   the calls that made the operands of an operation of fp16 with bf16
     stored    the expression that the user's code stores in an object of a library, and its file and
     stored_at line; "" if there is none
     """
@@ -55,6 +71,7 @@ class Producer:
     hook: str = ""
     promotions: tuple[Promotion, ...] = ()
     reason: str = ""
+    sources: tuple[Source, ...] = ()
     stored: str = ""
     stored_at: str = ""
 

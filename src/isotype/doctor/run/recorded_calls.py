@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from .autocast import AutocastState
 from .expressions import read_value
 from .frames import CallFrame, make_called_frame, source_text
 from .modules import ModelNames
-from .producer import Producer, Promotion
+from .producer import Producer, Promotion, Source
 from .recorded_origins import find_tensor_origin, find_user_call
 from .running_code import RunningCode
 from .weight_record import RECORD
@@ -56,6 +56,7 @@ def find_recorded_producer(
         path,
         is_proven=True,
         promotions=tuple(promotion for promotion in described if promotion is not None),
+        sources=tuple(_list_sources(last, names)),
         reason=_find_reason(last, path, place, names),
     )
 
@@ -262,7 +263,7 @@ def _find_reason(event: TensorEvent, path: str, place: _Place, names: ModelNames
         if not floats:
             return f"it computes floats from {sources}"
         if len(floats) > 1:
-            sources = _describe_sources(event, names)
+            sources = _describe_sources(list(_list_sources(event, names)))
             return f"{' with '.join(map(format_dtype, floats))} gives {dtype_name}{sources}"
     if event.kind in ("cast", "creation") and event.earlier is not None:
         return _describe_example(event.earlier, names)
@@ -271,21 +272,31 @@ def _find_reason(event: TensorEvent, path: str, place: _Place, names: ModelNames
     return ""
 
 
-def _describe_sources(event: TensorEvent, names: ModelNames) -> str:
-    """Returns what made the two operands of an operation, as the end of a sentence, or ""."""
-    sources = []
+def _list_sources(event: TensorEvent, names: ModelNames) -> Iterator[Source]:
+    """Yields what made the operands of an operation of floats of two dtypes, whose result has a
+    third dtype.
+    """
     for part in (event.earlier, event.before):
         last = None if part is None else _follow(part)[-1]
-        if last is None:
+        if last is None or event.kind != "operation" or not last.dtype.is_floating_point:
             continue
         path = _read_path(last, names)
         call = find_user_call(last.calls)
         if path:
-            sources.append(f"{path} is {format_dtype(last.dtype)}")
+            yield Source(path, "", last.dtype)
         elif call is not None:
             place = _make_place(call)
-            sources.append(f"`{place.text}` ({place.location}) is {format_dtype(last.dtype)}")
-    return f": {' and '.join(sources)}" if sources else ""
+            yield Source(place.text, place.location, last.dtype)
+
+
+def _describe_sources(sources: Sequence[Source]) -> str:
+    """Returns what made two operands, as the end of a sentence, or ""."""
+    texts = [
+        f"`{source.text}` ({source.location})" if source.location else source.text
+        for source in sources
+    ]
+    names = [f"{text} is {format_dtype(s.dtype)}" for text, s in zip(texts, sources)]
+    return f": {' and '.join(names)}" if names else ""
 
 
 def _describe_array(event: TensorEvent) -> str:

@@ -16,6 +16,7 @@ from .operands import (
     find_odd_operand,
     have_different_dtypes,
     list_floating,
+    list_source_casts,
 )
 
 
@@ -47,6 +48,7 @@ def find_attention_operand(evidence: Evidence) -> Finding | None:
         ),
         is_in_user_line=evidence.frames[odd.frame_index] is evidence.user_frame,
         is_cast=producer.kind == "cast" and producer.is_proven,
+        source_casts=list_source_casts(producer, others[0].dtype),
         stored=add_brackets(producer.stored) if producer.stored else "",
         stored_at=producer.stored_at,
         set_by=describe_setting(evidence, producer, odd.dtype, others[0].dtype),

@@ -23,10 +23,11 @@ from ..weight_origins import WeightOrigin, find_model_origin
 from .findings import make_finding
 from .operands import (
     add_brackets,
-    describe_setting,
     find_module_origin,
+    find_setting,
     list_computed,
     list_keywords,
+    list_source_casts,
     passed_expression,
     passed_location,
     rebuild_creation,
@@ -55,6 +56,7 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
     items = [o for o in different if o.list_name == operand.list_name]
     is_known = producer.kind != "unknown"
     promotion = _find_promotion(operand, producer)
+    setting = find_setting(evidence, producer, operand.dtype, weight.dtype)
     return make_finding(
         "RN001",
         evidence,
@@ -85,7 +87,9 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         function=evidence.operation,
         target=str(weight.dtype),
         **_explain_weights(evidence, operand, weight, producer),
-        set_by=describe_setting(evidence, producer, operand.dtype, weight.dtype),
+        source_casts=list_source_casts(producer, weight.dtype),
+        set_by="" if setting is None else setting.describe(),
+        set_fix="" if setting is None else setting.fix,
     )
 
 

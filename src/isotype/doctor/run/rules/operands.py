@@ -232,6 +232,14 @@ def describe_setting(
     return "" if setting is None else setting.describe()
 
 
+def list_source_casts(producer: Producer, target: torch.dtype) -> str:
+    """Returns the calls of the user's code to change if a value is the result of fp16 with bf16: those
+    whose result has another dtype than `target`.
+    """
+    sources = [source for source in producer.sources if source.location and source.dtype != target]
+    return " and ".join(f"`{source.text}` at {source.location}" for source in sources)
+
+
 def find_odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:
     """Returns the operand whose dtype differs from the dtype of autocast, or else of the model. If no model is known,
     returns the operand whose dtype differs from the dtype of most operands. If two dtypes are
