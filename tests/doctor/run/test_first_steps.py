@@ -52,7 +52,7 @@ def test_first_step_is_recorded_and_a_later_one_advises_trace(record):
     assert "--trace" not in text
     train(nn.Linear(4, 4), FIRST_STEPS)
     text = explain(lambda: model(make_table()[1]))
-    assert "isotype doctor run --trace names the line that gave" in text
+    assert "`isotype doctor run --trace` names it" in text
 
 
 def test_record_comes_back_for_an_evaluation_and_leaves_from_below_other_modes(record):

@@ -586,7 +586,9 @@ def test_samples_between_steps_are_explained(ends_with_error, samples_with_gradi
 
     recorder = Recorder()
     recorder.install()
-    with pytest.raises((NotFiniteError, ValueError)) as caught:
+    # ValueError by torch.distributions, or RuntimeError by torch.multinomial: the import of the
+    # compiler switches the checks of torch.distributions off
+    with pytest.raises((NotFiniteError, ValueError, RuntimeError)) as caught:
         train(1e4)
     explain_error(recorder, caught.value, None)
     recorder.uninstall()
