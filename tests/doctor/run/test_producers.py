@@ -9,9 +9,9 @@ import pytest
 from tests.api import RECORD, collect_evidence
 
 
-def find_producer_text(source, folder):
-    """Returns the source code of the expression that gave the first operand of the failing line its
-    dtype, or "" if none is proven.
+def find_producer_text(source, folder, position=0):
+    """Returns the source code of the expression that gave an operand of the failing line its dtype,
+    or "" if none is proven.
     """
     path = folder / "program.py"
     path.write_text("import torch\n" + textwrap.dedent(source), encoding="utf-8")
@@ -22,7 +22,7 @@ def find_producer_text(source, folder):
     finally:
         RECORD.remove()
     evidence = collect_evidence(error.value)
-    producer = evidence.producer_of(evidence.operands[0])
+    producer = evidence.producer_of(evidence.operands[position])
     return producer.text if producer.is_proven else ""
 
 
@@ -87,3 +87,26 @@ def run(x, second):
 run(torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(1, 2, 8, dtype=torch.bfloat16))
 """
     assert find_producer_text(source, tmp_path) == text
+
+
+def test_key_of_a_batch_leads_into_the_dataset(tmp_path):
+    source = """
+        import numpy
+        def read_clip(number):
+            return numpy.sin(numpy.arange(16)) + number
+        class Rows(torch.utils.data.Dataset):
+            def __len__(self):
+                return 2
+            def __getitem__(self, number):
+                return {"audio": torch.from_numpy(read_clip(number)), "number": number}
+        def compute_power(audio):
+            return torch.stft(audio, 8, window=torch.ones(8), return_complex=True).abs() ** 2
+        def encode(audio):
+            filters = torch.ones(1, 5)
+            return torch.matmul(filters, compute_power(audio))
+        def embed(loader):
+            for batch in loader:
+                encode(batch["audio"])
+        embed(torch.utils.data.DataLoader(Rows(), batch_size=2))
+        """
+    assert find_producer_text(source, tmp_path, 1) == "torch.from_numpy(read_clip(number))"

@@ -8,6 +8,7 @@ import ast
 from typing import Any
 
 from ..bindings import collect_bound_names
+from ..expressions import UNKNOWN
 from ..producer import Producer
 from ..program_source import Comprehension, read_source_file
 from .items import follow_loop
@@ -65,8 +66,10 @@ def follow_part(
     hidden = {(index, name) for name in names} - search.hidden_names
     search.hidden_names |= hidden
     first = node.generators[0]
-    if isinstance(search.key, int) and len(node.generators) == 1 and not first.ifs:
-        search.positions[id(first)] = search.key
+    if isinstance(search.key, int):
+        if len(node.generators) == 1 and not first.ifs:
+            search.positions[id(first)] = search.key
+        search.key = UNKNOWN
     result = search.follow(part, index, line)
     search.positions.pop(id(first), None)
     search.hidden_names -= hidden

@@ -75,14 +75,17 @@ def follow_loop(
         items = read_value(iterable, search.frame_at(index, binding.lineno))
         if item is UNKNOWN and index < search.running_count:
             item = search.frames[index].variables.get(name)
-        search.key = find_item_position(items, item) if position is None else position
+        if position is not None:
+            search.key = position
+        elif isinstance(item, torch.Tensor):  # in other items, the key leads to the tensor
+            search.key = find_item_position(items, item)
     result = follow_items(search, iterable, element, index, binding.lineno)
     return result or search.producer("data", binding.iter, index)
 
 
-def find_item_position(items: Any, item: Any) -> Any:
+def find_item_position(items: Any, item: torch.Tensor) -> Any:
     """Returns the only position of a tensor in a list or tuple, or UNKNOWN."""
-    if not isinstance(items, (list, tuple)) or not isinstance(item, torch.Tensor):
+    if not isinstance(items, (list, tuple)):
         return UNKNOWN
     positions = [number for number, other in enumerate(items) if other is item]
     return positions[0] if len(positions) == 1 else UNKNOWN
