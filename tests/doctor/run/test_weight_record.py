@@ -3,6 +3,7 @@
 import gc
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,3 +98,15 @@ def test_modules_are_not_kept_alive():
     del model
     gc.collect()
     assert len(RECORD._events) == 0
+
+
+def test_equal_functions_of_two_files_keep_their_places(tmp_path):
+    source = "from torch import nn\n\ndef build():\n    return nn.Linear(2, 2).half()\n"
+    places = []
+    for name in ("first.py", "second.py"):
+        (tmp_path / name).write_text(source)
+        variables = {}
+        exec(compile(source, str(tmp_path / name), "exec"), variables)
+        model = variables["build"]()
+        places.append(find_recorded_origin(model.modules(), torch.float16).location)
+    assert [Path(place.rpartition(":")[0]).name for place in places] == ["first.py", "second.py"]

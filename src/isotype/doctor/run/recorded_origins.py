@@ -242,11 +242,20 @@ def read_origin(event: WeightEvent) -> WeightOrigin | None:
     return WeightOrigin(kind, text, location, call, function)
 
 
-@functools.cache
 def _read_call(code: CodeType, instruction: int) -> tuple[str, str, ast.Call | None]:
     """Returns the source code and the place of a call that has ended, and its syntax tree. For an
     assignment, such as `self.weight = nn.Parameter(...)`, returns the source code of the statement,
     and the call whose result is assigned.
+    """
+    return _read_call_in_file(code.co_filename, code, instruction)
+
+
+@functools.cache
+def _read_call_in_file(
+    file: str, code: CodeType, instruction: int
+) -> tuple[str, str, ast.Call | None]:
+    """As `_read_call`. The file is an argument of its own, since equal functions of two files, such
+    as two cells of a notebook, have equal code.
     """
     frame = make_called_frame(code, instruction)
     call = frame.expression
