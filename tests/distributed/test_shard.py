@@ -220,7 +220,7 @@ def test_a_run_goes_on_in_another_number_of_parts(path, more, configured, tmp_pa
 def test_the_same_number_of_shards_resumes_bit_for_bit_after_a_kill(configured, tmp_path):
     sections = {
         "train": {"steps": 2, "batch_size": 2, "eval_every": 2},
-        "run": {"save_every": 1, "samples": []},
+        "run": {"save_every": 1, "sample_every": 0, "samples": []},
         "adapter": {"dropout": 0.1},
         "parallel": {"kind": "shard"},
     }

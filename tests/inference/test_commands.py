@@ -153,7 +153,10 @@ def test_a_run_that_is_not_finished_asks_by_the_template_of_its_settings(configu
         "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ mark }}{% endif %}"
     )
     data = {"chat_template": str(template), "template_kwargs": {"mark": "so"}}
-    assert train(configured(data=data, train={"steps": 2}, run={"samples": []})) == 0
+    assert (
+        train(configured(data=data, train={"steps": 2}, run={"sample_every": 0, "samples": []}))
+        == 0
+    )
     shutil.rmtree(tmp_path / "run" / "adapter")
     tokenizer = load_run(tmp_path / "run").tokenizer
     asked = tokenizer.apply_chat_template(

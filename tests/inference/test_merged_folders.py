@@ -51,7 +51,7 @@ def train(folder: Path, base: Path, content: Any = None, **sections: Any) -> Pat
         "adapter": {"kind": "lora", "r": 8},
         "precision": FP32,
         "train": {"steps": 12, "batch_size": 4, "learning_rate": 2e-2, "schedule": "constant"},
-        "run": {"folder": str(folder / "run"), "samples": [], "report": False},
+        "run": {"folder": str(folder / "run"), "sample_every": 0, "samples": [], "report": False},
     }
     (folder / "run.yaml").write_text(json.dumps(config | sections))
     ask("train", folder / "run.yaml")

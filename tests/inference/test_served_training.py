@@ -51,7 +51,7 @@ def write_run(folder: Path, name: str, **changes: Any) -> Path:
             "schedule": "constant",
             "eval_every": STEPS,
         },
-        "run": {"folder": str(folder / name), "samples": [], "report": False},
+        "run": {"folder": str(folder / name), "sample_every": 0, "samples": [], "report": False},
     }
     for key, value in changes.items():
         section, _, setting = key.partition("__")

@@ -87,7 +87,7 @@ def train_family(folder: Path, family: str, **changes: Any) -> SimpleNamespace:
             "schedule": "constant",
             "eval_every": 16,
         },
-        "run": {"folder": str(folder / "run"), "samples": [], "report": False},
+        "run": {"folder": str(folder / "run"), "sample_every": 0, "samples": [], "report": False},
     }
     (folder / "run.yaml").write_text(json.dumps(config))
     ask("train", folder / "run.yaml")

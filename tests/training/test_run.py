@@ -99,7 +99,7 @@ def test_one_row_shows_a_wrong_scale_in_the_saved_adapter(configured, monkeypatc
 
     monkeypatch.setattr(LanguageTask, "save", save_with_other_scale)
     with pytest.raises(RunError, match="loaded into a fresh base its loss is") as error:
-        train(configured(train={"steps": 2}, run={"samples": []}))
+        train(configured(train={"steps": 2}, run={"sample_every": 0, "samples": []}))
     assert error.value.code == "SV001"
 
 
@@ -290,7 +290,7 @@ def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(
         "eval_every": 1,
         "patience": 3,
     }
-    assert train(configured(train=sections, run={"samples": []})) == 0
+    assert train(configured(train=sections, run={"sample_every": 0, "samples": []})) == 0
     run, result = tmp_path / "run", result_of(tmp_path / "run")
     assert result["steps"] < 40
     assert result["of_step"] == result["best_step"] != result["steps"]
@@ -301,7 +301,9 @@ def test_early_stopping_keeps_the_best_and_a_run_that_it_ended_stays_ended(
         ).read_bytes()
 
     before = kept()
-    assert train(configured(train=sections, run={"samples": []}), resume=run) == 0
+    assert (
+        train(configured(train=sections, run={"sample_every": 0, "samples": []}), resume=run) == 0
+    )
     said = f"resume    from step {result['steps']}, where early stopping ended the run: train.patience=6 continues"
     assert said in capsys.readouterr().out
     assert kept() == before
@@ -319,7 +321,12 @@ def test_the_end_of_a_run_says_which_weights_are_saved_and_on_which_rows(
     weights = {}
     for save in (None, "best"):
         folder = tmp_path / str(save)
-        run = {"folder": str(folder), "samples": [], **({} if save is None else {"save": save})}
+        run = {
+            "folder": str(folder),
+            "sample_every": 0,
+            "samples": [],
+            **({} if save is None else {"save": save}),
+        }
         assert train(configured(train=unstable, run=run)) == 0
         result = result_of(folder)
         lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -354,7 +361,7 @@ def test_the_end_of_a_run_says_which_weights_are_saved_and_on_which_rows(
 @pytest.mark.full
 def test_with_patience_the_last_weights_are_saved_where_that_is_asked(configured, tmp_path):
     sections = {"steps": 40, "learning_rate": 1.0, "schedule": "constant", "eval_every": 1}
-    run = {"save": "last", "samples": []}
+    run = {"save": "last", "sample_every": 0, "samples": []}
     assert train(configured(train={**sections, "patience": 2}, run=run)) == 0
     result = result_of(tmp_path / "run")
     assert result["of_step"] == result["steps"] < 40

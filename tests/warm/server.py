@@ -29,6 +29,9 @@ class Request:
 def imports() -> None:
     """What commands would import. Nothing is computed: threads do not survive a fork."""
     gc.disable()  # collections took 1.5 s of 10
+    from tests.api import disable_hub_kernels
+
+    disable_hub_kernels()  # as a run of the command line does: see tests/conftest.py
     import numpy.ma  # noqa: F401
     import peft  # noqa: F401
     from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401

@@ -129,7 +129,7 @@ def train_answers(folder: Path, family: str = "llama", **changes: Any) -> Simple
         "adapter": {"kind": "lora", "r": 16},
         "precision": {"preset": "bf16-lora"},
         "train": {"steps": 100, "batch_size": 8, "learning_rate": 1e-2, "schedule": "constant"},
-        "run": {"folder": str(folder / "run"), "samples": [], "report": False},
+        "run": {"folder": str(folder / "run"), "sample_every": 0, "samples": [], "report": False},
     }
     (folder / "run.yaml").write_text(json.dumps(config))
     ask("train", folder / "run.yaml")

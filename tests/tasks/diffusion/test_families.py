@@ -322,6 +322,7 @@ FULL = (
     "kandinsky5",
     "klein_several",
     "sd1",
+    "qwen",
 )
 
 
