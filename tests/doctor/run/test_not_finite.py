@@ -565,6 +565,57 @@ class Policy(nn.Module):
         return self.body(observations).exp()
 
 
+def explain_end(program, capsys) -> str:
+    """Returns what is printed at the end of a program without steps."""
+    recorder = Recorder()
+    recorder.install()
+    with torch.no_grad():
+        float(program())
+    report_end(recorder, None)
+    recorder.uninstall()
+    return capsys.readouterr().err
+
+
+def test_zero_of_a_division_by_inf_leads_to_the_inf(capsys):
+    def second_order(sigma):
+        step = torch.log(1 - sigma) - torch.log(sigma)
+        ratio = torch.ones(2) / step
+        return (ratio.reciprocal() * 0.5).sum()
+
+    text = explain_end(lambda: second_order(torch.tensor([0.5, 0.0])), capsys)
+    assert "`torch.log(sigma)` in" in text, text
+    assert "clamp its input: sigma.clamp(min=" in text
+
+
+def test_negative_power_of_zero(capsys):
+    def normalise(degrees):
+        return (degrees.pow(-0.5) * 2).sum()
+
+    text = explain_end(lambda: normalise(torch.tensor([2.0, 0.0])), capsys)
+    assert "raises 0 to the power -0.5, which divides by 0" in text, text
+    assert "degrees.clamp(min=1e-6)" in text
+
+
+def test_logarithm_of_negative_values_gets_a_bound_above_zero(capsys):
+    text = explain_end(lambda: torch.log(1 - torch.tensor([0.5, 2.0])).sum(), capsys)
+    assert "for which it is not defined" in text, text
+    assert ".clamp(min=1e-6)" in text
+
+
+class Overlap(nn.Module):
+    def forward(self, prediction, target):
+        overlap = (prediction * target).sum()
+        total = prediction.sum() + target.sum()
+        return overlap / total
+
+
+def test_later_lines_that_overflow_too_are_named(capsys):
+    values = torch.ones(70_000, dtype=torch.float16)
+    text = explain_end(lambda: Overlap()(values, values), capsys)
+    assert "error RN030 sum gives inf" in text, text
+    assert re.search(r"does not fit in fp16; the same at \S+test_not_finite.py:\d+", text), text
+
+
 @pytest.mark.parametrize("samples_with_gradient", [False, True])
 @pytest.mark.parametrize("ends_with_error", [False, True])
 def test_samples_between_steps_are_explained(ends_with_error, samples_with_gradient, capsys):

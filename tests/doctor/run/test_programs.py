@@ -1180,6 +1180,15 @@ TRUTH = {
         " (tests/doctor/run/programs/stored_argument.py:34)",
         "`shifted.to(torch.bfloat16)` at",
     ),
+    "validation_cast": Truth(
+        "RN006",
+        "scaler.step(optimizer)",
+        None,
+        "`model.half()` (tests/doctor/run/programs/validation_cast.py:13) made them fp16 after a step"
+        " of the optimizer",
+        "cast a copy (copy.deepcopy) in place of the trained parameters at"
+        " tests/doctor/run/programs/validation_cast.py:13",
+    ),
     "custom_operator": Truth(
         "RN005",
         "return (grad @ weight) * 0.5, (grad.t() @ x) * 0.5",

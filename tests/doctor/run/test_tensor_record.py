@@ -64,6 +64,10 @@ class Buffer:
     def sample(self, index):
         return torch.as_tensor(self.rows[index])
 
+    def sample_pair(self, index):
+        following = [row + 1 for row in index]
+        return torch.as_tensor(self.rows[index]), torch.as_tensor(self.rows[following])
+
 
 class Scale(torch.autograd.Function):
     @staticmethod
@@ -293,6 +297,23 @@ def explain_failure(function, *args):
         remove_record_frames(error)
         return decide_cause(collect_evidence(error))
     raise AssertionError("the call did not fail")
+
+
+def test_arrays_of_one_function_are_cast_together():
+    def update(model, buffer):
+        rows, next_rows = buffer.sample([1, 2]), buffer.sample([2, 3])
+        return model(next_rows) - model(rows)
+
+    finding = explain_failure(update, nn.Linear(2, 2), Buffer(4))
+    assert "self.rows[index].to(torch" not in finding.fix  # one call made both
+
+    def update_pair(model, buffer):
+        rows, next_rows = buffer.sample_pair([1, 2])
+        return model(next_rows) - model(rows)
+
+    finding = explain_failure(update_pair, nn.Linear(2, 2), Buffer(4))
+    assert finding.fix.startswith("`torch.as_tensor(self.rows[following]).to(torch.float32)` at")
+    assert "and `torch.as_tensor(self.rows[index]).to(torch.float32)` at" in finding.fix
 
 
 def test_cast_of_integer_buffers_is_named():

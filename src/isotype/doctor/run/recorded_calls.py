@@ -82,6 +82,39 @@ def _find_weight_producer(event: TensorEvent, path: str) -> Producer | None:
     )
 
 
+def list_arrays_of_function(
+    tensor: torch.Tensor, frames: Sequence[CallFrame]
+) -> list[tuple[str, str]]:
+    """Returns the code and the place of each call that made a tensor from an array of NumPy, in the
+    function of the user's code that did so for this tensor, if variables hold several such tensors
+    of its dtype: all of them have the same fault. Otherwise returns an empty list.
+    """
+    first = _find_array_call(tensor)
+    if first is None:
+        return []
+    places = [(first, _make_place(first))]
+    for frame in frames:
+        values = list(frame.variables.values()) if frame.is_user_code else []
+        for value in values:
+            if not isinstance(value, torch.Tensor) or value.dtype != tensor.dtype:
+                continue
+            call = _find_array_call(value)
+            if call is not None and call.code is first.code:
+                places.append((call, _make_place(call)))
+    texts = list(dict.fromkeys((place.text, place.location) for _, place in places))
+    return texts if len(texts) > 1 else []
+
+
+def _find_array_call(tensor: torch.Tensor) -> RunningCode | None:
+    """Returns the line of the user's code that made a tensor from an array of NumPy."""
+    event = None if RECORD.tensors is None else RECORD.tensors.event_of(tensor)
+    last = None if event is None else _follow(event)[-1]
+    if last is None or not last.data_type or last.data_type.startswith("torch."):
+        return None
+    call = last.calls[0] if last.calls else None
+    return None if call is None or is_library_file(call.code.co_filename) else call
+
+
 def confirm_producer(static: Producer, recorded: Producer, tensor: torch.Tensor) -> Producer:
     """Returns what the source code shows, if the record confirms it: the program ran this line when
     it computed the tensor, or a module with weights of this dtype computed it. Otherwise returns

@@ -741,7 +741,24 @@ def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Find
         divisor=_choose_divisor([event, *events]) if event.is_backward else "",
         has_scaler=step.scale is not None,
         no_bf16=_lacks_bf16(_device_type(step)),
+        others=" and ".join(_list_like_overflows(event, events)),
     )
+
+
+def _list_like_overflows(event: Event, events: Sequence[Event]) -> list[str]:
+    """Returns the later lines of the same function whose results leave the range of their dtype too,
+    and not because of this event.
+    """
+    if event.is_backward or event.site is None:
+        return []
+    lines = []
+    for other in events:
+        is_like = other.parts and other.has_finite_inputs and not other.is_backward
+        if not is_like or other.site is None or other.site.line <= event.site.line:
+            continue
+        if (other.site.file, other.site.function) == (event.site.file, event.site.function):
+            lines.append(_location(other.site))
+    return list(dict.fromkeys(lines))
 
 
 def _statement_or_empty(site: Site | None) -> str:

@@ -17,6 +17,7 @@ from ..frames import CallFrame
 from ..graph import find_widening_operation
 from ..modules import floating_weight_dtypes
 from ..producer import Producer, Promotion
+from ..recorded_calls import list_arrays_of_function
 from ..recorded_origins import find_construction
 from ..settings import find_arguments_without_autocast
 from ..weight_origins import WeightOrigin, find_model_origin
@@ -90,7 +91,18 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         source_casts=list_source_casts(producer, weight.dtype),
         set_by="" if setting is None else setting.describe(),
         set_fix="" if setting is None else setting.fix,
+        array_casts=_cast_arrays(evidence, operand, weight.dtype),
     )
+
+
+def _cast_arrays(evidence: Evidence, operand: Operand, dtype: torch.dtype) -> str:
+    """Returns code that casts an operand where it was made from an array of NumPy, and the tensors
+    that the same function made from arrays of this dtype. Returns "" if there are no others.
+    """
+    if operand.tensor is None:
+        return ""
+    calls = list_arrays_of_function(operand.tensor, evidence.frames)
+    return " and ".join(f"`{add_brackets(text)}.to({dtype})` at {place}" for text, place in calls)
 
 
 def _cast_other_arguments(

@@ -63,6 +63,8 @@ def find_scaler_over_halves(evidence: Evidence) -> Finding | None:
         model=model,
         cast=origin.removable_text if origin is not None and is_cast else "",
         cast_at="" if origin is None else origin.location,
+        # the states of a step are older than this cast
+        is_late=evidence.optimizer is not None and bool(evidence.optimizer.states),
     )
 
 
