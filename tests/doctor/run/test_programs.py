@@ -1183,7 +1183,7 @@ TRUTH = {
     "validation_cast": Truth(
         "RN006",
         "scaler.step(optimizer)",
-        None,
+        "<module>",
         "`model.half()` (tests/doctor/run/programs/validation_cast.py:13) made them fp16 after a step"
         " of the optimizer",
         "cast a copy (copy.deepcopy) in place of the trained parameters at"

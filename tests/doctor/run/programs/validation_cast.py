@@ -16,7 +16,7 @@ def validate(model):
 model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-for step in range(2):
+for _ in range(2):
     with torch.autocast("cpu", dtype=torch.float16):
         loss = model(torch.randn(2, 8)).square().mean()
     scaler.scale(loss).backward()

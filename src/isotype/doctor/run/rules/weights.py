@@ -18,7 +18,11 @@ from ..mixed_weights import NEEDS_ONE_DTYPE, group_weights
 from ..model_casts import find_unrestored_default_dtype
 from ..modules import floating_weight_dtypes
 from ..operand_origins import find_operand_origin
-from ..recorded_origins import find_part_construction, is_cast_of_most_weights
+from ..recorded_origins import (
+    find_part_construction,
+    find_tensor_origin,
+    is_cast_of_most_weights,
+)
 from ..weight_origins import WeightOrigin, find_model_origin, find_weight_origin
 from .findings import format_share, make_finding, make_operand_finding
 from .operands import (
@@ -162,7 +166,7 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
     owner = evidence.names.tensor_owner(weight.tensor)
     origin = None
     if owner is not None:
-        origin = _find_odd_origin(evidence, owner, weight.dtype)
+        origin = _find_odd_origin(evidence, owner, weight)
     others_origin = None
     if evidence.model is not None:
         others_origin = find_model_origin(evidence.frames, evidence.model, majority)
@@ -203,17 +207,19 @@ def _belongs_to_model_of_one_dtype(evidence: Evidence, weight: Operand) -> bool:
     return False
 
 
-def _find_odd_origin(
-    evidence: Evidence, owner: nn.Module, dtype: torch.dtype
-) -> WeightOrigin | None:
-    """Returns the call that gave the weights of a module their dtype. For a module that was built
-    in the default dtype, such as in the first call of forward, returns the call that built it with
-    all of its parts.
+def _find_odd_origin(evidence: Evidence, owner: nn.Module, weight: Operand) -> WeightOrigin | None:
+    """Returns the call that gave a weight of a module its dtype. For a module that was built in the
+    default dtype, such as in the first call of forward, returns the call that built it with all of
+    its parts. The other weights of the module may have another dtype.
     """
+    dtype = weight.dtype
     origin = find_weight_origin(evidence.frames, evidence.names, owner, dtype)
     if origin is not None and origin.kind != "default":
         return origin
-    return find_part_construction(evidence.names, evidence.model, owner) or origin
+    construction = find_part_construction(evidence.names, evidence.model, owner)
+    if construction is not None or weight.tensor is None:
+        return construction or origin
+    return find_tensor_origin(weight.tensor) or origin
 
 
 def _cast_input_of_model_cast(
