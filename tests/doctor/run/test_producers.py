@@ -31,6 +31,7 @@ def find_producer_text(source, folder, position=0):
     [
         ("torch.arange(x.size(1))", "steps / 10"),
         ("torch.arange(0, x.shape[1])", "steps / 10"),
+        ("torch.arange(count(x)) - (count(x) - 1) / 2", ""),
         ("torch.arange(8, dtype=torch.float32)", "torch.arange(8, dtype=torch.float32)"),
         ("torch.arange(count(x))", ""),  # the source code shows no dtype
     ],

@@ -1033,7 +1033,7 @@ TRUTH = {
         "Attention",
         "the explicit cast `x.float()` makes it fp32"
         " (tests/doctor/run/programs/supported_check.py:24)",
-        "`self.norm(q).to(torch.bfloat16)` at tests/doctor/run/programs/supported_check.py:37",
+        "`self.norm(q).to(torch.bfloat16)` at tests/doctor/run/programs/supported_check.py:41",
     ),
     "stated_check": Truth(
         "RN020",
@@ -1261,6 +1261,27 @@ def test_cause_place_and_fix(name, monkeypatch):
 
 def test_check_that_fails_for_a_shape_is_not_explained(monkeypatch):
     assert run_in_process("loader_check", monkeypatch, "shape") is None
+
+
+@pytest.mark.parametrize(
+    ("argument", "fix"),
+    [
+        (
+            "all",
+            "`self.norm(q).to(torch.bfloat16)` and `k.to(torch.bfloat16)` and `v.to(torch.bfloat16)`"
+            " at tests/doctor/run/programs/supported_check.py:41",
+        ),
+        (
+            "mixed",
+            "`self.norm(q).to(torch.bfloat16)` and `k.to(torch.bfloat16)` at"
+            " tests/doctor/run/programs/supported_check.py:41",
+        ),
+    ],
+)
+def test_check_that_refuses_several_tensors(argument, fix, monkeypatch):
+    finding = run_in_process("supported_check", monkeypatch, argument)
+    assert finding.code == "RN020"
+    assert fix in finding.fix
 
 
 def test_field_of_a_dataclass_leads_to_its_argument(monkeypatch):

@@ -5,10 +5,11 @@ a `raise`. A check may compare dtypes, or ask for one of several, as in `x.dtype
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from .bindings import is_name
 from .expressions import is_tensor, read_value
 from .frames import CallFrame
 
@@ -28,11 +29,34 @@ def find_check_operands(frame: CallFrame) -> list[ast.expr]:
     comparison = find_compared_dtypes(frame)
     if comparison is None or not _has_different_dtypes(comparison, frame):
         return []
-    sides = [comparison.left]
-    if read_allowed_dtypes(comparison, frame) is None:
-        sides += comparison.comparators
+    allowed = read_allowed_dtypes(comparison, frame)
+    if allowed is not None:
+        return find_refused_tensors(comparison, allowed, frame)
+    sides = [comparison.left, *comparison.comparators]
     owners = [read_dtype_owner(side, frame) for side in sides]
     return [owner for owner in owners if owner is not None]
+
+
+def find_refused_tensors(
+    comparison: ast.Compare, allowed: Sequence[torch.dtype], frame: CallFrame
+) -> list[ast.expr]:
+    """Returns the tensor whose dtype a check refuses, and the other parameters of the function that
+    the check would refuse too. Returns nothing if the tensor cannot be read.
+    """
+    owner = read_dtype_owner(comparison.left, frame)
+    if owner is None:
+        return []
+    count = frame.code.co_argcount + frame.code.co_kwonlyargcount
+    names = [name for name in frame.code.co_varnames[:count] if not is_name(owner, name)]
+    values = {name: frame.variables.get(name) for name in names}
+    refused = [
+        ast.Name(name, ast.Load())
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype not in allowed
+    ]
+    return [owner, *refused]
 
 
 def find_check_location(frame: CallFrame) -> str:

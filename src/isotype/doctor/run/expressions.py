@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .frames import CallFrame
+from .frames import CallFrame, source_text
 
 
 class _Unknown:
@@ -163,6 +164,7 @@ DTYPE_KEEPING_METHODS = frozenset(
     + ["scatter", "scatter_add", "masked_scatter", "masked_fill_", "pin_memory"]
     + ["sub_", "div_", "sqrt_", "exp_", "log_"]
 )
+_INTEGER_CREATION = re.compile(r"torch\.(?:randint\(|arange\((?!.*(?:dtype|\d\.)))")
 _DTYPE_KEEPING_ATTRIBUTES = frozenset(("T", "mT", "H", "data", "grad"))
 CREATION_FUNCTIONS = frozenset(
     [
@@ -234,6 +236,11 @@ def read_function(node: ast.AST, frame: CallFrame) -> Any:
 def is_of_torch(function: Any) -> bool:
     """True if a module of torch defines a function. Some built-in functions name no module."""
     return str(getattr(function, "__module__", "")).startswith("torch")
+
+
+def creates_integers(node: ast.AST) -> bool:
+    """True for a call that creates integers, which later operations make floats."""
+    return _INTEGER_CREATION.match(source_text(node)) is not None
 
 
 def is_tensor(value: Any) -> bool:

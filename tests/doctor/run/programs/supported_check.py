@@ -32,6 +32,10 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
+        if "all" in sys.argv:
+            k, v = k.float(), v.float()
+        if "mixed" in sys.argv:
+            k = k.float()
         if "repaired" in sys.argv:
             return fused_attention(self.norm(q).to(torch.bfloat16), k, v)
         return fused_attention(self.norm(q), k, v)

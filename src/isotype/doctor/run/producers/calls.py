@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from ..expressions import (
     PROMOTING_METHODS,
     UNKNOWN,
     TensorFacts,
+    creates_integers,
     is_of_torch,
     is_tensor,
     node_keyword,
@@ -39,8 +39,6 @@ from .stored import follow_stored_tensor
 
 # functions that keep the dtype of a NumPy array
 _ARRAY_FUNCTIONS = frozenset(("from_numpy", "as_tensor", "tensor"))
-# calls that create integers, which later operations make floats
-_INTEGER_CREATION = re.compile(r"torch\.(?:randint\(|arange\((?!.*(?:dtype|\d\.)))")
 
 
 def follow_call(search: Search, node: ast.Call, index: int, line: int) -> Producer:
@@ -160,7 +158,7 @@ def follow_unread_creation(search: Search, node: ast.Call, index: int, line: int
         kept = search.follow(node.args[0], index, line)  # a tensor stays as it is
         if kept.is_proven:
             return kept
-    if search.dtype.is_floating_point and _INTEGER_CREATION.match(text):
+    if search.dtype.is_floating_point and creates_integers(node):
         return search.producer("unknown", node, index)
     return follow_array(search, node, index, line)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ....dtypes import format_dtype
-from ..expressions import UNKNOWN, is_tensor, read_value
+from ..expressions import UNKNOWN, creates_integers, is_tensor, read_value
 from ..frames import source_text
 from ..producer import Producer, Promotion
 from .autocast import AUTOCAST_FUNCTIONS, follow_autocast
@@ -40,6 +40,8 @@ def follow_widest(
     computed = find_integer_operation(search, nodes, node, index, line)
     if computed is not None:
         return computed
+    if any(creates_integers(operand) for operand in nodes):
+        return search.producer("call", node, index)  # it makes floats of them
     known = [result for result in results if result.kind != "unknown"]
     return (known or results or [search.producer("call", node, index)])[0]
 

@@ -13,7 +13,12 @@ from torch import nn
 from ....dtypes import format_dtype, to_torch
 from ....finding import Finding
 from ..arguments import find_passed_argument
-from ..checks import find_compared_dtypes, read_allowed_dtypes, read_dtype_owner
+from ..checks import (
+    find_compared_dtypes,
+    find_refused_tensors,
+    read_allowed_dtypes,
+    read_dtype_owner,
+)
 from ..evidence import Evidence
 from ..expressions import read_value
 from ..producers import find_producer
@@ -33,7 +38,7 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
         return _find_stated_check(evidence)
     allowed = read_allowed_dtypes(compare, frame)
     if allowed is not None:
-        return _explain_refused_dtype(compare.left, allowed, evidence)
+        return _explain_refused_dtype(compare, allowed, evidence)
     sides = [compare.left, *compare.comparators]
     dtypes = [read_value(side, frame) for side in sides]
     if not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
@@ -53,15 +58,15 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
 
 
 def _explain_refused_dtype(
-    node: ast.expr, allowed: Sequence[torch.dtype], evidence: Evidence
+    compare: ast.Compare, allowed: Sequence[torch.dtype], evidence: Evidence
 ) -> Finding | None:
     """Explains a check that refuses the dtype of a tensor. The fix casts to the dtype that autocast,
     the model or the other tensors of the function have, if the check allows it.
     """
     frame = evidence.failing_frame
-    dtype = read_value(node, frame)
-    owner = read_dtype_owner(node, frame)
-    if owner is None or not isinstance(dtype, torch.dtype) or dtype in allowed:
+    dtype = read_value(compare.left, frame)
+    refused = find_refused_tensors(compare, allowed, frame)
+    if not refused or not isinstance(dtype, torch.dtype) or dtype in allowed:
         return None
     values = [value for value in frame.variables.values() if isinstance(value, torch.Tensor)]
     usual = [other for other, _ in Counter(value.dtype for value in values).most_common()]
@@ -71,7 +76,7 @@ def _explain_refused_dtype(
         usual.insert(0, evidence.autocast.dtype)
     preferred = next((other for other in usual if other in allowed), allowed[0])
     needed = [preferred, *(other for other in allowed if other != preferred)]
-    return _make_check_finding(evidence, owner, dtype, needed, [])
+    return _make_check_finding(evidence, refused[0], dtype, needed, [], refused[1:])
 
 
 # messages of a check that name a value and the dtype that it needs
@@ -100,12 +105,14 @@ def _make_check_finding(
     dtype: torch.dtype,
     needed: Sequence[torch.dtype],
     others: Sequence[str],
+    also_refused: Sequence[ast.expr] = (),
 ) -> Finding:
     """Returns the finding about a tensor in a check of the program.
 
     owner   the expression of the tensor in the failing frame
     needed  the dtypes that the check allows; the fix casts to the first
     others  the tensors with which the check compares it
+    also_refused  other parameters of the function that the check would refuse
     """
     operands = {operand.label: operand for operand in evidence.operands}
     operand = operands.get(ast.unparse(owner))
@@ -123,6 +130,9 @@ def _make_check_finding(
     passed, passed_at = _find_passed_argument(owner, evidence)
     is_autocast = producer.kind in ("module", "autocast") and evidence.autocast.is_on
     target = str(needed[0])
+    arguments = [_find_passed_argument(part, evidence) for part in also_refused]
+    # casts on other lines would be another change
+    casts = [f"`{text}.to({target})`" for text, place in arguments if place == passed_at]
     return make_finding(
         "RN020",
         evidence,
@@ -136,6 +146,8 @@ def _make_check_finding(
         autocast=is_autocast and dtype == evidence.autocast.dtype,
         target=target,
         at=producer.location,
+        source_reason="" if is_autocast else producer.reason,
+        other_casts="".join(f" and {cast}" for cast in dict.fromkeys(casts)),
         is_cast=producer.kind == "cast" and producer.is_proven,
         weight=operand.path if operand is not None and origin is not None else "",
         origin="" if origin is None else origin.describe("it", format_dtype(dtype)),
