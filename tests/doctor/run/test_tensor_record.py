@@ -407,3 +407,34 @@ def test_program_that_ends_because_nothing_was_compiled(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "tensor([0.])\n")
     assert "code for torch.compile runs eagerly. No error ended the program" in result.stderr
+
+
+class Replay:
+    """A buffer of NumPy's fp64, of which each batch is read by two networks of fp32."""
+
+    states = np.ones((8, 4))
+
+    def sample(self):
+        return torch.tensor(self.states[:2])
+
+
+def test_fp64_is_mended_where_it_is_made_since_other_lines_read_it_too():
+    actor = nn.Linear(4, 1)
+    with pytest.raises(RuntimeError) as caught:
+        actor(Replay().sample())
+    finding = decide_cause(collect_evidence(caught.value))
+    assert finding.fix.startswith("`torch.tensor(self.states[:2], dtype=torch.float32)` at")
+
+
+def test_destination_of_a_write_gets_the_dtype_of_the_model():
+    layer = nn.Linear(4, 4).double()
+
+    def scatter(rows):
+        output = torch.zeros(4, 4)
+        output[torch.arange(2)] = layer(rows)
+
+    with pytest.raises(RuntimeError) as caught:
+        scatter(torch.ones(2, 4).double())
+    remove_record_frames(caught.value)
+    finding = decide_cause(collect_evidence(caught.value))
+    assert "`torch.zeros(4, 4, dtype=torch.float64)` at" in finding.fix

@@ -26,6 +26,7 @@ from .operands import (
     add_brackets,
     find_module_origin,
     find_setting,
+    is_better_at_creation,
     list_computed,
     list_keywords,
     list_source_casts,
@@ -77,7 +78,7 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         producer=producer.text if is_known else passed,
         producer_at=producer.location if is_known else passed_at,
         creation=rebuild_creation(producer, str(weight.dtype).removeprefix("torch."))
-        if is_item
+        if is_item or is_better_at_creation(producer, operand.dtype, weight.dtype)
         else "",
         path=producer.path,
         items=is_item and len(items) > 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ....observe.origin import is_library_file
 from ..dtype_settings import DtypeSetting, find_dtype_setting
 from ..evidence import Evidence, Operand
-from ..expressions import is_tensor, read_value
+from ..expressions import is_tensor, node_keyword, read_value
 from ..modules import floating_weight_dtypes
 from ..producer import Producer
 from ..weight_origins import WeightOrigin, find_weight_origin
@@ -174,15 +176,37 @@ def describe_others(evidence: Evidence, others: Sequence[Operand]) -> str:
 
 def rebuild_creation(producer: Producer, dtype: str) -> str:
     """Returns the call of torch that created a tensor, with another dtype. Returns "" if the tensor
-    was not created by such a call, or if the call already gives a dtype.
+    was not created by such a call, or if the call takes its dtype from a variable.
     """
-    text = producer.text
-    is_plain = text.startswith("torch.") and text.endswith(")") and "dtype=" not in text
-    if producer.kind != "creation" or not is_plain:
+    if producer.kind != "creation" or _CREATION.match(producer.text) is None:
         return ""
-    if text.startswith("torch.from_numpy("):
-        return f"{text}.to(torch.{dtype})"
-    return f"{text[:-1]}, dtype=torch.{dtype})"
+    call = ast.parse(producer.text, mode="eval").body
+    if not isinstance(call, ast.Call):
+        return ""
+    if producer.text.partition("(")[0].endswith(".from_numpy"):
+        return f"{producer.text}.to(torch.{dtype})"
+    argument = node_keyword(call, "dtype")
+    if argument is None:
+        return f"{producer.text[:-1]}, dtype=torch.{dtype})"
+    if _DTYPE_NAME.fullmatch(ast.unparse(argument)) is None:
+        return ""
+    before, _, after = producer.text.partition(f"dtype={ast.unparse(argument)}")
+    return f"{before}dtype=torch.{dtype}{after}" if after else ""
+
+
+def is_better_at_creation(producer: Producer, dtype: torch.dtype, wanted: torch.dtype) -> bool:
+    """True if a tensor had better be created in another dtype than be cast where it is used: other
+    lines use it too, and would fail next. A tensor that bf16 or fp16 cannot hold exactly, such as
+    timesteps, keeps its dtype, and is cast where it is used.
+    """
+    is_exact = {dtype, wanted} == {torch.float32, torch.float64}
+    return is_exact and producer.is_proven and is_in_user_file(producer.location)
+
+
+def is_in_user_file(location: str) -> bool:
+    """True if a place, as it is printed, is a line of the user's code."""
+    path = location.rpartition(":")[0]
+    return os.path.exists(path) and not is_library_file(os.path.abspath(path))
 
 
 def add_brackets(text: str) -> str:
@@ -238,6 +262,13 @@ def list_source_casts(producer: Producer, target: torch.dtype) -> str:
     """
     sources = [source for source in producer.sources if source.location and source.dtype != target]
     return " and ".join(f"`{source.text}` at {source.location}" for source in sources)
+
+
+_CREATION = re.compile(
+    r"(?!np\.|numpy\.|jnp\.)\w+\.(?:tensor|as_tensor|from_numpy|zeros|ones|full|empty|arange|linspace"
+    r"|logspace|rand|randn|eye)\(.*\)"
+)
+_DTYPE_NAME = re.compile(r"\w+\.(?:float|double|half|bfloat)\d*")
 
 
 def find_odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:

@@ -19,7 +19,14 @@ from ..producer import Producer
 from ..recorded_origins import find_state_load
 from ..storages import StorageCreation, find_storage_creation
 from .findings import make_finding
-from .operands import add_brackets, find_module_origin, find_setting, list_floating
+from .operands import (
+    add_brackets,
+    find_module_origin,
+    find_setting,
+    is_in_user_file,
+    list_floating,
+    rebuild_creation,
+)
 
 _WRITING_OPERATIONS = frozenset(
     ("index_put", "index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
@@ -58,7 +65,7 @@ def find_write(evidence: Evidence) -> Finding | None:
     setting = _describe_write_setting(evidence, maker, values[0].dtype, destination.dtype)
     if has_out:
         setting = _describe_write_setting(evidence, source, destination.dtype, values[0].dtype)
-    creation = _find_odd_storage(evidence, destination, values[0].dtype)
+    creation = _find_creation(evidence, destination, source, values[0].dtype)
     loading = find_operand_origin(evidence, destination)
     if loading is not None and loading.kind != "assignment":
         loading = None
@@ -108,6 +115,18 @@ def _describe_write_setting(
     return {"set_by": setting.describe(), "set_fix": setting.fix if is_odd else ""}
 
 
+def _find_creation(
+    evidence: Evidence, destination: Operand, source: Producer, dtype: torch.dtype
+) -> StorageCreation | None:
+    """Returns the code that creates the destination of a write, if it had better create it in the
+    dtype of the value.
+    """
+    storage = _find_odd_storage(evidence, destination, dtype)
+    if storage is not None:
+        return storage
+    return _find_odd_destination(evidence, destination, source, dtype)
+
+
 def _find_odd_storage(
     evidence: Evidence, destination: Operand, dtype: torch.dtype
 ) -> StorageCreation | None:
@@ -124,6 +143,21 @@ def _find_odd_storage(
                 owner = frame.variables.get("self")
                 return find_storage_creation(evidence.frames, owner, name, dtype)
     return None
+
+
+def _find_odd_destination(
+    evidence: Evidence, destination: Operand, source: Producer, dtype: torch.dtype
+) -> StorageCreation | None:
+    """Returns the call that creates the destination of a write, a variable, with the dtype of the
+    value, if all weights of the model have this dtype: what reads the variable next needs it too.
+    """
+    is_overwritten = evidence.operation in _OVERWRITING_OPERATIONS
+    if not is_overwritten or set(evidence.dtype_counts) != {dtype}:
+        return None
+    if not isinstance(destination.node, ast.Name) or not is_in_user_file(source.location):
+        return None
+    text = rebuild_creation(source, str(dtype).removeprefix("torch."))
+    return StorageCreation(text, source.location) if text and source.is_proven else None
 
 
 def _describe_written_cast(
