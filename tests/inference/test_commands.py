@@ -146,7 +146,6 @@ def test_a_run_that_is_not_finished_is_loaded_from_its_checkpoint(run):
     assert load_run(run).weights_name == "checkpoint step_6"
 
 
-@pytest.mark.full
 def test_a_run_that_is_not_finished_asks_by_the_template_of_its_settings(configured, tmp_path):
     template = tmp_path / "own.jinja"
     template.write_text(
@@ -154,7 +153,13 @@ def test_a_run_that_is_not_finished_asks_by_the_template_of_its_settings(configu
     )
     data = {"chat_template": str(template), "template_kwargs": {"mark": "so"}}
     assert (
-        train(configured(data=data, train={"steps": 2}, run={"sample_every": 0, "samples": []}))
+        train(
+            configured(
+                data=data,
+                train={"steps": 1, "eval_every": 1},
+                run={"sample_every": 0, "samples": []},
+            )
+        )
         == 0
     )
     shutil.rmtree(tmp_path / "run" / "adapter")
