@@ -1,6 +1,7 @@
 """Checks of dtypes by PyTorch's operators: the operand that each message is about, and its fix."""
 
 import pytest
+import torch
 
 from tests.api import RECORD, collect_evidence, decide_cause, remove_record_frames
 
@@ -65,6 +66,26 @@ def test_operand_and_fix(tmp_path, line, first, second, code, fix):
     finding = explain(tmp_path, line, first, second)
     assert finding.code == code, finding.render()
     assert fix in finding.fix, finding.render()
+
+
+def test_check_of_sizes_that_prints_a_dtype_is_not_explained():
+    def merge(tokens, features):
+        if tokens.sum() != features.shape[0]:
+            raise ValueError(f"tokens: {tokens.sum()}, features: {len(features)}, {features.dtype}")
+
+    with pytest.raises(ValueError, match=r"torch\.float32") as failure:
+        merge(torch.ones(2), torch.ones(3, 4))
+    assert collect_evidence(failure.value) is None
+
+
+def test_operator_that_fails_in_backward_leads_to_its_forward_line():
+    weight = torch.eye(3, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = (torch.sparse.mm(torch.eye(3).to_sparse(), weight) @ torch.eye(3)).sum()
+    with pytest.raises(RuntimeError) as failure:
+        loss.to(torch.bfloat16).backward()
+    text = decide_cause(collect_evidence(failure.value)).render()
+    assert "isotype doctor run --forward-lines prints the line of the forward operator" in text
 
 
 def test_dtype_argument_is_not_blamed_on_another_tensor(tmp_path):

@@ -5,6 +5,7 @@ a `raise`. A check may compare dtypes, or ask for one of several, as in `x.dtype
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -67,11 +68,19 @@ def find_check_location(frame: CallFrame) -> str:
     return "" if comparison is None else frame.location_of(comparison)
 
 
+_SIZE = re.compile(r"\b(?:numel|shape|size|len|sum|n?dim)\b")
+_TYPE = re.compile(r"type|element_size|itemsize|is_floating|bits")
+
+
 def fails_for_other_reason(frame: CallFrame) -> bool:
     """True if the condition of a failed check compares dtypes that are equal: it failed for its other
-    part, such as a comparison of shapes.
+    part, such as a comparison of shapes. Also true if the condition only compares sizes, and the
+    message of the check adds a dtype.
     """
     comparisons = _find_comparisons(frame)
+    text = " ".join(ast.unparse(part) for part in comparisons)
+    if _SIZE.search(text) and not _TYPE.search(text):
+        return True
     read = [part for part in comparisons if len(_read_dtypes(part, frame)) > 1]
     return bool(read) and not any(_has_different_dtypes(part, frame) for part in comparisons)
 

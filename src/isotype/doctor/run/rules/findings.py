@@ -43,6 +43,9 @@ def make_finding(
     return _format_finding(code, location, _details(evidence, frame), **values)
 
 
+_ENGINE_CALL = "_engine_run_backward"  # the function that calls the C++ engine of autograd
+
+
 def make_operand_finding(code: str, evidence: Evidence, operand: Operand, **values: Any) -> Finding:
     """Returns a finding about one operand of the expression that failed. Its text contains the
     user's expression for the operand, the operand's dtype, and the line of the user's code that
@@ -104,13 +107,24 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
     if evidence.settings:
         settings = ", ".join(map(str, evidence.settings))
         details.append(("settings", settings))
+    details.extend(("next", advice) for advice in _list_next_commands(evidence))
+    return tuple(details)
+
+
+def _list_next_commands(evidence: Evidence) -> list[str]:
+    """Returns the commands that show more than the frames do."""
+    commands = []
     unknown = _list_unknown_origins(evidence)
     if unknown:
         lines = f"the lines that gave {' and '.join(unknown)} their dtypes"
         if len(unknown) == 1:
             lines = f"the line that gave {unknown[0]} its dtype"
-        details.append(("next", f"isotype doctor run --trace names {lines}"))
-    return tuple(details)
+        commands.append(f"isotype doctor run --trace names {lines}")
+    if evidence.frames[-1].function == _ENGINE_CALL and not torch.is_anomaly_enabled():
+        commands.append(
+            "isotype doctor run --forward-lines prints the line of the forward operator"
+        )
+    return commands
 
 
 def _list_unknown_origins(evidence: Evidence) -> list[str]:
