@@ -88,5 +88,13 @@ def test_operator_that_fails_in_backward_leads_to_its_forward_line():
     assert "isotype doctor run --forward-lines prints the line of the forward operator" in text
 
 
+def test_weight_of_several_originals():
+    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)).to(torch.bfloat16)
+    with pytest.raises(RuntimeError) as failure:
+        layer(torch.ones(1, 2))
+    finding = decide_cause(collect_evidence(failure.value))
+    assert finding.code == "RN001", finding.render()
+
+
 def test_dtype_argument_is_not_blamed_on_another_tensor(tmp_path):
     assert explain(tmp_path, "torch.randn(3, dtype=a)", "torch.int64", FLOATS).code == "RN000"

@@ -331,7 +331,8 @@ def _read_attribute(owner: Any, name: str) -> Any:
                 return table[name]
         parametrizations = owner._modules.get("parametrizations")
         if isinstance(parametrizations, nn.ModuleDict) and name in parametrizations:
-            return parametrizations[name].original
+            # `original`, or several, such as the norm and the direction of a weight
+            return next(reversed(parametrizations[name]._parameters.values()), UNKNOWN)
     constant = inspect.getattr_static(type(owner), name, UNKNOWN)  # of the class, such as a dtype
     if isinstance(constant, (torch.dtype, bool, int, float, str)):
         return constant
