@@ -200,8 +200,9 @@ def status_of(arguments: list[str]) -> int:
 
 
 def run(path: str) -> None:
-    # also where it was ignored when this process began; the client asks its own
+    # also where they were ignored when this process began, as under nohup; the client asks its own
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     imports()
     status = status_of(serve(path))
     if status < 0:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partial
 
 from tests.warm import interpreter
 
@@ -34,13 +33,17 @@ def test_arguments_environment_folder_and_input_are_the_callers(tmp_path):
 
 
 def test_signals_arrive_and_a_killed_command_is_gone():
-    # what starts the tests in the background may have them ignore SIGINT, which every process below
-    # would inherit
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    # what starts the tests in the background may have them ignore SIGINT, and nohup SIGHUP, which
+    # every process below would inherit
+    def heard():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     waits = "import os, time\ntry:\n print(os.getpid(), flush=True)\n time.sleep(900)\nexcept KeyboardInterrupt:\n raise SystemExit(5)"
     for number, status in (
         (signal.SIGINT, 5),
         (signal.SIGTERM, -signal.SIGTERM),
+        (signal.SIGHUP, -signal.SIGHUP),
         (signal.SIGKILL, -signal.SIGKILL),
     ):
         command = subprocess.Popen(
