@@ -18,11 +18,13 @@ class PassOn(TorchFunctionMode):
 
 @pytest.fixture
 def record():
+    replaced = (torch, "compile"), (nn.Module, "train"), (nn.Module, "_apply"), (torch, "from_numpy")
+    before = [getattr(owner, name) for owner, name in replaced]
     RECORD.install_with_first_steps()
     yield RECORD.tensors
     RECORD.remove()
     assert not list_modes()
-    assert torch.compile.__module__ == "torch"
+    assert [getattr(owner, name) for owner, name in replaced] == before
 
 
 def list_modes():

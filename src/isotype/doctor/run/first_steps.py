@@ -18,7 +18,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from .tensor_record import Replacement, TensorRecord
+from .replacements import Replacement
+from .tensor_record import TensorRecord
 
 FIRST_STEPS = 10
 MAX_SECONDS = 2.0  # of the program's time that the record may take
@@ -34,31 +35,29 @@ class FirstStepsRecord(TensorRecord):
         super().__init__()
         self._seconds = 0.0
         self._remaining_steps = FIRST_STEPS
-        self._is_exhausted = False
         self._hooks: list[RemovableHandle] = []
-        self._kept_replacements: list[Replacement] = []
 
     def install(self) -> None:
         """Starts to record."""
         super().install()
         self._hooks = [register_optimizer_step_post_hook(self._count_step)]
-        self._kept_replacements = [
-            Replacement.make(torch, "compile", self._end_before),
-            Replacement.make(nn.Module, "train", self._resume_at_evaluation),
-        ]
+        self._lasting_replacements.append(Replacement.make(nn.Module, "train", self._wrap_train))
 
     def remove(self) -> None:
         """Stops to record for good. The events remain."""
-        self.is_complete = False
         super().remove()
         for hook in self._hooks:
             hook.remove()
-        for replacement in self._kept_replacements:
-            replacement.undo()
-        self._hooks, self._kept_replacements = [], []
+        self._hooks = []
+
+    def stop(self) -> None:
+        """Switches the record off. The events remain."""
+        self.is_complete = False
+        self.failed_call = None  # its arguments would stay in memory
+        super().stop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._is_exhausted:
+        if not self.is_recording:  # the record has ended inside a call, see `_end`
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -68,46 +67,40 @@ class FirstStepsRecord(TensorRecord):
             super()._record_result(func, args, kwargs, result)
         finally:
             self._seconds += time.perf_counter() - start
-            if self._seconds > MAX_SECONDS and not self._is_exhausted:
-                self._end_at_next_module()
-
-    def _end_at_next_module(self) -> None:
-        """Ends the record at the next call of a module. Inside the call of a function, PyTorch would
-        add the mode again after this call.
-        """
-        self._is_exhausted = True
-        self.is_complete = False
-        self.failed_call = None
-        self._hooks.append(register_module_forward_pre_hook(self._end))
+            if self._seconds > MAX_SECONDS and self.is_recording:
+                self._end()
 
     def _end(self, *_: Any) -> None:
-        self.failed_call = None  # its arguments would stay in memory
+        """Ends the record for good. After a call that the mode has passed on, PyTorch adds the mode to
+        its stack again; the next call of a module or step of an optimizer takes it off.
+        """
+        is_inside_call = self.is_recording and not self._is_on_stack()
         self.remove()
+        if is_inside_call:
+            self._hooks = [
+                register_module_forward_pre_hook(self._end),
+                register_optimizer_step_post_hook(self._end),
+            ]
 
     def _count_step(self, *_: Any) -> None:
         self._remaining_steps -= 1
-        if self._is_exhausted:
-            self._end()
-        elif self._remaining_steps <= 0:
-            self.pause()
+        if self._remaining_steps <= 0:
+            self.stop()
 
-    def pause(self) -> None:
-        """Stops to record until the next evaluation."""
-        self.is_complete = False
-        self.failed_call = None
-        super().remove()
+    def _wrap_train(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `Module.train`, which `eval` calls too."""
 
-    def _resume_at_evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def train(module: nn.Module, mode: bool = True) -> nn.Module:
-            if not mode and not self.is_recording and not self._is_exhausted:
-                super(FirstStepsRecord, self).install()
+            has_ended = not self._lasting_replacements
+            if not mode and not self.is_recording and not has_ended:
+                self.start()
             result: nn.Module = original(module, mode)
             return result
 
         return train
 
-    def _end_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def compile_code(*args: Any, **kwargs: Any) -> Any:
             self._end()

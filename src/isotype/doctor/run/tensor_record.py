@@ -33,6 +33,7 @@ from torch.overrides import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .expressions import CASTING_METHODS
+from .replacements import Replacement
 from .running_code import RunningCode, read_calls
 
 _MAX_CHAIN = 8  # events before an event that are kept
@@ -112,31 +113,6 @@ class FailedCall:
     region: tuple[RunningCode, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """A function of PyTorch that is replaced by a function around it."""
-
-    owner: Any
-    name: str
-    original: Any
-    replacement: Any
-
-    @classmethod
-    def make(
-        cls, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> Replacement:
-        """Replaces an attribute by the function that `wrap` makes of it."""
-        original = getattr(owner, name)
-        replacement = wrap(original)
-        setattr(owner, name, replacement)
-        return cls(owner, name, original, replacement)
-
-    def undo(self) -> None:
-        """Sets the original again, unless the program has replaced the function too."""
-        if getattr(self.owner, self.name) is self.replacement:
-            setattr(self.owner, self.name, self.original)
-
-
 class TensorRecord(TorchFunctionMode):
     """Records the events of the tensors of the main thread while the mode is on.
 
@@ -152,16 +128,29 @@ class TensorRecord(TorchFunctionMode):
         self._events: MutableMapping[torch.Tensor, TensorEvent] = WeakIdKeyDictionary()
         self._assignments: MutableMapping[torch.Tensor, TensorEvent] = WeakIdKeyDictionary()
         self._regions: list[tuple[RunningCode, ...]] = []  # the autocast regions that are entered
-        self._replacements: list[Replacement] = []
+        self._replacements: list[Replacement] = []  # while the record is on
+        self._lasting_replacements: list[Replacement] = []  # until the record is removed
 
     @property
     def is_recording(self) -> bool:
-        """Whether the record is installed."""
+        """Whether the record is on."""
         return bool(self._replacements)
 
     def install(self) -> None:
-        """Starts to record. The replaced functions do not call the mode, or run the program's code
-        in backward, where PyTorch has switched the mode off.
+        """Starts to record."""
+        self.start()
+        self._lasting_replacements = [Replacement.make(torch, "compile", self._wrap_compile)]
+
+    def remove(self) -> None:
+        """Stops to record for good. The events remain."""
+        self.stop()
+        for replacement in self._lasting_replacements:
+            replacement.undo()
+        self._lasting_replacements = []
+
+    def start(self) -> None:
+        """Switches the record on. The replaced functions do not call the mode, or run the program's
+        code in backward, where PyTorch has switched the mode off.
         """
         self.__enter__()
         self._replacements = [
@@ -172,21 +161,23 @@ class TensorRecord(TorchFunctionMode):
                 (autocast, "__exit__", self._record_region_end),
                 (BackwardCFunction, "apply", self._record_inside),
                 (saved_tensors_hooks, "__init__", self._record_unpacking),
-                (torch, "compile", self._note_compile),
             )
         ]
 
-    def remove(self) -> None:
-        """Stops to record. The events remain."""
+    def stop(self) -> None:
+        """Switches the record off. The events remain."""
         for replacement in self._replacements:
             replacement.undo()
         self._replacements = []
         self._leave_stack()
 
+    def _is_on_stack(self) -> bool:
+        return any(mode is self for mode in _get_current_function_mode_stack())
+
     def _leave_stack(self) -> None:
         """Removes the mode from PyTorch's stack of modes, also below modes of the program."""
         stack = _get_current_function_mode_stack()
-        if not any(mode is self for mode in stack):
+        if not self._is_on_stack():
             return  # such as inside a call that the mode has passed on
         for _ in stack:
             _pop_mode()
@@ -445,7 +436,7 @@ class TensorRecord(TorchFunctionMode):
 
         return run
 
-    def _note_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def compile_code(*args: Any, **kwargs: Any) -> Any:
             self.has_compiled = True

@@ -20,13 +20,13 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .replacements import Replacement
 from .running_code import RunningCode, read_calls
 
 if TYPE_CHECKING:
     from .tensor_record import TensorRecord
 
 _MAX_EVENTS = 4  # events that are kept for a weight; the first and the last ones
-_METHODS = ("_apply", "register_parameter", "register_buffer")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +58,7 @@ class WeightRecord:
         self._events: MutableMapping[Any, dict[str, list[WeightEvent]]] = {}
         self._state = threading.local()
         self._loads: MutableMapping[Any, tuple[RunningCode, ...]] = {}
-        self._originals: dict[str, Callable[..., Any]] = {}
-        self._load_states: Callable[..., Any] | None = None
+        self._replacements: list[Replacement] = []
         self._torch: Any = None
 
     @property
@@ -74,7 +73,7 @@ class WeightRecord:
 
     def install(self) -> None:
         """Starts to record. If torch is not imported yet, starts after its import."""
-        if self._originals:
+        if self._replacements:
             return
         if "torch" not in sys.modules:
             if not any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
@@ -85,12 +84,12 @@ class WeightRecord:
 
         self._torch = torch
         self._events, self._loads = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        self._originals = {name: getattr(torch.nn.Module, name) for name in _METHODS}
-        wrappers = (self._record_cast, self._record_registration, self._record_registration)
-        for name, wrap in zip(_METHODS, wrappers):
-            setattr(torch.nn.Module, name, wrap(self._originals[name]))
-        self._load_states = torch.optim.Optimizer.load_state_dict
-        torch.optim.Optimizer.load_state_dict = self._record_load(self._load_states)  # type: ignore[method-assign]
+        self._replacements = [
+            Replacement.make(torch.nn.Module, "_apply", self._record_cast),
+            Replacement.make(torch.nn.Module, "register_parameter", self._record_registration),
+            Replacement.make(torch.nn.Module, "register_buffer", self._record_registration),
+            Replacement.make(torch.optim.Optimizer, "load_state_dict", self._record_load),
+        ]
         if self._includes_first_steps:
             from .first_steps import FirstStepsRecord
 
@@ -110,11 +109,9 @@ class WeightRecord:
         if self.tensors is not None:
             self.tensors.remove()
             self.tensors = None
-        for name, method in self._originals.items():
-            setattr(self._torch.nn.Module, name, method)
-        if self._load_states is not None:
-            self._torch.optim.Optimizer.load_state_dict = self._load_states
-        self._originals, self._load_states = {}, None
+        for replacement in self._replacements:
+            replacement.undo()
+        self._replacements = []
         self._events, self._loads = {}, {}
         self._includes_first_steps = False
 
