@@ -15,7 +15,7 @@ PACKAGE = Path(isotype.__file__).parent
 
 # a room imports rooms before it in this list, and rooms of its own line
 LEVELS = [
-    {"version"},
+    {"version", "lazy_attributes"},
     {"errors", "instance_method", "wording"},
     {"dtypes", "finding"},
     {"pages"},

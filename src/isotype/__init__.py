@@ -5,8 +5,7 @@ Attributes are imported when first used, so that commands that do not need torch
 
 from __future__ import annotations
 
-from importlib import import_module
-
+from isotype.lazy_attributes import load_attribute
 from isotype.version import __version__ as __version__
 
 # importing typing takes 10 ms, during which Ctrl-C would print a traceback
@@ -45,9 +44,7 @@ __all__ = ["__version__", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'isotype' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    return load_attribute(__name__, _LAZY, name)
 
 
 def __dir__() -> list[str]:

@@ -18,8 +18,9 @@ Attributes are imported when first used, so that `origin` can be imported withou
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ..lazy_attributes import load_attribute
 
 if TYPE_CHECKING:
     from .observer import Observer as Observer
@@ -42,7 +43,5 @@ __all__ = [*_LAZY]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'isotype.observe' has no attribute {name!r}")
-    globals()[name] = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = load_attribute(__name__, _LAZY, name)
     return globals()[name]

@@ -8,9 +8,10 @@ torch.
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from ..lazy_attributes import load_attribute
 
 if TYPE_CHECKING:
     from .attention.op import attention as attention
@@ -53,9 +54,7 @@ __all__ = [*_LAZY]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'isotype.ops' has no attribute {name!r}")
-    globals()[name] = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = load_attribute(__name__, _LAZY, name)
     return globals()[name]
 
 

@@ -6,8 +6,9 @@ Each of these is imported only when it is first used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
+
+from ..lazy_attributes import load_attribute
 
 _LAZY = {
     "ampcheck": "isotype.testing.amp.check",
@@ -19,9 +20,7 @@ __all__ = [*_LAZY]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    return load_attribute(__name__, _LAZY, name)
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,12 @@ class PassOn(TorchFunctionMode):
 
 @pytest.fixture
 def record():
-    replaced = (torch, "compile"), (nn.Module, "train"), (nn.Module, "_apply"), (torch, "from_numpy")
+    replaced = (
+        (torch, "compile"),
+        (nn.Module, "train"),
+        (nn.Module, "_apply"),
+        (torch, "from_numpy"),
+    )
     before = [getattr(owner, name) for owner, name in replaced]
     RECORD.install_with_first_steps()
     yield RECORD.tensors

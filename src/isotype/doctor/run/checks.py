@@ -14,6 +14,10 @@ from .bindings import is_name
 from .expressions import is_tensor, read_value
 from .frames import CallFrame
 
+# words of conditions that compare sizes, and of those that concern dtypes
+_SIZE = re.compile(r"\b(?:numel|shape|size|len|sum|n?dim)\b")
+_TYPE = re.compile(r"type|element_size|itemsize|is_floating|bits")
+
 
 def find_compared_dtypes(frame: CallFrame) -> ast.Compare | None:
     """Returns the comparison of dtypes that failed in a frame. A condition may join it with others,
@@ -66,10 +70,6 @@ def find_check_location(frame: CallFrame) -> str:
     """
     comparison = find_compared_dtypes(frame)
     return "" if comparison is None else frame.location_of(comparison)
-
-
-_SIZE = re.compile(r"\b(?:numel|shape|size|len|sum|n?dim)\b")
-_TYPE = re.compile(r"type|element_size|itemsize|is_floating|bits")
 
 
 def fails_for_other_reason(frame: CallFrame) -> bool:

@@ -164,6 +164,7 @@ DTYPE_KEEPING_METHODS = frozenset(
     + ["scatter", "scatter_add", "masked_scatter", "masked_fill_", "pin_memory"]
     + ["sub_", "div_", "sqrt_", "exp_", "log_"]
 )
+_PLAIN_CONTAINERS = (dict, OrderedDict, list, tuple, torch.Size)  # whose code is not the program's
 _INTEGER_CREATION = re.compile(r"torch\.(?:randint\(|arange\((?!.*(?:dtype|\d\.)))")
 _DTYPE_KEEPING_ATTRIBUTES = frozenset(("T", "mT", "H", "data", "grad"))
 CREATION_FUNCTIONS = frozenset(
@@ -352,13 +353,7 @@ def _read_item(container: Any, index: ast.AST, frame: CallFrame) -> Any:
     data = getattr(container, "data", None)  # BatchEncoding and BatchFeature of transformers
     if not isinstance(container, (dict, list, tuple)) and isinstance(data, dict):
         container = data
-    if type(container) in (
-        dict,
-        OrderedDict,
-        list,
-        tuple,
-        torch.Size,
-    ):  # their code is that of Python
+    if type(container) in _PLAIN_CONTAINERS:
         try:
             return container[key]
         except (KeyError, IndexError, TypeError):

@@ -92,7 +92,7 @@ def list_arrays_of_function(
     first = _find_array_call(tensor)
     if first is None:
         return []
-    places = [(first, _make_place(first))]
+    calls = [first]
     for frame in frames:
         values = list(frame.variables.values()) if frame.is_user_code else []
         for value in values:
@@ -100,8 +100,9 @@ def list_arrays_of_function(
                 continue
             call = _find_array_call(value)
             if call is not None and call.code is first.code:
-                places.append((call, _make_place(call)))
-    texts = list(dict.fromkeys((place.text, place.location) for _, place in places))
+                calls.append(call)
+    places = map(_make_place, calls)
+    texts = list(dict.fromkeys((place.text, place.location) for place in places))
     return texts if len(texts) > 1 else []
 
 

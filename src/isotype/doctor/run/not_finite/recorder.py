@@ -42,6 +42,7 @@ from ....observe.origin import (
     running_frames,
 )
 from ..graph import read_grad_fn
+from ..replacements import Replacement
 from .buffers import Buffer, BufferRecord
 from .lost_numbers import find_expression, is_near_integer
 from .positions import find_position
@@ -156,9 +157,7 @@ class Recorder(TorchFunctionMode):
         self._pop()
 
     def _patch(self, owner: Any, name: str, wrap: Any) -> None:
-        original = getattr(owner, name)
-        setattr(owner, name, wrap(original))
-        self._restorers.append(lambda: setattr(owner, name, original))
+        self._restorers.append(Replacement.make(owner, name, wrap).undo)
 
     def _pop(self) -> bool:
         """Removes this mode from PyTorch's stack of modes, if it is the innermost mode."""

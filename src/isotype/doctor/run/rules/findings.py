@@ -22,9 +22,10 @@ from ..weight_record import RECORD
 from .operands import list_floating, passed_expression, passed_location
 
 _format_finding = load_finding_formatter(SHEET)
+_ENGINE_CALL = "_engine_run_backward"  # the function that calls the C++ engine of autograd
 _LABEL_WIDTH = 28
 # functions of torch whose variables say nothing about the cause
-_PLUMBING = ("_engine_run_backward", "_unscale_grads_")
+_PLUMBING = (_ENGINE_CALL, "_unscale_grads_")
 MAX_GROUPS = 4  # classes of modules that one row of the report counts, or operands in a title
 MAX_ROWS = 6  # operands that are listed
 
@@ -41,9 +42,6 @@ def make_finding(
         file=short_path(frame.file), line=frame.line, symbol=evidence.module_path or frame.function
     )
     return _format_finding(code, location, _details(evidence, frame), **values)
-
-
-_ENGINE_CALL = "_engine_run_backward"  # the function that calls the C++ engine of autograd
 
 
 def make_operand_finding(code: str, evidence: Evidence, operand: Operand, **values: Any) -> Finding:

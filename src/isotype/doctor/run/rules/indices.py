@@ -10,6 +10,7 @@ import torch
 from ....finding import Finding
 from ..evidence import Evidence, Operand
 from ..expressions import node_keyword
+from ..producer import Producer
 from .findings import make_operand_finding
 from .operands import stands_in_user_line
 
@@ -41,13 +42,12 @@ def find_wrong_indices(evidence: Evidence) -> Finding | None:
         return None
     is_narrow = not operand.dtype.is_floating_point
     producer = evidence.producer_of(operand)
-    is_named = producer.text != operand.label
     return make_operand_finding(
         "RN015",
         evidence,
         operand,
         is_narrow=is_narrow,
-        origin=producer.describe(operand.dtype_name) if is_named and is_narrow else "",
+        origin=_describe_origin(operand, producer) if is_narrow else "",
         operation=evidence.operation,
         is_in_user_line=stands_in_user_line(evidence, operand, producer),
         is_cast=producer.kind == "cast" and producer.is_proven,
@@ -91,13 +91,12 @@ def find_wrong_mask(evidence: Evidence) -> Finding | None:
     if not wrong:
         return None
     producer = evidence.producer_of(wrong[0])
-    is_named = producer.text != wrong[0].label
     return make_operand_finding(
         "RN029",
         evidence,
         wrong[0],
         operation=evidence.operation,
-        origin=producer.describe(wrong[0].dtype_name) if is_named else "",
+        origin=_describe_origin(wrong[0], producer),
         is_cast=producer.kind == "cast" and producer.is_proven,
         is_in_user_line=stands_in_user_line(evidence, wrong[0], producer),
         source_at=producer.location,
@@ -109,12 +108,16 @@ def find_mask_arithmetic(evidence: Evidence) -> Finding | None:
     masks = [operand for operand in evidence.operands if operand.dtype == torch.bool]
     if _BOOL_ARITHMETIC.search(evidence.message) is None or not masks:
         return None
-    producer = evidence.producer_of(masks[0])
     return make_operand_finding(
         "RN029",
         evidence,
         masks[0],
         operation=evidence.operation,
         is_arithmetic=True,
-        origin=producer.describe("bool") if producer.text != masks[0].label else "",
+        origin=_describe_origin(masks[0], evidence.producer_of(masks[0])),
     )
+
+
+def _describe_origin(operand: Operand, producer: Producer) -> str:
+    """Returns what gave an operand its dtype, or "" if the operand itself is all that is known."""
+    return producer.describe(operand.dtype_name) if producer.text != operand.label else ""

@@ -307,10 +307,6 @@ def _find_later_calls(frame: CallFrame, dtype: torch.dtype) -> list[str]:
     return [lines[line] for line in sorted(lines)]
 
 
-# operators whose result is complex for a real operand too
-_COMPLEX_RESULTS = frozenset(("polar", "complex", "view_as_complex", "eig", "eigvals"))
-
-
 def find_in_place_result(evidence: Evidence) -> Finding | None:
     """Finds an operator that writes floats or complex numbers into a tensor that cannot hold them."""
     if "can't be cast to the desired output type" not in evidence.message or not evidence.operands:

@@ -15,6 +15,7 @@ from ....observe.origin import is_library_file
 from ..dtype_settings import DtypeSetting, find_dtype_setting
 from ..evidence import Evidence, Operand
 from ..expressions import is_tensor, node_keyword, read_value
+from ..frames import source_text
 from ..modules import floating_weight_dtypes
 from ..producer import Producer
 from ..weight_origins import WeightOrigin, find_weight_origin
@@ -28,6 +29,11 @@ FLOAT_ONLY_FUNCTIONS = (
     "torch.complex",
 )
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+_CREATION = re.compile(
+    r"(?!np\.|numpy\.|jnp\.)\w+\.(?:tensor|as_tensor|from_numpy|zeros|ones|full|empty|arange|linspace"
+    r"|logspace|rand|randn|eye)\(.*\)"
+)
+_DTYPE_NAME = re.compile(r"\w+\.(?:float|double|half|bfloat)\d*")
 
 
 def list_floating(evidence: Evidence) -> list[Operand]:
@@ -190,8 +196,10 @@ def rebuild_creation(producer: Producer, dtype: str) -> str:
         return f"{producer.text[:-1]}, dtype=torch.{dtype})"
     if _DTYPE_NAME.fullmatch(ast.unparse(argument)) is None:
         return ""
-    before, _, after = producer.text.partition(f"dtype={ast.unparse(argument)}")
-    return f"{before}dtype=torch.{dtype}{after}" if after else ""
+    for keyword in call.keywords:
+        if keyword.value is argument:
+            keyword.value = ast.parse(f"torch.{dtype}", mode="eval").body
+    return source_text(call)
 
 
 def is_better_at_creation(producer: Producer, dtype: torch.dtype, wanted: torch.dtype) -> bool:
@@ -262,13 +270,6 @@ def list_source_casts(producer: Producer, target: torch.dtype) -> str:
     """
     sources = [source for source in producer.sources if source.location and source.dtype != target]
     return " and ".join(f"`{source.text}` at {source.location}" for source in sources)
-
-
-_CREATION = re.compile(
-    r"(?!np\.|numpy\.|jnp\.)\w+\.(?:tensor|as_tensor|from_numpy|zeros|ones|full|empty|arange|linspace"
-    r"|logspace|rand|randn|eye)\(.*\)"
-)
-_DTYPE_NAME = re.compile(r"\w+\.(?:float|double|half|bfloat)\d*")
 
 
 def find_odd_operand(evidence: Evidence, operands: Sequence[Operand]) -> Operand:
