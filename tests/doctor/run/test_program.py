@@ -115,6 +115,7 @@ def test_unknown_program_and_option():
         (["--no-such-option", "x.py"], "no option --no-such-option"),
         (["-m", "no_such_module"], "no module no_such_module"),
         (["--json"], "--json needs a file"),
+        (["--json", "no_folder/f.json", "x.py"], "--json no_folder/f.json: there is no folder"),
         (["."], "can't find a '__main__' module in ."),
     ):
         result = run("-m", "isotype", "doctor", "run", *words)

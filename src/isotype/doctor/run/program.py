@@ -75,6 +75,9 @@ class Request:
                 if not value and not remaining:
                     raise ProgramError("--json needs a file")
                 json_file = value or remaining.pop(0)
+                folder = os.path.dirname(json_file)
+                if folder and not os.path.isdir(folder):
+                    raise ProgramError(f"--json {json_file}: there is no folder {folder}")
             else:
                 raise ProgramError(f"no option {option}")
         if checks_nan and records_tensors:

@@ -203,9 +203,9 @@ def rebuild_creation(producer: Producer, dtype: str) -> str:
 
 
 def is_better_at_creation(producer: Producer, dtype: torch.dtype, wanted: torch.dtype) -> bool:
-    """True if a tensor had better be created in another dtype than be cast where it is used: other
-    lines use it too, and would fail next. A tensor that bf16 or fp16 cannot hold exactly, such as
-    timesteps, keeps its dtype, and is cast where it is used.
+    """True if the fix is to create a tensor in another dtype. A cast of the tensor where it is used
+    mends one line only, and other lines that use it would fail next. Timesteps and other values
+    that bf16 or fp16 cannot hold exactly are cast where they are used.
     """
     is_exact = {dtype, wanted} == {torch.float32, torch.float64}
     return is_exact and producer.is_proven and is_in_user_file(producer.location)

@@ -118,7 +118,7 @@ def _describe_write_setting(
 def _find_creation(
     evidence: Evidence, destination: Operand, source: Producer, dtype: torch.dtype
 ) -> StorageCreation | None:
-    """Returns the code that creates the destination of a write, if it had better create it in the
+    """Returns the code that creates the destination of a write, if the fix is to create it in the
     dtype of the value.
     """
     storage = _find_odd_storage(evidence, destination, dtype)
