@@ -963,6 +963,115 @@ def weighted_logs(x, lowest):
     return torch.mul(keep, logs).sum()
 
 
+def whiten(matrix):
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.sqrt()) @ vectors.transpose(0, 1)
+
+
+def project(matrix):
+    left, _, right = torch.linalg.svd(matrix * 1.0, full_matrices=False)
+    return left @ right
+
+
+def orthogonalise(matrix):
+    return torch.linalg.qr(matrix)[0]
+
+
+# a decomposition, a matrix for which its derivative does not exist, and by what backward divides
+DECOMPOSITIONS = [
+    (whiten, torch.eye(4), "differences of the eigenvalues"),
+    (project, torch.eye(4) * 2000, "differences of the singular values"),
+    (project, torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.0])).repeat(2, 1), "singular values"),
+    (orthogonalise, torch.diag(torch.tensor([3.0, 2.0, 0.0, 1.0])), "values on the diagonal of R"),
+]
+
+
+@pytest.mark.parametrize("case", DECOMPOSITIONS)
+def test_decomposition_whose_derivative_divides_by_nearly_zero_gets_a_fix_that_runs(case):
+    compute, matrix, divisor = case
+
+    def train(change):
+        weight = nn.Parameter(matrix.clone())
+        optimizer = torch.optim.SGD([weight], lr=1e-4)
+        (compute(change(weight)) * torch.arange(len(matrix))[:, None]).sum().backward()
+        optimizer.step()
+
+    finding = record(lambda: train(lambda weight: weight)).finding
+    assert f"divides by the {divisor}, the smallest of which is 0" in finding.cause
+    shifted, _, name = re.search(
+        r"input: (?:A = .*?; )?(.*) in place of( )(\w+)", finding.fix
+    ).groups()
+    assert ("detach()" in finding.fix) == (compute is not orthogonalise)
+    assert record(lambda: train(lambda A: eval(shifted, {"torch": torch, name: A}))) is None
+
+
+class LatentStep(nn.Module):
+    """The exponential of a log-variance in two functions."""
+
+    def __init__(self, *bounds):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.bounds = bounds
+
+    def sample(self, logvar):
+        return torch.exp((0.5 * logvar).clamp(max=self.bounds[0]))
+
+    def divergence(self, logvar):
+        logvar = logvar.clamp(max=self.bounds[1])
+        return (logvar.exp() - logvar).sum()
+
+    def forward(self, x):
+        logvar = x * self.scale
+        return self.sample(logvar).sum() * 1e-9 + self.divergence(logvar) * 1e-9
+
+
+def train_module(module, *inputs):
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-12)
+    module(*inputs).backward()
+    optimizer.step()
+
+
+def test_other_exponentials_that_overflow_in_the_step_are_named():
+    x = torch.tensor([1.0, 300.0])
+    finding = record(lambda: train_module(LatentStep(1e3, 1e3), x)).finding
+    assert "; the same for `logvar.exp()` (" in finding.fix, finding.render()
+    assert record(lambda: train_module(LatentStep(20, 1e3), x)) is not None
+    assert record(lambda: train_module(LatentStep(20, 20), x)) is None
+
+
+class MaskedWeights(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.form = form
+
+    def forward(self, x, mask):
+        shifted = x * self.scale
+        if self.form == "repaired":
+            shifted = shifted.masked_fill(mask == 0, float("-inf"))
+        weights = torch.exp(shifted)
+        if self.form == "where":
+            return torch.where(mask, weights, 0.0).sum()
+        weights = weights * mask.to(weights.dtype)
+        return weights.sum()
+
+
+def test_exponentials_that_a_mask_discards_are_masked_before():
+    x, mask = torch.tensor([1.0, 300.0]), torch.tensor([True, False])
+    finding = record(lambda: train_module(MaskedWeights("product"), x, mask)).finding
+    assert source_line(finding) == "weights = torch.exp(shifted)"
+    assert "`weights * mask.to(weights.dtype)` (" in finding.cause, finding.render()
+    assert 'shifted.masked_fill(mask == 0, float("-inf"))' in finding.fix
+    finding = record(lambda: train_module(MaskedWeights("where"), x, mask)).finding
+    assert source_line(finding) == "weights = torch.exp(shifted)", finding.render()
+    assert "backward multiplies it by a gradient of 0" in finding.cause
+    assert 'shifted.masked_fill(~mask, float("-inf"))' in finding.fix
+    assert record(lambda: train_module(MaskedWeights("repaired"), x, mask)) is None
+    # an inf that the mask keeps is not discarded
+    finding = record(lambda: train_module(MaskedWeights("product"), x, ~mask)).finding
+    assert "clamp its input: shifted.clamp(max=20)" in finding.fix
+
+
 # a computation with -inf on purpose, the operator, and the cause
 INFINITIES = [
     (masked_entropy, "mul gives NaN", "multiplies 0 by -inf", "logs.masked_fill(logs.isinf(), 0)"),

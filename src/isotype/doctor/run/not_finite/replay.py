@@ -19,6 +19,7 @@ from ....dtypes import format_dtype
 from ....observe.operators import Operator
 from ....observe.origin import Site, is_library_file, is_tool_file, running_frames
 from ....observe.tape import make_tape
+from .decompositions import Divisor, read_divisor
 from .domains import Move, covers, find_moved_values, make_move
 from .lost_numbers import (
     LostNumber,
@@ -136,6 +137,7 @@ class Event:
     ordinal    the number of operators of the run up to this operator
     has_backward_line  whether `site` is a line that runs in backward
     written    the NaN or inf that the operator writes as a constant, as `torch.where` does
+    divisor    what is nearly 0 in the backward of a matrix decomposition
     """
 
     op: Operator
@@ -154,6 +156,7 @@ class Event:
     ordinal: int = 0
     has_backward_line: bool = False
     written: Selected | None = None
+    divisor: Divisor | None = None
 
     @property
     def site(self) -> Site | None:
@@ -463,6 +466,7 @@ class Watch:
             bool(self.modules) and _is_library_module(self.modules[-1][1]),
             self._count,
             self.in_backward and _backward_position() is not None,
+            divisor=read_divisor() if self.in_backward else None,
         )
 
     def _record_lost_numbers(

@@ -22,7 +22,17 @@ from ....pages.finding_sheet import load_finding_formatter
 from ..causes import SHEET
 from ..graph import read_grad_fn
 from .buffers import Buffer
-from .domains import BEYOND_ONE, Move, find_domain, is_outside, list_variables, read_target
+from .decompositions import describe_divisor, read_matrix
+from .domains import (
+    BELOW_ONE,
+    BEYOND_ONE,
+    NEGATIVE,
+    Move,
+    find_domain,
+    is_outside,
+    list_variables,
+    read_target,
+)
 from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
 from .number_settings import NumberSetting, find_number_setting
 from .positions import Part, read_condition, read_input, read_part
@@ -38,6 +48,9 @@ _QUOTIENTS = frozenset(("div", "divide", "true_divide", "addcdiv"))
 _LOGARITHMS = frozenset(("log", "log2", "log10", "logit", "xlogy"))
 _SOFTMAXES = frozenset(("_softmax", "_log_softmax", "_safe_softmax"))
 _EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "cosh", "sinh"))
+# why a result is not finite, for a fix that clamps the input of the operator
+_CLAMPED_INPUTS = frozenset(("exponential", NEGATIVE, BEYOND_ONE, BELOW_ONE))
+_CASTS = frozenset(("to", "type", "type_as", "float", "double", "half", "bfloat16"))
 _STATISTICS = frozenset(("mean", "std", "var", "std_mean", "var_mean", "std_correction"))
 # losses that average over their elements, and have one result for a mean
 _MEAN_LOSSES = frozenset(
@@ -519,6 +532,7 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
     if move is not None:
         return _explain_move(event, step, move)
     hidden = _find_hidden_infinity(event)
+    hidden = hidden or _find_hidden_exponential(event)
     if hidden is not None:
         return _explain_event(hidden, step, watch, run_again)
     proof = prove_lost_numbers(watch.numbers, event.operator, event.ordinal, run_again)
@@ -527,6 +541,10 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
     if event.parts:
         return _explain_overflow(event, step, watch.events)
     kind, facts = _classify(event, step)
+    if kind == "exponential":
+        facts |= _describe_discard(event, watch.events)
+    is_alone = kind not in _CLAMPED_INPUTS or "discard" in facts
+    others = [] if is_alone else _list_like_events(event, watch.events)
     return _format_finding(
         "RN033",
         _place(event.site, event.module),
@@ -544,7 +562,11 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         root="sqrt" in _expression(event),
         small="1e-4" if event.dtype == torch.float16 else "1e-6",
         edge=f"torch.finfo({event.dtype}).eps" if event.dtype in NARROW_FLOATS else "1e-6",
-        divisor=_name_divisor(_expression(event)),
+        divisor=facts.get("divisor", "") or _name_divisor(_expression(event)),
+        shifted=facts.get("shifted", ""),
+        discard=facts.get("discard", ""),
+        mask=facts.get("mask", ""),
+        others=" and ".join(others),
         source=facts.get("source", ""),
         label=facts.get("label", ""),
         infinity=facts.get("infinity", ""),
@@ -565,6 +587,78 @@ def _find_hidden_infinity(event: Event) -> Event | None:
         return None
     root = event.inputs[-1].infinite_divisor
     return None if root is None else root.root()
+
+
+def _find_hidden_exponential(event: Event) -> Event | None:
+    """Returns the exponential that gives inf, if its backward multiplies this inf by a gradient of
+    0, such as one of `torch.where`. The result of forward is finite then.
+    """
+    if not event.is_derivative or event.operator != "mul" or not event.makes_nan:
+        return None
+    infinite = [item for item in event.inputs if item.run.has_infinity and item.origin is not None]
+    roots = [item.origin.root() for item in infinite if item.origin is not None]
+    overflows = [x for x in roots if x.operator in _EXPONENTIALS and x.is_origin and not x.parts]
+    return overflows[0] if overflows else None
+
+
+def _describe_discard(event: Event, events: Sequence[Event]) -> dict[str, str]:
+    """Returns the values for the text about a product with 0, such as that with a mask, which
+    discards each inf of an exponential and gives NaN.
+    """
+    for product in events:
+        # another factor than 0 would leave an inf
+        is_discard = product.operator == "mul" and product.makes_nan
+        if not is_discard or product.result.has_infinity:
+            continue
+        for index, item in enumerate(product.inputs):
+            if item.run.has_infinity and item.origin is not None and item.origin.root() is event:
+                return _describe_product(event, product, 1 - index)
+    return {}
+
+
+def _describe_product(event: Event, product: Event, index: int) -> dict[str, str]:
+    """Returns the values for the text about a product that discards each inf of an exponential.
+
+    index  which factor of the product is the mask
+    """
+    if product.is_backward:
+        return {"discard": "backward"}
+    mask = _read_mask(_expression(product), index)
+    if event.site is None or product.site is None or event.site.code is not product.site.code:
+        mask = ""
+    return {"discard": f"`{_expression(product)}` ({_location(product.site)})", "mask": mask}
+
+
+def _read_mask(line: str, index: int) -> str:
+    """Returns a factor of a product without its casts, such as `mask` for `mask.to(x.dtype)`."""
+    factor = _read_factor(line, index)
+    if not factor:
+        return ""
+    node = ast.parse(factor, mode="eval").body
+    while True:
+        match node:
+            case ast.Call(ast.Attribute(owner, name)) if name in _CASTS:
+                node = owner
+            case _:
+                return _format_operand(node)
+
+
+def _list_like_events(event: Event, events: Sequence[Event]) -> list[str]:
+    """Returns the other expressions of forward that apply the same operator to finite values for
+    which it is not finite either, with their lines. After a fix of one place, they would fail next:
+    a VAE takes the exponential of its log-variance in two functions.
+    """
+    if event.is_backward:
+        return []
+    places: dict[tuple[str, str], None] = {}
+    for other in events:
+        is_like = other.operator == event.operator and other.has_finite_inputs
+        if not is_like or other.is_backward or other.site is None or other.parts:
+            continue
+        if not is_library_file(other.site.file):
+            places[_expression(other), _location(other.site)] = None
+    places.pop((_expression(event), _location(event.site)), None)
+    return [f"`{text}` ({location})" for text, location in places]
 
 
 def _find_move(event: Event) -> Move | None:
@@ -832,6 +926,11 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
         return "masked", {"source": source}
     if name.startswith("nll_loss") and event.makes_nan:
         return "labels", {"value": str(event.settings.get("ignore_index", -100))}
+    if event.divisor is not None:
+        part = event.part
+        matrix = "" if part is None else read_matrix(part.node)
+        kind = "triangular" if event.operator == "linalg_solve_triangular" else "decomposition"
+        return kind, describe_divisor(event.divisor, matrix)
     if event.makes_nan and any(item.run.has_infinity for item in event.inputs):
         return _classify_infinity(event)
     domain = find_domain(name, event.settings)
