@@ -144,6 +144,7 @@ INNER = {
     "isotype.model.tokens": "add_tokens",
     "isotype.model.value_ranges": "check_model_config",
     "isotype.observe.continuity": "Continuity",
+    "isotype.observe.origin": "is_library_file",
     "isotype.observe.observer": "ModelChanges is_observed",
     "isotype.ops.adamw": "AdamwHyperparameters adamw_ adamw_reference_ stochastic_round_",
     "isotype.ops.adamw.noise": "draw_noise_bits",

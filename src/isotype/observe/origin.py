@@ -47,6 +47,8 @@ _GENERATED_FILES = (
     "<decorator-gen",
     "<built-in>",
 )
+# the start of the name of the folder in which Inductor caches the code that it generated
+_INDUCTOR_FOLDER = f"{os.sep}torchinductor_"
 # packages whose frames are never the user's code
 _TOOL_PACKAGES = frozenset(("torch", "triton", "numpy", "functorch", "_pytest", "pluggy"))
 # functions that compute an adapter's own products if `lora_branch` is fp32
@@ -78,10 +80,18 @@ def _code_owner(file: str) -> str:
         if any(part in file for part in _HUGGING_FACE_FOLDERS):
             return HUGGING_FACE
         return USER
+    if _is_inductor_file(file):
+        return _TORCH
     # interactive code (`<stdin>`, `<string>`, a notebook's cell) is the user's
     if file.startswith((*_GENERATED_FILES, _STDLIB_FOLDER)):
         return _PYTHON
     return USER
+
+
+def _is_inductor_file(file: str) -> bool:
+    """Whether Inductor generated the code of a file, for `torch.compile`."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return _INDUCTOR_FOLDER in file or bool(folder and file.startswith(folder + os.sep))
 
 
 def is_user_function(function: Any) -> bool:

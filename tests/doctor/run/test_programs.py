@@ -19,6 +19,7 @@ from tests.api import (
     collect_evidence,
     decide_cause,
     find_unrestored_calls,
+    is_library_file,
     remove_record_frames,
     run_compiled,
 )
@@ -1308,6 +1309,40 @@ def test_compiled_code_of_several_processes_is_not_run_again(monkeypatch):
     assert finding.code == "RN021"
     assert "an operand of `return torch.matmul(probabilities, values)`" in finding.cause
     assert "cast the fp32 operand of this line to torch.bfloat16" in finding.fix
+
+
+GENERATED = """
+import torch
+
+def call(first, second):
+    wide = first.double()
+    return (torch.mm(wide, second),)
+"""
+
+
+def test_call_that_fails_only_with_the_compiler(tmp_path):
+    file = tmp_path / "torchinductor_me" / "ab" / "cab.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(GENERATED)
+    module = {}
+    exec(compile(GENERATED, str(file), "exec"), module)
+    multiply = lambda x, weight: x @ weight  # noqa: E731
+    compiled = torch.compile(multiply, backend=lambda graph, inputs: module["call"])
+    with pytest.raises(RuntimeError) as failure:
+        compiled(torch.ones(2, 2), torch.ones(2, 2))
+    finding = decide_cause(collect_evidence(failure.value))
+    assert finding.code == "RN021"
+    assert finding.place.file == "tests/doctor/run/test_programs.py"
+    assert "the same call without the compiler raises no error" in finding.cause
+    assert 'backend="aot_eager"' in finding.fix
+    assert "next" not in dict(finding.details)
+
+
+def test_code_that_inductor_generated_is_not_the_users(monkeypatch):
+    assert not is_library_file("/tmp/cache/ab/cabdef.py")
+    assert is_library_file("/tmp/torchinductor_me/ab/cabdef.py")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor")
+    assert is_library_file("/tmp/inductor/ab/cabdef.py")
 
 
 def test_facts_name_the_default_dtype(monkeypatch):

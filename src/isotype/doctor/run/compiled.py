@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,11 +19,22 @@ from .frames import CallFrame, collect_frames
 _COMPILER_FILE = os.path.join("torch", "_dynamo", "eval_frame.py")
 
 
-def run_without_compiler(
-    error: BaseException,
-) -> tuple[BaseException, Sequence[CallFrame]] | None:
-    """Returns the exception of the second run, and its frames inside those of the first. Returns
-    None if the exception was not raised in compiled code, or if the second run raises none.
+@dataclass(frozen=True, slots=True, eq=False)
+class SecondRun:
+    """The run of a call without the compiler.
+
+    error   the exception that it raised, or None
+    frames  the frames of this exception inside those of the first; without an exception, those
+            around the call
+    """
+
+    error: BaseException | None
+    frames: Sequence[CallFrame]
+
+
+def run_without_compiler(error: BaseException) -> SecondRun | None:
+    """Runs the call of compiled code that raised an exception again. Returns None if the exception
+    was not raised in compiled code.
 
     Code that waits for other processes is not run again, because they have ended.
     """
@@ -42,8 +54,8 @@ def run_without_compiler(
     except Exception as second:
         link = second.__traceback__
         second.__traceback__ = None if link is None else link.tb_next
-        return second, [*outer, *collect_frames(second)]
-    return None
+        return SecondRun(second, [*outer, *collect_frames(second)])
+    return SecondRun(None, outer)
 
 
 def _is_compiled_call(frame: CallFrame) -> bool:

@@ -151,6 +151,7 @@ class Evidence:
     settings           the settings of the run that were found in the frames
     producers          id of an operand -> the place where its dtype was decided
     compiled_location  the file and line of the user's code that `torch.compile` traced
+    runs_eagerly       whether the call of compiled code raised no error without the compiler
     """
 
     error: BaseException
@@ -167,6 +168,7 @@ class Evidence:
     optimizer: OptimizerFacts | None
     producers: dict[int, Producer] = field(default_factory=dict)
     compiled_location: tuple[str, int] | None = None
+    runs_eagerly: bool = False
     model: nn.Module | None = None
 
     @property
@@ -267,15 +269,17 @@ def collect_evidence(error: BaseException) -> Evidence | None:
     # the record of all tensors ends where code is compiled
     is_compiled = bool(causes) and not RECORD.is_complete
     second = run_without_compiler(error) if is_compiled else None
-    if second is not None and _mentions_dtype(second[0]):
-        evidence = _build_evidence(*second)
+    runs_eagerly = second is not None and second.error is None
+    if second is not None and second.error is not None and _mentions_dtype(second.error):
+        evidence = _build_evidence(second.error, second.frames)
         if _concerns_torch(evidence):
             return evidence
     for cause in causes:
         frames = collect_frames(cause)
         if frames:
             evidence = _build_evidence(cause, frames)
-            evidence = replace(evidence, compiled_location=_compiled_location(error))
+            location = _compiled_location(error)
+            evidence = replace(evidence, compiled_location=location, runs_eagerly=runs_eagerly)
             if _needs_different_dtypes(cause) and len(evidence.floating_dtypes) < 2:
                 continue
             if fails_for_other_reason(frames[-1]):

@@ -127,8 +127,8 @@ def _list_next_commands(evidence: Evidence) -> list[str]:
 
 def _list_unknown_origins(evidence: Evidence) -> list[str]:
     """Returns the labels of the operands whose dtype has an origin that the frames do not show."""
-    if RECORD.is_complete:
-        return []
+    if RECORD.is_complete or evidence.runs_eagerly:
+        return []  # `--trace` runs the program without the compiler
     labels = []
     for operand in list_floating(evidence)[:MAX_ROWS]:
         producer = evidence.producers.get(id(operand))

@@ -30,13 +30,29 @@ from .operands import (
 
 def find_compiled_operands(evidence: Evidence) -> Finding | None:
     """Finds operands of different dtypes in code that `torch.compile` traces. The frames are those
-    of the compiler: only its message contains the user's line.
+    of the compiler: only its message contains the user's line. In code that the compiler generated,
+    the operands differ also if they do not without the compiler.
     """
     operands = list_floating(evidence)
-    if evidence.compiled_location is None or not have_different_dtypes(operands):
+    if not have_different_dtypes(operands):
         return None
-    file, line = evidence.compiled_location
     second = first_of_other_dtype(operands)
+    if evidence.compiled_location is None:
+        if not evidence.runs_eagerly:
+            return None
+        paths = [operand.path for operand in operands if operand.path]
+        return make_finding(
+            "RN021",
+            evidence,
+            line=evidence.user_frame.text,
+            at=evidence.user_frame.location,
+            first=operands[0].dtype_name,
+            second=second.dtype_name,
+            target=str(second.dtype),
+            weight=paths[0] if paths else "",
+            runs_eagerly=True,
+        )
+    file, line = evidence.compiled_location
     finding = make_finding(
         "RN021",
         evidence,
