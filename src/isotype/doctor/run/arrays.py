@@ -47,7 +47,7 @@ def find_float64_origin(node: ast.AST, frame: CallFrame, depth: int = 0) -> Arra
         return None
     match node:
         case ast.Name(name):
-            value = _find_assigned_value(name, frame)
+            value = find_assigned_array(name, frame)
             if value is None:
                 return None
             return find_float64_origin(value, replace(frame, line=value.lineno), depth + 1)
@@ -133,7 +133,7 @@ def _iterate_elements(node: ast.expr) -> Iterator[ast.expr]:
         yield node
 
 
-def _find_assigned_value(name: str, frame: CallFrame) -> ast.expr | None:
+def find_assigned_array(name: str, frame: CallFrame) -> ast.expr | None:
     """Returns the value of the last assignment `NAME = value` before a line. Returns None if other
     statements assign the name too, as a loop does.
     """

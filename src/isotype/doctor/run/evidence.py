@@ -57,6 +57,8 @@ NUMPY_DTYPE = re.compile(
     r"(?:Cannot interpret|data type) '(?:torch\.(?=\w)|(?=bfloat16'|float8_))(?P<name>\w+)'"
     r" (?:as a data type|not understood)"
 )
+# messages of PyTorch about an array of NumPy
+UNCONVERTIBLE_ARRAY = re.compile(r"can't convert np\.ndarray of type (?:\w+\.)*(?P<name>\w+)\.")
 # words of messages about the other properties of tensors
 _OTHER_SUBJECTS = re.compile(
     r"out of memory|shapes? (?:of|cannot|mismatch)|same device|No such file"
@@ -333,7 +335,9 @@ def _concerns_torch(evidence: Evidence) -> bool:
     """True if the operation that failed used tensors. Other errors are not explained."""
     is_torch_file = "/torch/" in evidence.failing_frame.file.replace("\\", "/")
     message = evidence.message
-    is_conversion = "unsupported ScalarType" in message or NUMPY_DTYPE.search(message)  # to NumPy
+    patterns = (NUMPY_DTYPE, UNCONVERTIBLE_ARRAY)
+    is_conversion = any(pattern.search(message) for pattern in patterns)
+    is_conversion = is_conversion or "unsupported ScalarType" in message  # to NumPy
     is_about_weights = NEEDS_ONE_DTYPE.search(message) and evidence.names.roots
     if is_conversion or is_about_weights or evidence.in_backward:
         return True

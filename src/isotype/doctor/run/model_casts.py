@@ -71,6 +71,32 @@ def _is_unwrapping(node: ast.AST) -> bool:
     return node.func.attr == "unwrap_model" and any(is_false)
 
 
+def find_tensor_format(frames: Sequence[CallFrame], columns: Sequence[str]) -> ModelCast | None:
+    """Returns the call `with_format("torch")` or `set_format("torch")` of a dataset that makes
+    tensors of all columns. `function` of the result is the call with these columns only. Returns
+    None if there is no such call, or more than one.
+    """
+    setter = _find_only_node(frames, _formats_all_columns)
+    if setter is None:
+        return None
+    call = ast.parse(setter.text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    call.keywords.append(ast.keyword("columns", ast.parse(repr(list(columns)), mode="eval").body))
+    return ModelCast(setter.text, setter.location, ast.unparse(call))
+
+
+def _formats_all_columns(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(ast.Attribute(_, "with_format" | "set_format"), [ast.Constant("torch")]):
+            is_torch = True
+        case ast.Call(ast.Attribute(_, "with_format" | "set_format"), []):
+            values = [k.value for k in node.keywords if k.arg == "type"]
+            is_torch = any(isinstance(v, ast.Constant) and v.value == "torch" for v in values)
+        case _:
+            return False
+    return is_torch and all(keyword.arg != "columns" for keyword in node.keywords)
+
+
 def find_state_write(frames: Sequence[CallFrame]) -> ModelCast | None:
     """Returns the assignment of the user's files that puts states into an optimizer, such as
     `optimizer.state[p] = ...`. Returns None if there is no such line, or more than one.

@@ -29,7 +29,7 @@ from .kernels import (
 )
 from .layers import find_layer_input
 from .losses import find_loss_weight, find_wrong_target, find_wrong_target_in_backward
-from .numpy_values import find_numpy_conversion, find_numpy_dtype
+from .numpy_values import find_numpy_conversion, find_numpy_dtype, find_unconvertible_array
 from .operands import list_floating
 from .operators import find_compiled_operands, find_mixed_operands
 from .optimizers import (
@@ -60,6 +60,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_integer_parameter,
     find_numpy_dtype,
     find_numpy_conversion,
+    find_unconvertible_array,
     find_wrong_indices,
     find_wrong_mask,
     find_mask_arithmetic,
