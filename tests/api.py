@@ -64,7 +64,7 @@ INNER = {
     "isotype.doctor.run.frames": "collect_frames",
     "isotype.doctor.run.evidence": "run_evidence= collect_evidence",
     "isotype.doctor.run.hook": "run_hook=",
-    "isotype.doctor.run.model_casts": "find_unrestored_calls",
+    "isotype.doctor.run.model_casts": "find_recorded_default_dtype_setter find_unrestored_calls",
     "isotype.doctor.run.not_finite.recorder": "NotFiniteError Recorder",
     "isotype.doctor.run.program": "explain_error report_end report_failure",
     "isotype.doctor.run.recorded_origins": "find_recorded_origin",

@@ -737,6 +737,16 @@ TRUTH = {
         "left_default.py:24) leaves the default dtype at bf16 after load",
         "restore it before load returns",
     ),
+    "two_defaults": Truth(
+        "RN001",
+        "return self.embedding(encode(symbols))",
+        "Linear",
+        "fp32 is the default dtype, which `torch.set_default_dtype(dtype)`"
+        " (tests/doctor/run/programs/two_defaults.py:10) set in the call"
+        " `Calculator(torch.float32)` at tests/doctor/run/programs/two_defaults.py:30",
+        "torch.set_default_dtype(torch.float64) again before the call that runs"
+        " tests/doctor/run/programs/two_defaults.py:26",
+    ),
     "restored_average": Truth(
         "RN008",
         "average.lerp_(current[name], 0.1)",

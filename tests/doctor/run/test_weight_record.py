@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.api import RECORD, find_recorded_origin, remove_record_frames
+from tests.api import (
+    RECORD,
+    find_recorded_default_dtype_setter,
+    find_recorded_origin,
+    remove_record_frames,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +95,22 @@ def test_modules_with_other_tables_are_recorded():
     model = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
     model.half()
     assert origin_of(model, torch.float16).text == "model.half()"
+
+
+def restore_default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.float32)
+
+
+def test_default_dtype_that_was_restored_has_no_setter():
+    original = torch.set_default_dtype
+    restore_default_dtype(torch.bfloat16)
+    assert [event.dtype for event in RECORD.default_dtype_events] == [torch.bfloat16, torch.float32]
+    assert find_recorded_default_dtype_setter([], torch.float32) is None
+    setter = find_recorded_default_dtype_setter([], torch.bfloat16)
+    assert setter.text == "torch.set_default_dtype(dtype)"
+    RECORD.remove()
+    assert torch.set_default_dtype is original.__wrapped__
 
 
 def test_modules_are_not_kept_alive():

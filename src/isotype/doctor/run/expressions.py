@@ -422,8 +422,10 @@ def _read_method(node: ast.Call, name: str, owner: Any, frame: CallFrame) -> Any
 
 def _read_torch_function(node: ast.Call, name: str, frame: CallFrame) -> Any:
     """Determines the dtype of the tensor that `torch.clamp` or a creation, such as `torch.zeros`,
-    returns.
+    returns. For `torch.get_default_dtype`, returns its result.
     """
+    if name == "get_default_dtype":
+        return torch.get_default_dtype()
     if name == "clamp" and node.args:
         return _read_clamp(read_value(node.args[0], frame), node.args[1:], node, frame)
     if name.endswith("_like") and node.args:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...observe.origin import short_path
+from ...observe.origin import is_library_file, short_path
 from .casts import find_cast as find_tensor_cast
-from .frames import CallFrame, make_returned_frame, source_text
+from .frames import CallFrame, make_called_frame, make_returned_frame, source_text
 from .hooks import find_callback_registration, is_callback
 from .recorded_origins import find_cast
+from .running_code import RunningCode
 from .user_files import iterate_user_files
+from .weight_record import RECORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +185,63 @@ def find_default_dtype_creation(frames: Sequence[CallFrame], content: Any) -> Mo
     if frame is None or frame.scope is None or setter is None:
         return None
     for node in ast.walk(frame.scope):
-        if isinstance(node, ast.Call) and _creates_in_default_dtype(node):
+        if isinstance(node, ast.Call) and creates_in_default_dtype(node):
             return ModelCast(ast.unparse(node), frame.location_of(node), setter.location)
     return None
 
 
 def find_default_dtype_setter(frames: Sequence[CallFrame]) -> ModelCast | None:
-    """Returns the first call in the user's files that sets the default dtype."""
-    return _find_first_node(frames, _sets_default_dtype)
+    """Returns the call that set the default dtype. If the record does not contain it, returns the
+    first call in the user's files that sets a default dtype.
+    """
+    recorded = find_recorded_default_dtype_setter(frames, torch.get_default_dtype())
+    return recorded or _find_first_node(frames, _sets_default_dtype)
+
+
+def find_recorded_default_dtype_setter(
+    frames: Sequence[CallFrame], dtype: torch.dtype
+) -> ModelCast | None:
+    """Returns the last call of the user's code that set this default dtype. `function` of the result
+    is the call of a running function in which it happened, if this has ended. Returns None for a
+    call that restores a dtype which was the default before.
+    """
+    events = RECORD.default_dtype_events
+    for index in reversed(range(len(events))):
+        calls = events[index].calls
+        if events[index].dtype != dtype or not calls:
+            continue
+        if is_library_file(calls[0].code.co_filename):
+            continue  # such as `from_pretrained`, which restores it
+        if index and _restores_default_dtype(calls[0], events[index - 1].calls):
+            return None
+        setter = make_called_frame(calls[0].code, calls[0].instruction)
+        return ModelCast(setter.text, setter.location, _find_ended_call(frames, calls[1:]))
+    return None
+
+
+def _restores_default_dtype(call: RunningCode, previous: Sequence[RunningCode]) -> bool:
+    """True if the function of a call had set the default dtype in another line before, or if it is
+    the end of a context manager.
+    """
+    if call.code.co_name == "__exit__":
+        return True
+    is_same_function = bool(previous) and previous[0].code is call.code
+    return is_same_function and previous[0].instruction != call.instruction
+
+
+def _find_ended_call(frames: Sequence[CallFrame], calls: Sequence[RunningCode]) -> str:
+    """Returns the code and the place of the call in a function that is still running, at a later
+    line, or "".
+    """
+    for call in calls:
+        for frame in frames:
+            if frame.code is call.code:
+                ended = make_called_frame(call.code, call.instruction)
+                node = ended.expression
+                if ended.position == frame.position or not isinstance(node, ast.expr):
+                    return ""
+                return f"{source_text(node)}` at {ended.location}"
+    return ""
 
 
 def find_unrestored_default_dtype(frames: Sequence[CallFrame]) -> ModelCast | None:
@@ -228,15 +279,15 @@ def find_unrestored_calls(function: ast.FunctionDef) -> list[ast.Call]:
         for part in ast.walk(statement)
     ]
     is_restored = any(_sets_default_dtype(node) for node in final_nodes)
-    is_meant = len(calls) > 1 or any(_reads_default_dtype(node) for node in nodes)
+    is_meant = len(calls) > 1 or any(reads_default_dtype(node) for node in nodes)
     return calls if is_meant and not is_context and not is_restored else []
 
 
-def _reads_default_dtype(node: ast.AST) -> bool:
+def reads_default_dtype(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("get_default_dtype")
 
 
-def _creates_in_default_dtype(call: ast.Call) -> bool:
+def creates_in_default_dtype(call: ast.Call) -> bool:
     owner, _, name = ast.unparse(call.func).rpartition(".")
     is_creation = owner == "torch" and name in _CREATIONS_IN_DEFAULT_DTYPE
     return is_creation and all(keyword.arg != "dtype" for keyword in call.keywords)

@@ -1,6 +1,7 @@
-"""Records the calls that build, load and cast the weights of modules, and that load the states of an
-optimizer, while a program runs. After an error, the record shows which line of the program gave a
-weight or a state its dtype, also if the function of this line has returned.
+"""Records the calls that build, load and cast the weights of modules, that load the states of an
+optimizer, and that set the default dtype, while a program runs. After an error, the record shows
+which line of the program gave a weight or a state its dtype, also if the function of this line has
+returned.
 
 A call costs time only when a program registers a parameter or a buffer, casts or moves a module, or
 loads states.
@@ -13,6 +14,7 @@ import functools
 import importlib.util
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from .running_code import RunningCode, read_calls
 if TYPE_CHECKING:
     from .tensor_record import TensorRecord
 
+_MAX_DEFAULT_DTYPES = 64  # calls of `torch.set_default_dtype` that are kept, the last ones
 _MAX_EVENTS = 4  # events that are kept for a weight; the first and the last ones
 
 
@@ -44,6 +47,17 @@ class WeightEvent:
     calls: tuple[RunningCode, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DefaultDtypeEvent:
+    """A call of `torch.set_default_dtype`.
+
+    calls  the frames that do not belong to PyTorch, the innermost first
+    """
+
+    dtype: Any
+    calls: tuple[RunningCode, ...]
+
+
 class WeightRecord:
     """Holds the events of each parameter and buffer of the modules that a program builds. It does
     not keep the modules alive.
@@ -59,6 +73,7 @@ class WeightRecord:
         self._state = threading.local()
         self._loads: MutableMapping[Any, tuple[RunningCode, ...]] = {}
         self._replacements: list[Replacement] = []
+        self._default_dtypes: deque[DefaultDtypeEvent] = deque(maxlen=_MAX_DEFAULT_DTYPES)
         self._torch: Any = None
 
     @property
@@ -89,6 +104,7 @@ class WeightRecord:
             Replacement.make(torch.nn.Module, "register_parameter", self._record_registration),
             Replacement.make(torch.nn.Module, "register_buffer", self._record_registration),
             Replacement.make(torch.optim.Optimizer, "load_state_dict", self._record_load),
+            Replacement.make(torch, "set_default_dtype", self._record_default_dtype),
         ]
         if self._includes_first_steps:
             from .first_steps import FirstStepsRecord
@@ -112,6 +128,7 @@ class WeightRecord:
         for replacement in self._replacements:
             replacement.undo()
         self._replacements = []
+        self._default_dtypes.clear()
         self._events, self._loads = {}, {}
         self._includes_first_steps = False
 
@@ -135,6 +152,20 @@ class WeightRecord:
         first, or an empty tuple.
         """
         return self._loads.get(optimizer, ())
+
+    @property
+    def default_dtype_events(self) -> list[DefaultDtypeEvent]:
+        """The last calls of `torch.set_default_dtype`, the oldest first."""
+        return list(self._default_dtypes)
+
+    def _record_default_dtype(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def set_default_dtype(d: Any) -> None:  # the name of the argument in PyTorch
+            original(d)
+            with suppress(Exception):  # the program must not end because of its record
+                self._default_dtypes.append(DefaultDtypeEvent(d, read_calls(sys._getframe(1))))
+
+        return set_default_dtype
 
     def _record_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

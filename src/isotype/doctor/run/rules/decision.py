@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ....finding import Finding
+from ..default_dtype import add_default_dtype_origin
 from ..evidence import Evidence
 from ..operand_origins import add_value_origins, add_weight_origins
 from ..weight_record import RECORD
@@ -99,6 +100,7 @@ def decide_cause(evidence: Evidence) -> Finding:
         if finding is not None:
             finding = add_value_origins(finding, evidence)
             finding = add_weight_origins(finding, evidence)
+            finding = add_default_dtype_origin(finding, evidence)
             return check_fix(cast_before_later_uses(finding, evidence), evidence)
     first_line = evidence.message.strip().partition("\n")[0]
     return make_finding(
