@@ -345,6 +345,16 @@ def test_cast_that_made_one_of_two_halves_is_changed():
     assert finding.fix.startswith("change the dtype to torch.bfloat16 in `keys.half()` at")
 
 
+def test_float_in_a_product_of_quantised_matrices_is_named():
+    def multiply(values, codes):
+        return torch._int_mm(values, codes.t())
+
+    codes = torch.ones(32, 32, dtype=torch.int8)
+    finding = explain_failure(multiply, torch.ones(32, 32).bfloat16(), codes)
+    assert "`values` is bf16, and _int_mm multiplies matrices of quantised values" in finding.cause
+    assert finding.fix.startswith("`values.to(torch.int8)` at")
+
+
 def test_indices_and_not_the_indexed_tensor_are_named():
     def select(values, rows):
         return values.index_select(0, rows)

@@ -39,6 +39,7 @@ from .optimizers import (
     find_scaler_over_halves,
     find_stale_optimizer_states,
 )
+from .quantised import find_unquantised_operand
 from .weights import (
     find_integer_parameter,
     find_left_default_dtype,
@@ -66,6 +67,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_wrong_mask,
     find_mask_arithmetic,
     find_missing_kernel,
+    find_unquantised_operand,
     find_assigned_gradient,
     find_wrong_target,
     find_loss_weight,

@@ -176,6 +176,7 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         narrow_input=_cast_input_of_model_cast(evidence, origin, weight, others[0]),
         line_at=evidence.user_frame.location,
         origin="" if origin is None else origin.describe("it", weight.dtype_name),
+        kept_by=_find_kept_module(evidence, weight, origin),
         cast=origin.removable_text if origin is not None and origin.kind == "cast" else "",
         origin_at="" if origin is None else origin.location,
         rebuilt="" if origin is None else origin.with_dtype(majority),
@@ -192,6 +193,25 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         owner=weight.path.rpartition(".")[0],
         **_find_root_variable(evidence, weight),
     )
+
+
+def _find_kept_module(evidence: Evidence, weight: Operand, origin: WeightOrigin | None) -> str:
+    """Returns the attribute of a class of transformers that keeps a weight in fp32 when the model is
+    loaded in half precision, as a part of a sentence, or "".
+    """
+    if origin is None or origin.kind != "loading" or weight.dtype != torch.float32:
+        return ""
+    for path, module in evidence.names.named_modules(evidence.model):
+        prefix = f"{path}." if path else ""
+        if not weight.path.startswith(prefix):
+            continue
+        name = weight.path.removeprefix(prefix)
+        for attribute in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"):
+            parts = getattr(type(module), attribute, None) or ()
+            part = next((part for part in parts if part in name), None)
+            if part is not None:
+                return f"`{type(module).__name__}.{attribute}` contains '{part}'"
+    return ""
 
 
 def _belongs_to_model_of_one_dtype(evidence: Evidence, weight: Operand) -> bool:
