@@ -1329,7 +1329,7 @@ def test_the_record_of_tensors_keeps_code_place_and_fix(name, monkeypatch):
 
 
 def test_compiled_code_of_several_processes_is_not_run_again(monkeypatch):
-    monkeypatch.setattr(run_compiled, "_has_other_processes", lambda: True)
+    monkeypatch.setattr(run_compiled, "has_other_processes", lambda: True)
     finding = run_in_process("compiled_attention", monkeypatch)
     assert finding.code == "RN021"
     assert "an operand of `return torch.matmul(probabilities, values)`" in finding.cause

@@ -40,7 +40,7 @@ def run_without_compiler(error: BaseException) -> SecondRun | None:
     """
     frames = collect_frames(error)
     positions = [index for index, frame in enumerate(frames) if _is_compiled_call(frame)]
-    if not positions or _has_other_processes():
+    if not positions or has_other_processes():
         return None
     outer = frames[: positions[0] + 1]
     variables = outer[-1].variables
@@ -63,7 +63,7 @@ def _is_compiled_call(frame: CallFrame) -> bool:
     return is_wrapper and {"fn", "args", "kwargs"} <= set(frame.variables)
 
 
-def _has_other_processes() -> bool:
+def has_other_processes() -> bool:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return False

@@ -154,6 +154,7 @@ class Evidence:
     producers          id of an operand -> the place where its dtype was decided
     compiled_location  the file and line of the user's code that `torch.compile` traced
     runs_eagerly       whether the call of compiled code raised no error without the compiler
+    has_forward_line   whether the line of the operator that failed in backward is known
     """
 
     error: BaseException
@@ -171,6 +172,7 @@ class Evidence:
     producers: dict[int, Producer] = field(default_factory=dict)
     compiled_location: tuple[str, int] | None = None
     runs_eagerly: bool = False
+    has_forward_line: bool = False
     model: nn.Module | None = None
 
     @property

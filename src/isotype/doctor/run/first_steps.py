@@ -60,10 +60,12 @@ class FirstStepsRecord(TensorRecord):
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _record_result(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record_result(
+        self, func: Any, args: Any, kwargs: Any, result: Any, first_number: int
+    ) -> None:
         start = time.perf_counter()
         try:
-            super()._record_result(func, args, kwargs, result)
+            super()._record_result(func, args, kwargs, result, first_number)
         finally:
             self._seconds += time.perf_counter() - start
             if self._seconds > MAX_SECONDS and self.is_recording:

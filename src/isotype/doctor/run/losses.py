@@ -15,7 +15,8 @@ import torch
 
 from ...observe.origin import is_library_file, short_path
 from .expressions import is_tensor, node_keyword, read_value
-from .frames import CallFrame, source_text
+from .forward_calls import read_forward_call
+from .frames import CallFrame, make_called_frame, source_text
 from .user_files import iterate_user_files
 
 _MAX_GRAPH_NODES = 200  # nodes of an autograd graph that are searched for a loss
@@ -28,13 +29,15 @@ class LossNode:
 
     name    such as `HuberLoss`
     target  the target that backward will use; None if the node does not keep it
-    lines   the files and lines that called the loss, the innermost last. Autograd records them in
-            its anomaly mode
+    lines   the files and lines that called the loss, the innermost last. The record of tensors and
+            autograd's anomaly mode note them
+    call    the innermost call, if the record of tensors contains it
     """
 
     name: str
     target: torch.Tensor | None
     lines: Sequence[tuple[str, int]]
+    call: ast.Call | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ def _iterate_losses(node: Any) -> Iterator[LossNode]:
         visited.add(node)
         name = type(node).__name__
         if "LossBackward" in name or "CrossEntropyBackward" in name:
-            yield LossNode(name.partition("Backward")[0], _read_target(node), _read_lines(node))
+            lines, call = _read_lines(node)
+            yield LossNode(name.partition("Backward")[0], _read_target(node), lines, call)
         pending.extend(parent for parent, _ in node.next_functions)
 
 
@@ -82,11 +86,16 @@ def _read_target(node: Any) -> torch.Tensor | None:
     return target if isinstance(target, torch.Tensor) else None
 
 
-def _read_lines(node: Any) -> list[tuple[str, int]]:
-    """Returns the lines of the forward call that autograd's anomaly mode has recorded."""
+def _read_lines(node: Any) -> tuple[list[tuple[str, int]], ast.Call | None]:
+    """Returns the lines of the forward call that were recorded, and the call itself."""
+    call = read_forward_call(node)
+    if call is not None:
+        frame = make_called_frame(*call.running)
+        expression = frame.expression
+        return [(frame.file, frame.line)], expression if isinstance(expression, ast.Call) else None
     entries = node.metadata.get("traceback_", ())
     matches = re.findall(r'File "([^"]+)", line (\d+), in', "".join(entries))
-    return [(file, int(line)) for file, line in matches]
+    return [(file, int(line)) for file, line in matches], None
 
 
 def find_loss_target(frames: Sequence[CallFrame], loss: LossNode) -> LossTarget | None:
@@ -105,6 +114,8 @@ def find_loss_target(frames: Sequence[CallFrame], loss: LossNode) -> LossTarget 
     recorded = [line for line in loss.lines if not is_library_file(line[0])][-1:]
     if recorded:
         at_line = [call for call in calls if _is_at(call, *recorded[0])]
+        if loss.call is not None and _target_argument(loss.call) is not None:
+            at_line = [(recorded[0][0], loss.call)]
         if len(at_line) != 1:
             return LossTarget("", f"{short_path(recorded[0][0])}:{recorded[0][1]}", index, variable)
         calls = at_line

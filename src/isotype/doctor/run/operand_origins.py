@@ -18,7 +18,18 @@ from .weight_record import RECORD
 
 # the causes in which two values differ in dtype; their sentence says what made each of them
 _SINGLE_CODE = "RN014"  # a cause of one operand
-_CODES = (_SINGLE_CODE, "RN001", "RN008", "RN011", "RN016", "RN017", "RN020", "RN022", "RN023")
+_CODES = (
+    _SINGLE_CODE,
+    "RN001",
+    "RN008",
+    "RN011",
+    "RN016",
+    "RN017",
+    "RN020",
+    "RN022",
+    "RN023",
+    "RN041",
+)
 # the causes that also name weights which no call cast: they describe both operands alike
 _SYMMETRIC_CODES = ("RN011", "RN017", "RN020")
 

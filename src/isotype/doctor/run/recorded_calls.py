@@ -198,10 +198,10 @@ def correct_autocast(state: AutocastState, call: FailedCall | None, device: str)
         return state if state.is_on is False else AutocastState()
     if state.is_on and state.dtype == dtype:
         return state
-    return AutocastState(True, dtype, device, _region_location(call.region) or state.location)
+    return AutocastState(True, dtype, device, find_region_location(call.region) or state.location)
 
 
-def _region_location(region: Sequence[RunningCode]) -> str:
+def find_region_location(region: Sequence[RunningCode]) -> str:
     """Returns the line of the user's code that entered a region of autocast, or ""."""
     call = find_user_call(region)
     return "" if call is None else make_called_frame(call.code, call.instruction).location
@@ -284,7 +284,7 @@ def _find_reason(event: TensorEvent, path: str, place: _Place, names: ModelNames
     if path:
         return f"it computes with {path}, which is {dtype_name}{_describe_weight(event, path)}"
     if event.kind == "autocast":
-        location = _region_location(event.region)
+        location = find_region_location(event.region)
         at = f" ({location})" if location else ""
         if event.dtype == torch.float32:
             return f"autocast{at} computes it in fp32"

@@ -42,6 +42,16 @@ def read_calls(frame: FrameType | None) -> tuple[RunningCode, ...]:
     return tuple(calls)
 
 
+def read_innermost_call(frame: FrameType | None) -> RunningCode | None:
+    """Returns the first frame, from this one outwards, that is not one of PyTorch or of the record."""
+    skipped = _skipped_folders()
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(skipped):
+            return RunningCode(frame.f_code, frame.f_lasti, frame.f_globals)
+        frame = frame.f_back
+    return None
+
+
 @functools.cache
 def _skipped_folders() -> tuple[str, ...]:
     torch_folder = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep

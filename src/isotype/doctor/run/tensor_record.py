@@ -33,8 +33,9 @@ from torch.overrides import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .expressions import CASTING_METHODS
+from .forward_calls import list_new_nodes, make_forward_call, note_forward_call
 from .replacements import Replacement
-from .running_code import RunningCode, read_calls
+from .running_code import RunningCode, read_calls, read_innermost_call
 
 _MAX_CHAIN = 8  # events before an event that are kept
 _MAX_ITEMS = 64  # items of a list or dict in which tensors are searched
@@ -203,6 +204,7 @@ class TensorRecord(TorchFunctionMode):
     # ---- calls of functions
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        first_number = torch.autograd._get_sequence_nr()
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -212,10 +214,12 @@ class TensorRecord(TorchFunctionMode):
                     self._keep_failure(str(error), func, args, kwargs)
             raise
         with suppress(Exception):  # the program must not end because of its record
-            self._record_result(func, args, kwargs, result)
+            self._record_result(func, args, kwargs, result, first_number)
         return result
 
-    def _record_result(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record_result(
+        self, func: Any, args: Any, kwargs: Any, result: Any, first_number: int
+    ) -> None:
         if torch.jit.is_tracing():
             return  # the record's own calls, such as `numel`, would be traced too
         name = func.__name__
@@ -225,7 +229,19 @@ class TensorRecord(TorchFunctionMode):
         elif name == _SETTER:
             self._record_setter(func, args)
         else:
-            self._record_call(name, args, kwargs, result)
+            self._record_call(name, args, kwargs, result, first_number)
+
+    def _note_forward_call(
+        self, args: Any, outputs: Sequence[torch.Tensor], first_number: int
+    ) -> None:
+        """Notes in the nodes of autograd that a call made which call it was."""
+        nodes = list_new_nodes(outputs, first_number)
+        running = read_innermost_call(sys._getframe(2)) if nodes else None
+        if running is not None:
+            region = self._regions[-1] if self._regions else ()
+            device = outputs[0].device.type
+            call = make_forward_call(running, first_number, args, device, region)
+            note_forward_call(nodes, call)
 
     def _keep_failure(self, message: str, func: Any, args: Any, kwargs: Any) -> None:
         enabled = {
@@ -239,11 +255,15 @@ class TensorRecord(TorchFunctionMode):
             message, func.__name__, tuple(args), kwargs, calls, enabled, region
         )
 
-    def _record_call(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+    def _record_call(
+        self, name: str, args: Any, kwargs: Any, result: Any, first_number: int
+    ) -> None:
         outputs = [tensor for tensor in _iterate_tensors(result) if _has_number_dtype(tensor)]
         if not outputs:
             return
         operands = list(_iterate_tensors((args, kwargs)))
+        if any(operand.dtype != outputs[0].dtype for operand in operands):
+            self._note_forward_call(args, outputs, first_number)
         for output in outputs:
             if any(output is operand for operand in operands):
                 if name in ("to", "type_as"):

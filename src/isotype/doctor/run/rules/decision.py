@@ -18,6 +18,7 @@ from .autocast import (
     find_custom_backward,
     find_lost_autocast,
 )
+from .backward import find_failed_operator
 from .checkpointing import find_changed_checkpoint, find_failed_recomputation, find_uncached_cast
 from .checks import find_failed_check
 from .findings import MAX_ROWS, make_finding
@@ -66,6 +67,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_wrong_indices,
     find_wrong_mask,
     find_mask_arithmetic,
+    find_failed_operator,
     find_missing_kernel,
     find_unquantised_operand,
     find_assigned_gradient,

@@ -14,6 +14,7 @@ from ....observe.origin import short_path
 from ....pages.finding_sheet import load_finding_formatter
 from ..causes import SHEET
 from ..evidence import Evidence, Operand, describe_autocast
+from ..failed_node import ENGINE_CALL
 from ..frames import CallFrame
 from ..hooks import find_handler
 from ..model_casts import find_default_dtype_setter
@@ -22,10 +23,9 @@ from ..weight_record import RECORD
 from .operands import list_floating, passed_expression, passed_location
 
 _format_finding = load_finding_formatter(SHEET)
-_ENGINE_CALL = "_engine_run_backward"  # the function that calls the C++ engine of autograd
 _LABEL_WIDTH = 28
 # functions of torch whose variables say nothing about the cause
-_PLUMBING = (_ENGINE_CALL, "_unscale_grads_")
+_PLUMBING = (ENGINE_CALL, "_unscale_grads_")
 MAX_GROUPS = 4  # classes of modules that one row of the report counts, or operands in a title
 MAX_ROWS = 6  # operands that are listed
 
@@ -118,7 +118,8 @@ def _list_next_commands(evidence: Evidence) -> list[str]:
         if len(unknown) == 1:
             lines = f"the line that gave {unknown[0]} its dtype"
         commands.append(f"isotype doctor run --trace names {lines}")
-    if evidence.frames[-1].function == _ENGINE_CALL and not torch.is_anomaly_enabled():
+    is_in_engine = evidence.frames[-1].function == ENGINE_CALL
+    if is_in_engine and not evidence.has_forward_line and not torch.is_anomaly_enabled():
         commands.append(
             "isotype doctor run --forward-lines prints the line of the forward operator"
         )

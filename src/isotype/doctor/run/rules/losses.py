@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 
 import torch
@@ -135,6 +136,7 @@ def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
     loss = next((loss for loss in losses if loss is not None), None)
     if loss is None:
         return None
+    evidence = dataclasses.replace(evidence, has_forward_line=bool(loss.lines))
     target = find_loss_target(evidence.frames, loss)
     batch, producer = _batch_target(evidence, target_dtype)
     creation = ""
