@@ -82,6 +82,16 @@ TRUTH = {
         "backward runs outside autocast",
         '@torch.amp.custom_bwd(device_type="cpu")',
     ),
+    "chunked_backward": Truth(
+        "RN005",
+        "torch.mm(states, rows.t(), out=logits)",
+        "backward",
+        "forward computes with `weight[start:stop].to(hidden.dtype)`"
+        " (tests/doctor/run/programs/chunked_backward.py:15), and backward uses"
+        " `head[start:ctx.stop]` (tests/doctor/run/programs/chunked_backward.py:25) without this cast",
+        "`head[start:ctx.stop].to(states.dtype)` at"
+        " tests/doctor/run/programs/chunked_backward.py:25",
+    ),
     "scaler": Truth(
         "RN006",
         "scaler.step(optimizer)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,9 @@ from torch import nn
 
 from ....finding import Finding
 from ..autocast import starts_thread
+from ..custom_functions import MissingCast, find_missing_cast
 from ..evidence import Evidence, Operand
+from ..expressions import node_keyword
 from ..frames import CallFrame
 from ..model_casts import find_unwrapping
 from ..settings import is_prepared_model, runs_under_autocast
@@ -87,6 +90,7 @@ def find_custom_backward(evidence: Evidence) -> Finding | None:
     modes = [_setting_dtype(str(setting)) for setting in evidence.settings]
     has_autocast = evidence.other_region is not None or any(mode is not None for mode in modes)
     operator = _find_custom_operator(evidence)
+    missing = _find_missing_cast(evidence, context, operands)
     half = find_half_dtype(operands)
     return make_finding(
         "RN005",
@@ -97,12 +101,39 @@ def find_custom_backward(evidence: Evidence) -> Finding | None:
         first=describe_operand(first),
         second=describe_operand(second),
         device=evidence.device,
-        decorated=is_decorated,
+        decorated=is_decorated or _is_unknown_to_autocast(frame.expression),
+        missing="" if missing is None else missing.value,
+        missing_at="" if missing is None else missing.value_at,
+        forward_cast="" if missing is None else missing.text,
+        forward_at="" if missing is None else missing.location,
+        missing_cast="" if missing is None else missing.cast,
         has_autocast=has_autocast,
         cast=add_brackets(first.label),
         target=str(second.dtype),
         at=frame.location,
     )
+
+
+def _find_missing_cast(
+    evidence: Evidence, context: Any, operands: Sequence[Operand]
+) -> MissingCast | None:
+    """Returns a cast of forward that backward does not apply to one of the operands."""
+    frame = evidence.user_frame
+    for operand in operands:
+        other = next((part for part in operands if part.dtype != operand.dtype), operand)
+        if evidence.frames[operand.frame_index] is frame:
+            missing = find_missing_cast(frame, context, operand.node, other.dtype)
+            if missing is not None:
+                return missing
+    return None
+
+
+def _is_unknown_to_autocast(node: ast.AST | None) -> bool:
+    """True for a product that writes into an existing tensor, which autocast does not cast."""
+    match node:
+        case ast.Call(ast.Attribute(_, method)):
+            return method.endswith("_") or node_keyword(node, "out") is not None
+    return False
 
 
 def _find_custom_operator(evidence: Evidence) -> str:
