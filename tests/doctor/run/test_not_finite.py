@@ -713,6 +713,13 @@ LIMITS = Limits()
 
 
 # a computation in a dtype, the numbers that are rounded away, and the change that the fix names
+def has_gradient_at_lost_bound() -> bool:
+    """True if `clamp` has a gradient where the value equals the bound, as before torch 2.15."""
+    x = torch.ones((), requires_grad=True)
+    x.clamp(max=1 - EPS).backward()
+    return bool(x.grad)
+
+
 LOST_NUMBERS = [
     (
         lambda x: torch.acos(x.clamp(-1 + EPS, 1 - EPS)),
@@ -762,6 +769,8 @@ LOST_NUMBERS = [
 @pytest.mark.parametrize("case", LOST_NUMBERS)
 def test_number_without_effect_is_named_with_a_number_that_has_one(case):
     compute, dtype, cause, fix, repaired = case
+    if compute is LOST_NUMBERS[0][0] and not has_gradient_at_lost_bound():
+        pytest.skip("this version of torch has no gradient at the bound of the clamp")
     values = torch.tensor([0.5, 1.0], dtype=dtype)
 
     def train(function):
@@ -1122,12 +1131,18 @@ class AssignByIndex(nn.Module):
         return scores.sum()
 
 
+def fill_by_index(x, number):
+    scores = (x * 2).index_fill(0, torch.tensor([0, 1]), number)
+    return scores.sum()
+
+
 # a constant that reaches the loss, the line, and the cause
 WRITTEN_CONSTANTS = [
     (where_of_scores, "return torch.where(x > -1", "where `x > -1` is False, at 1 of 4"),
     (masked_fill_of_scores, "return (x * 2)", "where `x < 0` is True, at 1 of 4"),
     (AssignByMask(), "scores[x < 0] = number", "where `x < 0` is True, at 1 of 4"),
     (AssignByIndex(), "scores[:, torch", " at 4 of 8"),
+    (fill_by_index, "scores = (x * 2)", " at 2 of 4"),
 ]
 
 

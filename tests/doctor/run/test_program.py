@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -86,7 +87,7 @@ def test_explanation_follows_the_traceback(tmp_path):
     assert content["finding"]["code"] == "RN008"
     assert content["evidence"]["operands"]["out"] == "fp32[4 8]"
     assert content["evidence"]["autocast"].startswith("on, bf16, since ")
-    assert content["packages"]["torch"] == torch.__version__
+    assert content["packages"]["torch"] == version("torch")
     assert {"kind", "name", "bf16"} <= set(content["devices"][0])
 
 

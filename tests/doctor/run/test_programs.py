@@ -1060,7 +1060,15 @@ TRUTH = {
         "Attention",
         "makes it fp32 (tests/doctor/run/programs/kernel_check.py:30); the check compares it with cos and"
         " sin in bf16; cos is bf16: ",
-        ".to(torch.bfloat16)` at tests/doctor/run/programs/kernel_check.py:30",
+        ".to(torch.bfloat16)` at tests/doctor/run/programs/kernel_check.py:3",
+    ),
+    "decorated_forward": Truth(
+        "RN001",
+        "return self.proj(hidden) * scale",
+        "block.proj",
+        "`torch.linspace(0, 1, 4)` creates a tensor in fp32"
+        " (tests/doctor/run/programs/decorated_forward.py:36)",
+        "`hidden.to(torch.bfloat16)`",
     ),
     "supported_check": Truth(
         "RN020",

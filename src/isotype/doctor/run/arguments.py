@@ -107,10 +107,16 @@ def read_starred_argument(
 
 
 def is_first_argument(owner: Any, call: ast.AST | None, frame: CallFrame) -> bool:
-    """True if a call passes `owner` as its first argument, as `forward(self, x)` does."""
+    """True if a call passes `owner` as its first argument, as `forward(self, x)` does, or
+    `forward(*args)` in a decorator.
+    """
     if owner is None or not isinstance(call, ast.Call) or not call.args:
         return False
-    return read_value(call.args[0], frame) is owner
+    first = call.args[0]
+    if not isinstance(first, ast.Starred):
+        return read_value(first, frame) is owner
+    container = read_value(first.value, frame)
+    return isinstance(container, (list, tuple)) and len(container) > 0 and container[0] is owner
 
 
 def read_defaults(function: Any) -> dict[str, Any]:

@@ -12,7 +12,8 @@ limit = 1 - 1e-6 if "repaired" in sys.argv else 1.0
 for step in range(3):
     left = model(torch.randn(3, 4))
     right = left.detach().clone() if step == 2 else torch.randn(3, 4)
-    cosine = nn.functional.cosine_similarity(left, right).clamp(-limit, limit)
+    cosine = nn.functional.cosine_similarity(left, right)
+    cosine = torch.minimum(cosine, torch.tensor(limit))
     angle = torch.acos(cosine)
     loss = angle.mean()
     optimizer.zero_grad()

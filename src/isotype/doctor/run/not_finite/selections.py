@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ....observe.operators import Operator
 
-_SELECTORS = frozenset(("where", "masked_fill", "index_put", "_index_put_impl"))
+_SELECTORS = frozenset(("where", "masked_fill", "index_fill", "index_put", "_index_put_impl"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,10 @@ def read_selection(op: Operator, args: tuple) -> list[Selected]:
     """
     if op.base_name not in _SELECTORS or len(args) < 3:
         return []
+    if op.base_name == "index_fill":
+        kept, dim, indices, written = args[:4]
+        mask = torch.zeros_like(kept, dtype=torch.bool).index_fill(dim, indices, True)
+        return [_select(written, mask, condition=None), _select(kept, ~mask, condition=False)]
     if op.base_name == "where":
         mask, written, kept = args[:3]
     elif op.base_name == "masked_fill":
@@ -78,7 +82,7 @@ def _mark_indices(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     return marked
 
 
-def _select(value: Any, mask: Tensor, *, condition: bool) -> Selected:
+def _select(value: Any, mask: Tensor, *, condition: bool | None) -> Selected:
     tensor = torch.as_tensor(value, device=mask.device)
     stays = bool((mask & ~tensor.isfinite()).any())
     is_scalar = tensor.dim() == 0

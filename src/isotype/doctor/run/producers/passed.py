@@ -17,6 +17,7 @@ from ..arguments import (
     read_starred_argument,
 )
 from ..expressions import UNKNOWN, read_value
+from ..frames import CallFrame
 from ..producer import Producer
 from .modules import follow_hooks
 from .search import Search
@@ -84,9 +85,25 @@ def follow_starred(
         for part in iterate_arguments(call):
             if not isinstance(part, ast.Starred) and read_value(part, frame) is value:
                 return search.follow(part, number)
-        if frame.is_user_code:
+        if frame.is_user_code and not passes_own_arguments(frame, call, value):
             return follow_user_argument(search, call, name, value, node, index, number)
     return search.producer("unknown", node, index)
+
+
+def passes_own_arguments(frame: CallFrame, call: ast.Call, value: torch.Tensor) -> bool:
+    """True if a tensor is in the `*args` or `**kwargs` of a function, and the function passes these
+    on with `*` or `**`, as a decorator does.
+    """
+    scope = frame.scope
+    if scope is None or isinstance(scope, ast.Module):
+        return False
+    variadic = [argument.arg for argument in (scope.args.vararg, scope.args.kwarg) if argument]
+    for part in iterate_arguments(call):
+        match part:
+            case ast.Starred(ast.Name(name)) if name in variadic:
+                if contains_tensor(frame.variables.get(name), value):
+                    return True
+    return False
 
 
 def follow_user_argument(
