@@ -87,6 +87,27 @@ def test_record_ends_before_code_is_compiled(record):
     assert not RECORD.is_complete
 
 
+LIBRARY = """
+import torch
+
+@torch.compile(fullgraph=True, backend="eager")
+def widen(x):
+    return x.float()
+
+narrow = torch.compile(lambda x: x.half(), backend="eager")
+"""
+
+
+def test_record_ends_before_code_that_a_library_compiled_runs(record):
+    library = {}
+    exec(compile(LIBRARY, "/lib/site-packages/library/ops.py", "exec"), library)
+    assert list_modes() == [FirstStepsRecord]
+    with torch.compiler.set_stance("force_eager"):
+        assert library["narrow"](torch.ones(2)).dtype == torch.float16
+        assert not list_modes()
+        assert library["widen"](torch.ones(2)).dtype == torch.float32
+
+
 def test_record_that_took_too_long_ends_at_the_next_module(record, monkeypatch):
     monkeypatch.setattr("isotype.doctor.run.first_steps.MAX_SECONDS", 0.0)
     torch.ones(2).double()

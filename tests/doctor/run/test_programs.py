@@ -1248,6 +1248,22 @@ TRUTH = {
         "`covariance.float()` at tests/doctor/run/programs/beam_distribution.py:13, and"
         " `mean.float()`",
     ),
+    "engine_check": Truth(
+        "RN020",
+        'assert dtype == self.config.dtype, f"cannot load {name}"',
+        "update",
+        "`weight` is 1.weight: `nn.Linear(8, 2, dtype=torch.float32)`"
+        " (tests/doctor/run/programs/engine_check.py:42) builds it in fp32",
+        "`weight.to(torch.bfloat16)` at tests/doctor/run/programs/engine_check.py:37",
+    ),
+    "static_cache": Truth(
+        "RN008",
+        "return model(ids, past_key_values=cache)",
+        "model.layers.0.self_attn",
+        "autocast, which is on, computes `value_states` in fp16",
+        'with torch.autocast("cpu", enabled=False): model(ids, past_key_values=cache)'
+        "  (tests/doctor/run/programs/static_cache.py:24), since all weights are fp32",
+    ),
     "mask_classes": Truth(
         "RN015",
         "onehot = nn.functional.one_hot(target, 3).permute(0, 3, 1, 2)",
@@ -1361,6 +1377,12 @@ def call(first, second):
     wide = first.double()
     return (torch.mm(wide, second),)
 """
+
+
+def test_dtype_of_a_cache_leads_to_the_key_from_which_it_comes(monkeypatch):
+    finding = run_in_process("static_cache", monkeypatch, records_tensors=True)
+    assert "self.values is fp32, because it takes the dtype of `k * cos` (" in finding.cause
+    assert "computes with model.embed_tokens.weight in fp32" in finding.cause
 
 
 def test_call_that_fails_only_with_the_compiler(tmp_path):

@@ -135,6 +135,61 @@ def test_copy_of_a_weight_from_before_its_cast():
     )
 
 
+LIBRARY = """
+from torch import nn
+
+def match(x, example):
+    return x.to(example.dtype)
+
+class Norm(nn.Module):
+    def forward(self, x):
+        dtype = x.dtype
+        return nn.functional.normalize(x.float()).to(dtype)
+
+class Embed(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * self.scale.to(self.weight.dtype)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = Embed(4, 4), nn.Linear(4, 4)
+        self.embed.original = nn.Embedding(4, 4)  # as PEFT keeps it
+        self.embed.register_buffer("scale", self.head.weight[0].detach())
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+"""
+
+
+def load_library(folder):
+    file = folder / "site-packages" / "library.py"
+    file.parent.mkdir()
+    file.write_text(LIBRARY)
+    library = {"__name__": "library"}
+    exec(compile(LIBRARY, str(file), "exec"), library)
+    return library
+
+
+def test_casts_of_a_library_lead_to_the_line_that_decided_the_dtype(tmp_path):
+    library = load_library(tmp_path)
+    rows = torch.ones(2, 4).half()
+    for tensor in (library["Norm"]()(rows), library["match"](torch.zeros(4), rows)):
+        assert producer_of(tensor).text == "torch.ones(2, 4).half()"
+    table = library["match"](torch.zeros(4).half(), rows)  # has the dtype already
+    assert producer_of(table).text == "torch.ones(2, 4).half()"
+
+
+def test_weight_whose_dtype_a_library_takes_over_is_changed_at_the_users_line(tmp_path):
+    model = load_library(tmp_path)["Model"]().half()
+    for name, parameter in model.named_parameters():
+        if name == "embed.weight":
+            parameter.data = parameter.data.float()
+    finding = explain_failure(model, torch.arange(2))
+    assert "embed.weight is fp32, and so is what the model computes with it" in finding.cause
+    assert "leave embed.weight out of `parameter.data = parameter.data.float()`" in finding.fix
+
+
 def test_quotient_of_integers():
     lengths = torch.tensor([3, 4])
     result = producer_of((lengths / 2).unsqueeze(0))

@@ -73,12 +73,19 @@ def read_autocast_state(frames: Sequence[CallFrame], device: str = "") -> Autoca
         states += [_read_region(region, frame) for region in _surrounding_regions(frame)]
         for inner in states:
             if inner is not None:
-                if inner.is_on and frame.function == "decorate_autocast" and caller:
-                    inner = replace(inner, location=f"the decorated function called at {caller}")
-                elif inner.location and not frame.is_user_code and caller:
-                    inner = replace(inner, location=f"{inner.location}, called at {caller}")
-                state = _enter_region(state, inner, device)
+                state = _enter_region(state, name_caller(inner, frame, caller), device)
     return state
+
+
+def name_caller(state: AutocastState, frame: CallFrame, caller: str) -> AutocastState:
+    """Returns the state of a region in a frame. If the frame is one of a library, its location names
+    the line of the user's code that called it.
+    """
+    if frame.is_user_code or not state.location or not caller:
+        return state
+    if state.is_on and frame.function == "decorate_autocast":
+        return replace(state, location=f"the decorated function called at {caller}")
+    return replace(state, location=f"{state.location}, called at {caller}")
 
 
 def _enter_region(outer: AutocastState, inner: AutocastState, device: str) -> AutocastState:

@@ -10,13 +10,16 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from .arguments import find_passed_argument
 from .bindings import is_name
+from .dtype_examples import resolve_variable
 from .expressions import is_tensor, read_value
 from .frames import CallFrame
 
 # words of conditions that compare sizes, and of those that concern dtypes
 _SIZE = re.compile(r"\b(?:numel|shape|size|len|sum|n?dim)\b")
 _TYPE = re.compile(r"type|element_size|itemsize|is_floating|bits")
+_MAX_VARIABLES = 6  # variables and arguments through which a dtype is followed
 
 
 def find_compared_dtypes(frame: CallFrame) -> ast.Compare | None:
@@ -29,17 +32,45 @@ def find_compared_dtypes(frame: CallFrame) -> ast.Compare | None:
     return next((part for part in comparisons if _has_different_dtypes(part, frame)), None)
 
 
-def find_check_operands(frame: CallFrame) -> list[ast.expr]:
-    """Returns the tensors whose dtypes a failed check of the frame compares."""
+def find_check_operands(frames: Sequence[CallFrame]) -> list[tuple[ast.expr, int]]:
+    """Returns the tensors whose dtypes a failed check of the innermost frame compares, each with the
+    index of its frame.
+    """
+    index = len(frames) - 1
+    frame = frames[index]
     comparison = find_compared_dtypes(frame)
     if comparison is None or not _has_different_dtypes(comparison, frame):
         return []
     allowed = read_allowed_dtypes(comparison, frame)
     if allowed is not None:
-        return find_refused_tensors(comparison, allowed, frame)
+        return [(node, index) for node in find_refused_tensors(comparison, allowed, frame)]
     sides = [comparison.left, *comparison.comparators]
-    owners = [read_dtype_owner(side, frame) for side in sides]
+    owners = [find_dtype_owner(side, frames) for side in sides]
     return [owner for owner in owners if owner is not None]
+
+
+def find_dtype_owner(node: ast.expr, frames: Sequence[CallFrame]) -> tuple[ast.expr, int] | None:
+    """Returns the expression `x` of `x.dtype`, if `x` is a tensor that can be read, and the index of
+    its frame. A variable of the innermost frame that holds a dtype is followed to the expression
+    that was assigned to it, and to the calls that passed it.
+    """
+    index = len(frames) - 1
+    for _ in range(_MAX_VARIABLES):
+        owner = read_dtype_owner(node, frames[index])
+        if owner is not None:
+            return owner, index
+        if not isinstance(node, ast.Name):
+            return None
+        source: ast.expr | None = resolve_variable(node, frames[index])
+        if source is node:
+            if index == 0:
+                return None
+            source = find_passed_argument(frames[index], frames[index - 1], node.id)
+            index -= 1
+        if source is None:
+            return None
+        node = source
+    return None
 
 
 def find_refused_tensors(

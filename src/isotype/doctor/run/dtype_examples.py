@@ -54,7 +54,7 @@ def find_example(calls: Sequence[RunningCode], frame: FrameType | None) -> torch
         passed = find_passed_argument(inner, outer, argument.id)
         if passed is None:
             return None
-        argument = _resolve_variable(passed, outer)
+        argument = resolve_variable(passed, outer)
     return None
 
 
@@ -111,19 +111,27 @@ def _read_dtype_argument(code: CodeType, instruction: int) -> ast.expr | None:
         return None
     if ast.unparse(call.func).endswith(".type_as"):
         return ast.Attribute(argument, "dtype", ast.Load())
-    return _resolve_variable(argument, frame)
+    return resolve_variable(argument, frame)
 
 
-def _resolve_variable(node: ast.expr, frame: CallFrame) -> ast.expr:
-    """Returns the expression that a function assigned last to a variable before the running line.
-    Returns other expressions, and the variables that no line assigns, as they are.
+def resolve_variable(node: ast.expr, frame: CallFrame) -> ast.expr:
+    """Returns the expression that a function assigned last to a variable, or to an attribute such as
+    `self.dtype`, before the running line. Returns other expressions, and what no line assigns, as
+    they are.
     """
-    if not isinstance(node, ast.Name):
+    if not isinstance(node, (ast.Name, ast.Attribute)):
         return node
+    name = ast.unparse(node)
     values: list[tuple[int, ast.expr]] = []
     for statement in () if frame.scope is None else ast.walk(frame.scope):
         match statement:
-            case ast.Assign([ast.Name(target)], value) if target == node.id:
-                if statement.lineno < frame.line:
-                    values.append((statement.lineno, value))
+            case ast.Assign([target], value) if statement.lineno < frame.line:
+                pairs = [(target, value)]
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                    pairs = list(zip(target.elts, value.elts))
+                values += [
+                    (statement.lineno, part)
+                    for variable, part in pairs
+                    if isinstance(variable, type(node)) and ast.unparse(variable) == name
+                ]
     return max(values, key=lambda item: item[0])[1] if values else node

@@ -303,7 +303,7 @@ def _is_about_dtypes(error: BaseException) -> bool:
     if _mentions_dtype(error):
         return True
     frames = collect_frames(error)
-    return bool(frames) and bool(find_check_operands(frames[-1]))
+    return bool(frames) and bool(find_check_operands(frames))
 
 
 def _mentions_dtype(error: BaseException) -> bool:
@@ -388,16 +388,21 @@ def _read_operands(
     arguments of that function's callers are used.
     """
     last = _innermost_named_call(frames)
+    compared = find_check_operands(frames[: last + 1])
+    if compared:
+        operands = [
+            operand
+            for node, index in compared
+            for operand in _make_operands([node], index, frames[index], names)
+        ]
+        return _name_check(frames[last]), operands[:_MAX_OPERANDS]
     for index in reversed(range(last + 1)):
         frame = frames[index]
         node = frame.expression
         received: Sequence[Any] = ()
         if index == last:
             operation, nodes = _split_expression(node, frame)
-            compared = find_check_operands(frame)
-            if compared:
-                operation, nodes = _name_check(frame), list(compared)
-            elif failed_call is not None:
+            if failed_call is not None:
                 nodes, received = match_arguments(failed_call, frame, nodes)
         else:
             operation, nodes = frame.function, []
@@ -569,6 +574,8 @@ def _make_operand(
     shape = None if tensor is None else tuple(tensor.shape)
     path = names.tensor_path(tensor) or ""
     weight = names.find_tensor(tensor)
+    if weight is None and isinstance(tensor, nn.Parameter):
+        weight = tensor  # of a model that no variable holds
     return Operand(
         label, value.dtype, shape, value.device, path, index, node, tensor, weight, _storage(tensor)
     )

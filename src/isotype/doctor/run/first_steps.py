@@ -2,7 +2,8 @@
 
 `doctor run` does so without an option: most dtype errors happen in the first step, or in the first
 evaluation. The record takes at most two seconds of the time of a program. It ends when the program
-calls `torch.compile`, because compiled code cannot be observed.
+calls `torch.compile`, or a function that a library compiled, because compiled code cannot be
+observed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_SECONDS = 2.0  # of the program's time that the record may take
 class FirstStepsRecord(TensorRecord):
     """Records the events of tensors until the tenth step of an optimizer. After that, records from
     each call of `model.eval()` to the next step. Ends for good when it has taken `MAX_SECONDS`, or
-    when the program calls `torch.compile`.
+    before compiled code.
     """
 
     def __init__(self) -> None:
@@ -101,10 +102,7 @@ class FirstStepsRecord(TensorRecord):
 
         return train
 
-    def _wrap_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def compile_code(*args: Any, **kwargs: Any) -> Any:
+    def _meet_compiled_code(self) -> None:
+        """Ends the record before compiled code runs."""
+        if self._lasting_replacements:
             self._end()
-            return original(*args, **kwargs)
-
-        return compile_code

@@ -61,7 +61,7 @@ def add_value_origins(finding: Finding, evidence: Evidence) -> Finding:
                 and producer.reason
                 and producer.reason not in cause
             ):
-                cause += f"; `{producer.text}` gives {operand.dtype_name}: {producer.reason}"
+                cause += f"; {operand.label} is {operand.dtype_name}, because {producer.reason}"
             continue
         origin = producer.describe(operand.dtype_name)
         if origin:

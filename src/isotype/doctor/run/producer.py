@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .weight_origin import WeightOrigin
+
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
@@ -55,6 +57,7 @@ class Producer:
     promotions  the operations through which the dtype reached the tensor
     reason    why a call returns this dtype, as a part of a sentence; "" for most kinds
     sources   the calls that made the operands of an operation of fp16 with bf16
+    weight_origin  the call that gave a weight the dtype that the tensor took over, for `parameter`
     stored    the expression that the user's code stores in an object of a library, and its file and
     stored_at line; "" if there is none
     """
@@ -72,6 +75,7 @@ class Producer:
     promotions: tuple[Promotion, ...] = ()
     reason: str = ""
     sources: tuple[Source, ...] = ()
+    weight_origin: WeightOrigin | None = None
     stored: str = ""
     stored_at: str = ""
 

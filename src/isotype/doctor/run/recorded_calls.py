@@ -78,7 +78,14 @@ def _find_weight_producer(event: TensorEvent, path: str) -> Producer | None:
         return Producer("copy", text, origin.location, "", path, is_proven=True, reason=reason)
     reason = f"it {origin.describe_action(path or 'the weights', format_dtype(event.dtype))}"
     return Producer(
-        "parameter", origin.text, origin.location, "", path, is_proven=True, reason=reason
+        "parameter",
+        origin.text,
+        origin.location,
+        "",
+        path,
+        is_proven=True,
+        reason=reason,
+        weight_origin=origin,
     )
 
 
@@ -358,13 +365,18 @@ def _describe_weight(event: TensorEvent, path: str) -> str:
 
 
 def _describe_example(event: TensorEvent, names: ModelNames) -> str:
-    """Describes the tensor whose dtype a cast took, as a part of a sentence."""
+    """Describes the tensor whose dtype a cast or a new tensor took, as a part of a sentence."""
     dtype_name = format_dtype(event.dtype)
-    last = _follow(event)[-1]
+    *operations, last = _follow(event)
     path = _read_path(last, names)
+    operation = next((part for part in operations if part.calls), None)
+    if path and operation is not None:
+        place = _make_place(operation.calls[0])
+        result = f"it takes the dtype of `{place.text}` ({place.location})"
+        return f"{result}, which computes with {path} in {dtype_name}{_describe_weight(last, path)}"
     if path:
         return f"{path} is {dtype_name}{_describe_weight(last, path)}"
     if not last.calls:
         return ""
-    place = _make_place(last.calls[0])
+    place = _make_place(find_user_call(last.calls) or last.calls[0])
     return f"`{place.text}` ({place.location}) made the tensor {dtype_name} whose dtype it takes"

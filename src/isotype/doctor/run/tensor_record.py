@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch.overrides import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...observe.origin import is_library_file
 from .expressions import CASTING_METHODS
 from .forward_calls import list_new_nodes, make_forward_call, note_forward_call
 from .replacements import Replacement
@@ -118,7 +119,7 @@ class TensorRecord(TorchFunctionMode):
     """Records the events of the tensors of the main thread while the mode is on.
 
     is_complete   whether the record has observed the program from its start until now
-    has_compiled  whether the program has called `torch.compile`, which does nothing here
+    has_compiled  whether the program compiles code with `torch.compile`, which does nothing here
     """
 
     def __init__(self) -> None:
@@ -281,7 +282,9 @@ class TensorRecord(TorchFunctionMode):
         if example is None or example is tensor or example.dtype != tensor.dtype:
             return
         earlier = self._event_or_outside(example)
-        if earlier is not self.event_of(tensor):
+        if _is_in_library(calls):
+            self._events[tensor] = earlier  # the program's own code decided the dtype before
+        elif earlier is not self.event_of(tensor):
             self._events[tensor] = TensorEvent("cast", tensor.dtype, "to", calls, earlier=earlier)
 
     def _inherit(
@@ -358,11 +361,14 @@ class TensorRecord(TorchFunctionMode):
         elif name in _CAST_FUNCTIONS or kwargs.get("dtype") == dtype:
             kind = "cast"
             before = self._event_or_outside(operands[0])
-            if before.before is not None and before.before.dtype == dtype and _is_in_library(calls):
-                return before.before  # a library's function casts its result back
+            if _is_cast_back(before, dtype, calls):
+                assert before.before is not None
+                return before.before
             example = _find_example(calls, sys._getframe(2))
             if example is not None and example.dtype == dtype:
                 earlier = self._event_or_outside(example)
+                if _is_in_library(calls):
+                    return earlier  # what made the other tensor decides this dtype too
         elif torch.is_autocast_enabled(output.device.type):
             kind = "autocast"
             region = self._regions[-1] if self._regions else ()
@@ -457,12 +463,38 @@ class TensorRecord(TorchFunctionMode):
         return run
 
     def _wrap_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `torch.compile`. A library may compile functions that the program never calls, such
+        as bitsandbytes while it is imported: for a library, the call of the function counts.
+        """
+
         @functools.wraps(original)
         def compile_code(*args: Any, **kwargs: Any) -> Any:
-            self.has_compiled = True
-            return original(*args, **kwargs)
+            if not is_library_file(sys._getframe(1).f_code.co_filename):
+                self._meet_compiled_code()
+                return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if args or kwargs.get("model") is not None:
+                return self._observe_compiled(result)
+            return lambda function: self._observe_compiled(result(function))  # a decorator
 
         return compile_code
+
+    def _observe_compiled(self, compiled: Any) -> Any:
+        """Returns compiled code that ends or marks the record when it is called first."""
+        if not isinstance(compiled, FunctionType):
+            self._meet_compiled_code()  # such as a module
+            return compiled
+
+        @functools.wraps(compiled)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._meet_compiled_code()
+            return compiled(*args, **kwargs)
+
+        return run
+
+    def _meet_compiled_code(self) -> None:
+        """Notes that the program compiles code."""
+        self.has_compiled = True
 
     def _record_unpacking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the constructor of the hooks with which a checkpoint computes its forward again."""
@@ -485,9 +517,16 @@ def _has_number_dtype(tensor: torch.Tensor) -> bool:
 
 
 def _is_in_library(calls: tuple[RunningCode, ...]) -> bool:
-    from ...observe.origin import is_library_file
-
     return bool(calls) and is_library_file(calls[0].code.co_filename)
+
+
+def _is_cast_back(event: TensorEvent, dtype: torch.dtype, calls: tuple[RunningCode, ...]) -> bool:
+    """True if a library's function casts a tensor back to the dtype that it had before the function
+    cast it.
+    """
+    if event.before is None or event.before.dtype != dtype or not _is_in_library(calls):
+        return False
+    return bool(event.calls) and event.calls[0].code is calls[0].code
 
 
 def _has_same_precision(dtype: torch.dtype, other: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ from types import FunctionType, MethodType
 import torch
 from torch import nn
 
-from ..autocast import AutocastState, read_frame_region
+from ..autocast import AutocastState, name_caller, read_frame_region
 from ..expressions import is_of_torch, read_function
 from ..frames import source_text
 from ..producer import Producer
@@ -100,7 +100,7 @@ def find_autocast(search: Search, index: int, line: int) -> tuple[AutocastState,
     while True:
         state = read_frame_region(replace(search.frames[index], line=line))
         if state is not None:
-            return state, index
+            return name_caller(state, search.frames[index], _find_user_line(search, index)), index
         if index in search.callers:
             index, _, line = search.callers[index]
         elif 0 < index < search.running_count:
@@ -108,3 +108,17 @@ def find_autocast(search: Search, index: int, line: int) -> tuple[AutocastState,
             line = search.frames[index].line
         else:
             return AutocastState(), -1
+
+
+def _find_user_line(search: Search, index: int) -> str:
+    """Returns the running line of the innermost function of the user's code around a frame, or ""."""
+    line = search.frames[index].line
+    while not search.frames[index].is_user_code:
+        if index in search.callers:
+            index, _, line = search.callers[index]
+        elif 0 < index < search.running_count:
+            index -= 1
+            line = search.frames[index].line
+        else:
+            return ""
+    return replace(search.frames[index], line=line).location

@@ -15,9 +15,9 @@ from ....finding import Finding
 from ..arguments import find_passed_argument
 from ..checks import (
     find_compared_dtypes,
+    find_dtype_owner,
     find_refused_tensors,
     read_allowed_dtypes,
-    read_dtype_owner,
 )
 from ..evidence import Evidence
 from ..expressions import read_value
@@ -43,18 +43,17 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
     dtypes = [read_value(side, frame) for side in sides]
     if not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
         return _find_stated_check(evidence)
-    owners = [read_dtype_owner(side, frame) for side in sides]
+    owners = [find_dtype_owner(side, evidence.frames) for side in sides]
     if isinstance(frame.statement, ast.Raise) and None not in owners:
         return None  # two tensors that differ: the rule for operands of an operator decides
-    index = _find_odd_side(dtypes, owners, evidence)
-    if index is None:
+    side_index = _find_odd_side(dtypes, owners, evidence)
+    owner = None if side_index is None else owners[side_index]
+    if side_index is None or owner is None:
         return None
-    owner = read_dtype_owner(sides[index], frame)
-    assert owner is not None
-    needed = next(dtype for dtype in dtypes if dtype != dtypes[index])
-    others = [side.value for side in sides if read_dtype_owner(side, frame) not in (None, owner)]  # type: ignore[attr-defined]
-    other_texts = [ast.unparse(other) for other in others]
-    return _make_check_finding(evidence, owner, dtypes[index], [needed], other_texts)
+    dtype = dtypes[side_index]
+    needed = next(other for other in dtypes if other != dtype)
+    others = [ast.unparse(other[0]) for other in owners if other not in (None, owner)]
+    return _make_check_finding(evidence, owner[0], dtype, [needed], others, frame_index=owner[1])
 
 
 def _explain_refused_dtype(
@@ -106,19 +105,21 @@ def _make_check_finding(
     needed: Sequence[torch.dtype],
     others: Sequence[str],
     also_refused: Sequence[ast.expr] = (),
+    frame_index: int = -1,
 ) -> Finding:
     """Returns the finding about a tensor in a check of the program.
 
-    owner   the expression of the tensor in the failing frame
+    owner   the expression of the tensor
     needed  the dtypes that the check allows; the fix casts to the first
     others  the tensors with which the check compares it
     also_refused  other parameters of the function that the check would refuse
+    frame_index   the frame of the expression of the tensor
     """
+    frame_index %= len(evidence.frames)
     operands = {operand.label: operand for operand in evidence.operands}
     operand = operands.get(ast.unparse(owner))
     if operand is None or operand.dtype != dtype:
-        index = len(evidence.frames) - 1
-        producer = find_producer(owner, evidence.frames, index, dtype, evidence.names)
+        producer = find_producer(owner, evidence.frames, frame_index, dtype, evidence.names)
     else:
         producer = evidence.producer_of(operand)
     weight = None if operand is None else operand.weight
@@ -127,10 +128,11 @@ def _make_check_finding(
     if operand is not None and isinstance(weight, nn.Parameter):
         variable = find_model_variable(evidence, [weight])
     compared = [operands[other] for other in others if other in operands]
-    passed, passed_at = _find_passed_argument(owner, evidence)
+    passed, passed_at = _find_passed_argument(owner, frame_index, evidence)
     is_autocast = producer.kind in ("module", "autocast") and evidence.autocast.is_on
     target = str(needed[0])
-    arguments = [_find_passed_argument(part, evidence) for part in also_refused]
+    arguments = [_find_passed_argument(part, frame_index, evidence) for part in also_refused]
+    is_followed = frame_index < len(evidence.frames) - 1 and isinstance(owner, ast.Name)
     # casts on other lines would be another change
     casts = [f"`{text}.to({target})`" for text, place in arguments if place == passed_at]
     return make_finding(
@@ -150,6 +152,8 @@ def _make_check_finding(
         other_casts="".join(f" and {cast}" for cast in dict.fromkeys(casts)),
         is_cast=producer.kind == "cast" and producer.is_proven,
         weight=operand.path if operand is not None and origin is not None else "",
+        variable=ast.unparse(owner) if is_followed else "",
+        used_at=evidence.frames[frame_index].location,
         origin="" if origin is None else origin.describe("it", format_dtype(dtype)),
         model_cast=f"{variable}.to({target})" if variable else "",
         passed=passed,
@@ -158,7 +162,9 @@ def _make_check_finding(
 
 
 def _find_odd_side(
-    dtypes: Sequence[torch.dtype], owners: Sequence[ast.expr | None], evidence: Evidence
+    dtypes: Sequence[torch.dtype],
+    owners: Sequence[tuple[ast.expr, int] | None],
+    evidence: Evidence,
 ) -> int | None:
     """Returns the index of the side of a failed comparison whose tensor has the wrong dtype: another
     one than a dtype that the code names, than most sides, or than most weights of the model.
@@ -180,12 +186,11 @@ def _find_odd_side(
     return indices[0]
 
 
-def _find_passed_argument(node: ast.expr, evidence: Evidence) -> tuple[str, str]:
-    """Returns the expression that a caller in the user's code passes for a parameter of the running
+def _find_passed_argument(node: ast.expr, index: int, evidence: Evidence) -> tuple[str, str]:
+    """Returns the expression that a caller in the user's code passes for a parameter of a running
     function, and its place. Callers that only pass their own parameter on are skipped. Returns ""
     for other expressions, and for a parameter to which the function assigns another value.
     """
-    index = len(evidence.frames) - 1
     passed = ("", "")
     while index > 0 and isinstance(node, ast.Name):
         frame, caller = evidence.frames[index], evidence.frames[index - 1]

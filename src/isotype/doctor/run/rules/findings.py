@@ -82,7 +82,9 @@ def _details(evidence: Evidence, frame: CallFrame) -> tuple[tuple[str, str], ...
         label, state = _name_optimizer_tensor(evidence, operand)
         text = operand.describe() + state
         producer = evidence.producers.get(id(operand))
-        is_named = producer is not None and not operand.path and producer.text != operand.label
+        is_named = (
+            producer is not None and operand.weight is None and producer.text != operand.label
+        )
         if producer is not None and is_named and not producer.location.startswith("torch/"):
             text += f"  from {producer.text} at {producer.location}"
         weight_origin = find_operand_origin(evidence, operand)
@@ -133,7 +135,7 @@ def _list_unknown_origins(evidence: Evidence) -> list[str]:
     labels = []
     for operand in list_floating(evidence)[:MAX_ROWS]:
         producer = evidence.producers.get(id(operand))
-        if producer is not None and not operand.path and not producer.is_proven:
+        if producer is not None and operand.weight is None and not producer.is_proven:
             labels.append(operand.label)
     return labels
 

@@ -172,9 +172,11 @@ def _explain_weights(
         "loading": "" if loading is None else loading.text,
         "loading_at": "" if loading is None else loading.location,
     }
-    facts |= _describe_origin(
-        origin, f"the weights of {producer.path}", operand.dtype, weight.dtype
-    )
+    weights = f"the weights of {producer.path}"
+    if origin is None and producer.path and producer.weight_origin is not None:
+        origin, weights = producer.weight_origin, "it"
+        facts["odd_weight"] = producer.path
+    facts |= _describe_origin(origin, weights, operand.dtype, weight.dtype)
     if evidence.model is not None and model_origin is None and loading is None and is_other_model:
         construction = find_construction(evidence.model)
         if construction is not None:

@@ -90,7 +90,7 @@ def _passed_argument(evidence: Evidence, operand: Operand, producer: Producer) -
     shared = _find_shared_argument(evidence, operand, call)
     if shared:
         return shared
-    if len(call.args) == 1:
+    if len(call.args) == 1 and not isinstance(call.args[0], ast.Starred):
         value = read_value(call.args[0], frame)
         is_other = is_tensor(value) and value.dtype != operand.dtype
         return "" if is_other else ast.unparse(call.args[0])

@@ -12,7 +12,7 @@ from ....dtypes import format_dtype
 from ....finding import Finding
 from ..evidence import Evidence, Operand
 from ..expressions import is_tensor, read_value
-from ..frames import CallFrame
+from ..frames import CallFrame, source_text
 from ..model_casts import find_state_cast
 from ..operand_origins import find_operand_origin
 from ..producer import Producer
@@ -94,6 +94,7 @@ def find_write(evidence: Evidence) -> Finding | None:
         maker=maker.text,
         maker_at=maker.location,
         at=evidence.failing_frame.location,
+        **_describe_library_write(evidence, destination),
         **_describe_written_cast(evidence, maker, destination),
         **_describe_loaded_state(evidence, destination),
         **setting,
@@ -158,6 +159,22 @@ def _find_odd_destination(
         return None
     text = rebuild_creation(source, str(dtype).removeprefix("torch."))
     return StorageCreation(text, source.location) if text and source.is_proven else None
+
+
+def _describe_library_write(evidence: Evidence, destination: Operand) -> dict[str, Any]:
+    """Returns the call of the user's code in which a library writes a value that autocast computed, if
+    all weights of the model have the dtype of the destination: without autocast, the call works.
+    """
+    call = evidence.user_frame.expression
+    floats = {dtype for dtype in evidence.dtype_counts if dtype.is_floating_point}
+    is_in_library = not evidence.failing_frame.is_user_code
+    if not is_in_library or not isinstance(call, ast.expr) or floats != {destination.dtype}:
+        return {}
+    return {
+        "call": source_text(call),
+        "call_at": evidence.user_frame.location,
+        "device": evidence.device,
+    }
 
 
 def _describe_written_cast(
