@@ -974,7 +974,7 @@ def weighted_logs(x, lowest):
 
 def whiten(matrix):
     values, vectors = torch.linalg.eigh(matrix)
-    return vectors @ torch.diag(values.sqrt()) @ vectors.transpose(0, 1)
+    return vectors @ torch.diag(values.sqrt()) @ vectors.T
 
 
 def project(matrix):
@@ -1081,8 +1081,25 @@ def test_exponentials_that_a_mask_discards_are_masked_before():
     assert "clamp its input: shifted.clamp(max=20)" in finding.fix
 
 
+def padded_targets(x, lowest):
+    target = torch.full((2, 4), lowest)
+    for row in range(2):
+        target[row, :3] = torch.tensor([1.0, 2.0, 3.0])
+    target = torch.cat([target.unsqueeze(0), target[None]])
+    return torch.nan_to_num(x.relu() * 0 * (x - target), neginf=0.0).sum()
+
+
+def assigned_target(x, lowest):
+    target = torch.zeros(4, 1)
+    target[3] = lowest
+    target = torch.where(torch.ones(()) > 0, target.T.expand(2, 4).contiguous(), 0.0)
+    return (x.relu() * 0 * torch.stack([target, target])).sum()
+
+
 # a computation with -inf on purpose, the operator, and the cause
 INFINITIES = [
+    (padded_targets, "mul gives NaN", "multiplies 0 by inf", "-inf in `target = torch.full((2"),
+    (assigned_target, "mul gives NaN", "multiplies 0 by -inf", "in `target[3] = lowest` ("),
     (masked_entropy, "mul gives NaN", "multiplies 0 by -inf", "logs.masked_fill(logs.isinf(), 0)"),
     (masked_divergence, "sub gives NaN", "subtracts -inf from -inf", "in place of -inf in `logs"),
     (weighted_logs, "mul gives NaN", "multiplies 0 by -inf", "in `logs = torch.where"),
@@ -1124,6 +1141,12 @@ class AssignByMask(nn.Module):
         return scores.sum()
 
 
+def assign_by_mask(x, number):
+    scores = x * 2
+    scores[x < 0] = number
+    return scores.sum()
+
+
 class AssignByIndex(nn.Module):
     def forward(self, x, number):
         scores = x[None].repeat(2, 1)
@@ -1141,6 +1164,7 @@ WRITTEN_CONSTANTS = [
     (where_of_scores, "return torch.where(x > -1", "where `x > -1` is False, at 1 of 4"),
     (masked_fill_of_scores, "return (x * 2)", "where `x < 0` is True, at 1 of 4"),
     (AssignByMask(), "scores[x < 0] = number", "where `x < 0` is True, at 1 of 4"),
+    (assign_by_mask, "scores[x < 0] = number", "where `x < 0` is True, at 1 of 4"),
     (AssignByIndex(), "scores[:, torch", " at 4 of 8"),
     (fill_by_index, "scores = (x * 2)", " at 2 of 4"),
 ]

@@ -55,7 +55,14 @@ from .report import (
     explain_step,
     explain_update,
 )
-from .step import Entry, Step, all_finite, collect_gradients, collect_tensors
+from .step import (
+    Entry,
+    Step,
+    all_finite,
+    collect_gradients,
+    collect_tensors,
+    is_plain_attribute,
+)
 
 _MAX_ENTRIES = 512  # of one step; a program without backward must not collect entries
 _MAX_VALUES = 65536  # of a result that takes no part in autograd; it is kept until backward
@@ -189,7 +196,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused or func.__name__ == "__get__":
+        if self.is_paused or is_plain_attribute(func):
             return func(*args, **kwargs)
         try:
             result = func(*args, **kwargs)
@@ -197,12 +204,13 @@ class Recorder(TorchFunctionMode):
             with self.pause():
                 self._note_refused_values(args, kwargs)
             raise
+        written = args[0] if func is Tensor.__setitem__ else result
         with suppress(Exception):  # the program must not end because of its record
             if not self.has_step and self.bad_call is None:
                 with self.pause():
-                    self._follow_values(func, args, kwargs, result)
+                    self._follow_values(func, args, kwargs, written)
             if torch.is_grad_enabled() or _count_values((args, kwargs)) <= _MAX_VALUES:
-                self._record(func, args, kwargs, result)
+                self._record(func, args, kwargs, written)
         return result
 
     def _note_refused_values(self, args: Any, kwargs: Any) -> None:

@@ -4,6 +4,7 @@ NaN or inf.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,6 +42,7 @@ CONSTANT_WRITERS = frozenset(
     ("masked_fill", "fill", "full", "full_like", "where", "tril", "triu", "zero", "index_fill")
     + ("new_full", "scalar_tensor", "constant_pad_nd", "lift_fresh", "scatter", "index_put")
 )
+_FILL = Operator(torch.ops.aten.fill.Scalar)
 _OPTIMIZER_FOLDER = f"{os.sep}torch{os.sep}optim{os.sep}"
 
 
@@ -213,6 +215,7 @@ class Watch:
     hidden_events  operators of forward whose NaN or inf backward multiplies by a gradient
     trial          calls the operators in place of the watch, with another number
     positions      sequence number of a node of autograd's graph -> the call of its operator
+    writers        id of a tensor of the program -> the recorded call that wrote NaN or inf into it
     """
 
     def __init__(self, names: dict[int, str], trial: NumberTrial | None = None) -> None:
@@ -233,6 +236,7 @@ class Watch:
         self.entry: Entry | None = None
         self._count = 0
         self.positions: dict[int, Position | None] = {}
+        self.writers: dict[int, Entry] = {}
         self.find_position: Callable[[], Position | None] = find_position
 
     def run(self, op: Operator, args: tuple, kwargs: dict) -> Any:
@@ -290,7 +294,7 @@ class Watch:
     def _read_input(self, label: str, tensor: Tensor) -> Input:
         values = Range.measure(tensor)
         # the program may have overwritten NaN and inf, as x[mask] = 0 does
-        origin = None if values.is_finite else self._origins.get(tensor)
+        origin = None if values.is_finite else self._find_origin(tensor, values)
         return Input(
             label,
             tensor.dtype,
@@ -304,6 +308,31 @@ class Watch:
             self._moves.get(tensor) or {},
             self._infinite_divisors.get(tensor),
         )
+
+    def _find_origin(self, tensor: Tensor, values: Range) -> Event | None:
+        """Returns the operator that made the NaN or inf of a tensor. A tensor of the program that no
+        operator of this run made may have a recorded call that wrote them, such as `torch.full`.
+        """
+        origin = self._origins.get(tensor)
+        writer = self.writers.get(id(tensor))
+        if origin is not None or writer is None:
+            return origin
+        event = Event(
+            _FILL,
+            [],
+            tensor.dtype,
+            values,
+            values,
+            parts=False,
+            makes_nan=False,
+            is_backward=False,
+            position=writer.position,
+            module="",
+            entry=writer,
+        )
+        self.events.append(event)
+        self._origins[tensor] = event
+        return event
 
     def _check(
         self,
@@ -571,6 +600,7 @@ class Replay:
         self.paths = _name_modules(self.models)
         self.watch = Watch(_name_tensors(self.models), trial)
         self.watch.find_position = lambda: find_position(Replay._call.__code__)
+        self.watch.writers = _find_writers(step.entries)
         self._replaced: dict[int, Tensor] = {}
         self._gradients: list[Tensor] = []
 
@@ -701,6 +731,8 @@ class Replay:
                 for device, dtype in entry.autocast.items():
                     stack.enter_context(_autocast(device, dtype))
             result = function(*args, **kwargs)
+        if entry.is_assignment:
+            result = args[0]
         return [tensor for tensor in collect_tensors(result) if tensor.is_floating_point()]
 
     def _replace(self, value: Any) -> Any:
@@ -789,6 +821,31 @@ def _restored_random_state(state: dict[str, Tensor]) -> Iterator[None]:
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"])
         yield
+
+
+def _find_writers(entries: Sequence[Entry]) -> dict[int, Entry]:
+    """Returns the last call without a gradient that wrote NaN or inf as a constant into a tensor, for
+    each such tensor. These calls do not run again if the program has changed the tensor since.
+    """
+    return {
+        id(output): entry
+        for entry in entries
+        for output in entry.outputs
+        if not entry.takes_part and _writes_bad_constant(entry)
+    }
+
+
+def _writes_bad_constant(entry: Entry) -> bool:
+    if entry.name.rstrip("_") not in CONSTANT_WRITERS and not entry.is_assignment:
+        return False
+    return any(map(_is_bad_constant, [*entry.args[1:], *entry.kwargs.values()]))
+
+
+def _is_bad_constant(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        is_scalar = value.numel() == 1 and value.is_floating_point()
+        return is_scalar and not bool(value.isfinite().all())
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _name_modules(models: Sequence[nn.Module]) -> dict[int, str]:

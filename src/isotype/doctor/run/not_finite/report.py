@@ -570,6 +570,8 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         source=facts.get("source", ""),
         label=facts.get("label", ""),
         infinity=facts.get("infinity", ""),
+        written=facts.get("written", ""),
+        finite=facts.get("finite", ""),
         factor=facts.get("factor", ""),
         condition=facts.get("condition", ""),
         state=facts.get("state", ""),
@@ -1008,8 +1010,13 @@ def _classify_infinity(event: Event) -> tuple[str, dict[str, str]]:
     index, infinite = next((i, x) for i, x in enumerate(event.inputs) if x.run.has_infinity)
     others = [item for item in event.inputs if item is not infinite]
     root = infinite.origin
+    if root is not None and not root.is_constant and not root.is_origin:
+        root = None  # it passes on an inf that comes from outside of this run
+    written = infinite.run.infinity if root is None else root.result.infinity
     facts = {
         "infinity": infinite.run.infinity,
+        "written": written,
+        "finite": "-1e4" if written == "-inf" else "1e4",
         "label": infinite.label,
         "source": "" if root is None else f"`{_line(root)}` ({_location(root.site)})",
         "factor": _read_factor(_expression(event), index),
@@ -1023,12 +1030,18 @@ def _classify_infinity(event: Event) -> tuple[str, dict[str, str]]:
 
 
 def _read_factor(line: str, index: int) -> str:
-    """Returns one of the two factors in a statement with one product, or ""."""
+    """Returns one of the two factors of an expression that is a product, or in a statement with one
+    product. Returns "" for other code.
+    """
     try:
-        nodes = ast.walk(ast.parse(line))
-        products = [x for x in nodes if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mult)]
+        body = ast.parse(line).body
     except SyntaxError:
         return ""
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    products = [x for x in nodes if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mult)]
+    match body:
+        case [ast.Expr(ast.BinOp(_, ast.Mult()) as product)]:
+            products = [product]
     if len(products) != 1 or index > 1:
         return ""
     return _format_operand(products[0].right if index else products[0].left)

@@ -13,6 +13,9 @@ from ....observe.origin import Site
 from ..graph import read_grad_fn
 from .positions import Position
 
+# attributes whose values are views of the tensor
+_VIEW_ATTRIBUTES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
@@ -55,10 +58,16 @@ class Entry:
 
     @property
     def is_in_place(self) -> bool:
-        """True for functions such as `add_` and `__iadd__`."""
+        """True for functions such as `add_` and `__iadd__`, and for `x[i] = y`."""
         name = self.name
         is_operator = name.startswith("__i") and name.endswith("__") and name != "__invert__"
-        return is_operator or (name.endswith("_") and not name.endswith("__"))
+        is_method = name.endswith("_") and not name.endswith("__")
+        return is_operator or is_method or self.is_assignment
+
+    @property
+    def is_assignment(self) -> bool:
+        """True for `x[i] = y`, which returns nothing."""
+        return self.function is Tensor.__setitem__
 
     @property
     def is_module(self) -> bool:
@@ -75,7 +84,10 @@ class Entry:
     def name(self) -> str:
         if self.is_module:
             return type(self.function).__name__
-        return getattr(self.function, "__name__", "") or type(self.function).__name__
+        name = getattr(self.function, "__name__", "")
+        if name == "__get__":
+            return str(self.function.__self__.__name__)
+        return name or type(self.function).__name__
 
 
 def _read_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -100,6 +112,13 @@ class Step:
     written_buffers: frozenset[int] = frozenset()
     bad_call: Entry | None = None
     quantity: str = "loss"
+
+
+def is_plain_attribute(function: Any) -> bool:
+    """Whether a function reads an attribute that autograd does not record, such as `shape`."""
+    if function.__name__ != "__get__":
+        return False
+    return getattr(function.__self__, "__name__", "") not in _VIEW_ATTRIBUTES
 
 
 def collect_tensors(value: Any) -> list[Tensor]:
