@@ -1081,6 +1081,54 @@ def test_exponentials_that_a_mask_discards_are_masked_before():
     assert "clamp its input: shifted.clamp(max=20)" in finding.fix
 
 
+def overwritten_sigmoid(x):
+    x = torch.sigmoid(x)
+    return -torch.log(x).sum()
+
+
+def selected_softmax(x):
+    probs = x.softmax(-1)
+    return -probs[1].log()
+
+
+def ratio_of_exponentials(x):
+    weights = torch.exp(x)
+    return (weights / weights.sum(-1, keepdim=True)).sum()
+
+
+# an expression that is not finite for large values, and the change of the fix
+STABLE_FORMS = [
+    (lambda x: -torch.log(torch.sigmoid(2 * x)), "F.logsigmoid(2 * x) in place of `torch.log("),
+    (lambda x: -torch.log(1 - torch.sigmoid(x - 1)), "F.logsigmoid(-(x - 1)) in place of `torch."),
+    (lambda x: torch.log1p(-x.sigmoid()), "F.logsigmoid(-x) in place of `torch.log1p(-x.si"),
+    (lambda x: nn.Softmax(dim=0)(x).log(), "F.log_softmax(x, dim=-1) in place of `nn.Softmax("),
+    (lambda x: (1 - (-x.abs() * 0).exp()).log(), "x.abs() * 0).clamp(max=-1e-6))) in place of"),
+    (lambda x: torch.log(1 + torch.exp(x)), "F.softplus(x) in place of `torch.log(1 +"),
+    (lambda x: x.exp().sum(-1).log(), "torch.logsumexp(x, dim=-1, keepdim=False) in place of `x"),
+    (lambda x: 1 / (1 + torch.exp(-x)), "torch.sigmoid(x) in place of `1 / (1 + torch.exp(-x))` ("),
+    (ratio_of_exponentials, "torch.softmax(x, dim=-1) in place of `weights / weights.sum("),
+    (overwritten_sigmoid, "F.logsigmoid(x) in place of the logarithm of `torch.sigmoid(x)` ("),
+    (selected_softmax, "F.log_softmax(x, dim=-1) in place of the logarithm of `x.softmax(-1)` ("),
+]
+
+
+@pytest.mark.parametrize("case", STABLE_FORMS)
+def test_expression_with_a_stable_function_gets_this_function(case):
+    compute, change = case
+
+    def train(function):
+        weight = nn.Parameter(torch.tensor([300.0, -300.0, 1.0]))
+        optimizer = torch.optim.SGD([weight], lr=1e-4)
+        function(weight).sum().backward()
+        optimizer.step()
+
+    finding = record(lambda: train(compute)).finding
+    assert change in finding.fix, finding.render()
+    stable = finding.fix.partition(" in place of ")[0]
+    names = {"torch": torch, "F": nn.functional}
+    assert record(lambda: train(lambda x: eval(stable, {**names, "x": x}))) is None
+
+
 def padded_targets(x, lowest):
     target = torch.full((2, 4), lowest)
     for row in range(2):

@@ -35,6 +35,7 @@ from .lost_numbers import (
 from .positions import Part, Position, find_position, read_part
 from .selections import Selected, read_selection
 from .shadows import Shadows, TensorTable
+from .stable_forms import StableForm, StableForms
 from .step import Entry, Step, collect_gradients, collect_tensors
 
 # operators that write a constant, such as the -inf of a mask
@@ -231,6 +232,7 @@ class Watch:
         self._infinite_divisors: TensorTable[Event] = TensorTable()
         self._ignored_labels: TensorTable[int] = TensorTable()
         self._moves: TensorTable[dict[str, Move]] = TensorTable()
+        self._forms = StableForms()
         self.in_backward = False
         self.is_paused = False
         self.entry: Entry | None = None
@@ -261,6 +263,8 @@ class Watch:
         if finish is not None:
             finish(result)
         results = collect_results(op, args, result)
+        if not self.in_backward:
+            self._forms.follow(op, args, result, self._count, self._position)
         if references:
             self._record_lost_numbers(op, references, results)
         self._follow_ignored_labels(op, args, result)
@@ -272,6 +276,10 @@ class Watch:
     def count_records(self) -> tuple[int, int]:
         """Returns how many events and numbers there are now."""
         return len(self.events), len(self.numbers)
+
+    def find_form(self, event: Event) -> StableForm | None:
+        """Returns the stable function of which the operator of an event is a part."""
+        return None if event.is_backward else self._forms.get(event.ordinal)
 
     def forget_records(self, counts: tuple[int, int]) -> None:
         """Removes the events and numbers that were recorded after `count_records`."""

@@ -37,6 +37,7 @@ from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
 from .number_settings import NumberSetting, find_number_setting
 from .positions import Part, read_condition, read_input, read_part
 from .replay import CONSTANT_WRITERS, Event, Range, Replay, Watch, describe_input, watch_update
+from .stable_forms import describe_form
 from .step import Entry, Step, all_finite, collect_tensors
 
 _format_finding = load_finding_formatter(SHEET)
@@ -538,8 +539,10 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
     proof = prove_lost_numbers(watch.numbers, event.operator, event.ordinal, run_again)
     if proof and not _are_smaller_than_underflow(proof, event):
         return _explain_lost_numbers(event, step, proof)
+    small = "1e-4" if event.dtype == torch.float16 else "1e-6"
+    form = describe_form(watch.find_form(event), small)
     if event.parts:
-        return _explain_overflow(event, step, watch.events)
+        return _explain_overflow(event, step, watch.events, form)
     kind, facts = _classify(event, step)
     if kind == "exponential":
         facts |= _describe_discard(event, watch.events)
@@ -560,7 +563,8 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         part=_read_part(event),
         input=_read_input(event),
         root="sqrt" in _expression(event),
-        small="1e-4" if event.dtype == torch.float16 else "1e-6",
+        form=form,
+        small=small,
         edge=f"torch.finfo({event.dtype}).eps" if event.dtype in NARROW_FLOATS else "1e-6",
         divisor=facts.get("divisor", "") or _name_divisor(_expression(event)),
         shifted=facts.get("shifted", ""),
@@ -795,7 +799,11 @@ def _lacks_bf16(device_type: str) -> bool:
     return any(row.get("bf16") == "none" for row in rows)
 
 
-def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Finding:
+def _explain_overflow(event: Event, step: Step, events: Sequence[Event], form: str) -> Finding:
+    """Returns the finding about a result that does not fit in its dtype.
+
+    form  the change of the program to a stable function, or ""
+    """
     lost = _find_underflow(event)
     scale, scale_site = _find_loss_scale(step) if event.is_backward else (None, None)
     is_library_line = event.site is not None and is_library_file(event.site.file)
@@ -819,6 +827,7 @@ def _explain_overflow(event: Event, step: Step, events: Sequence[Event]) -> Find
         owner=_owner_text(event),
         lost=lost is not None,
         logarithm=event.operator in _LOGARITHMS,
+        form=form,
         lost_line="" if lost is None else _line(lost),
         lost_at="" if lost is None else _location(lost.site),
         exponential=event.operator in _EXPONENTIALS,
@@ -942,6 +951,8 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
             return domain, {"value": f"{value:.3g}"}
     if name in _LOGARITHMS:
         return "log", {}
+    if name == "log1p" and event.result.has_infinity:
+        return "log1p", {}
     if name in _DIVISIONS and _divides_by_zero(event):
         ignored_label = event.inputs[0].ignored_label
         if ignored_label is not None:
