@@ -74,7 +74,7 @@ TRUTH = {
         "loss = (p * (p.log() - q.log())).sum(-1).mean()",
         "log gives -inf",
         "they became 0 in `p = teacher(x).softmax(-1)`",
-        "for the logarithm of a softmax use log_softmax",
+        "F.log_softmax(teacher(x), dim=-1) in place of the logarithm of `teacher(x).softmax(-1)`",
     ),
     "frozen_encoder": Truth(
         1,
@@ -125,7 +125,12 @@ TRUTH = {
         "skip a batch without selected values",
     ),
     "log_of_zero": Truth(
-        3, "RN033", "log_probs = probs.log()", "log gives -inf", "gets 0", "use log_softmax"
+        3,
+        "RN033",
+        "log_probs = probs.log()",
+        "log gives -inf",
+        "gets 0",
+        "F.log_softmax(logits, dim=-1) in place of `probs.log()`",
     ),
     "tiny_norm": Truth(
         3,
@@ -873,10 +878,26 @@ def half_power(x):
     return (x.pow(2).mean(-1) - x.mean(-1) ** 2) ** 0.5
 
 
+def log_probs(logits, dtype=torch.bfloat16):
+    normaliser = torch.logsumexp(logits.to(dtype) / 0.7, -1)
+    return logits[:, 0].float() / 0.7 - normaliser.float()
+
+
+def odds(x):
+    log_prob = log_probs(x + 20 * (torch.arange(64) == 0))
+    odd = log_prob - torch.log(-torch.exp(log_prob) + 1.0001)
+    return odd
+
+
+def odds_fp32(x):
+    log_prob = log_probs(x + 20 * (torch.arange(64) == 0), torch.float32)
+    return log_prob - torch.log(-torch.exp(log_prob) + 1.0001)
+
+
 # a computation in bf16, the line whose rounding moves a value, what is printed, and the fixes
 MOVED_VALUES = [
     (moments, "var = x.square()", "var = var.clamp(min=1e-6)", [moments_fp32, moments_clamped]),
-    (distances, "return (squares[:, None]", "x.clamp(min=1e-6)", [distances_clamped]),
+    (distances, "return (squares[:, None]", ".T)).clamp(min=1e-6) in place", [distances_clamped]),
     (angles, "cosine = (x", "cosine = cosine.clamp(-1 + torch.finfo(", [angles_clamped]),
     (half_power, "return (x.pow(2)", "this line and x in fp32", [lambda x: half_power(x.float())]),
 ]
@@ -897,10 +918,28 @@ def test_line_that_rounds_a_value_out_of_a_domain_is_named(case):
     finding = record(lambda: train(compute)).finding
     assert finding.code == "RN038", finding.render()
     assert source_line(finding).startswith(line)
-    assert "in bf16 where fp32 has" in finding.cause
+    assert "bf16" in finding.cause and "where fp32 has" in finding.cause
     assert fix in finding.fix
     for function in repaired:
         assert record(lambda function=function: train(function)) is None
+
+
+def test_line_in_bf16_that_moves_a_value_of_fp32_is_named():
+    rows = torch.linspace(4.7, 5.4, 16)[:, None] + 0.1 * torch.sin(torch.arange(64.0))
+
+    def train(function):
+        weight = nn.Parameter(rows.to(torch.bfloat16))
+        optimizer = torch.optim.SGD([weight], lr=1e-4)
+        function(weight).sum().backward()
+        optimizer.step()
+
+    finding = record(lambda: train(odds)).finding
+    line = "`normaliser = torch.logsumexp(logits.to(dtype) / 0.7, -1)` ("
+    assert line in finding.cause, finding.render()
+    assert f"compute everything from {line}" in finding.fix
+    assert "(-torch.exp(log_prob) + 1.0001).clamp(min=1e-6) in place of" in finding.fix
+    assert "variance" not in finding.fix
+    assert record(lambda: train(odds_fp32)) is None
 
 
 def divergence(p, q):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -246,8 +246,16 @@ class NumberTrial:
         return result
 
 
+class Trial(Protocol):
+    """Runs the operators of a step in another way, until `TrialEnd`."""
+
+    def run(
+        self, op: Operator, args: tuple, kwargs: dict, find_site: Callable[[], Site | None]
+    ) -> Any: ...
+
+
 # runs the operators of a step through a trial
-RunTrial = Callable[[NumberTrial], Any]
+RunTrial = Callable[[Trial], Any]
 
 
 def prove_lost_numbers(

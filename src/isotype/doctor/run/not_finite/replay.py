@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ....dtypes import format_dtype
-from ....observe.operators import Operator
+from ....observe.operators import EXACT, NARROW_FLOATS, Operator
 from ....observe.origin import Site, is_library_file, is_tool_file, running_frames
 from ....observe.tape import make_tape
 from .decompositions import Divisor, read_divisor
 from .domains import Move, covers, find_moved_values, make_move
+from .late_shadows import Rounding
 from .lost_numbers import (
     LostNumber,
-    NumberTrial,
     RunTrial,
+    Trial,
     collect_results,
     compute_references,
     find_expression,
@@ -219,9 +220,10 @@ class Watch:
     writers        id of a tensor of the program -> the recorded call that wrote NaN or inf into it
     """
 
-    def __init__(self, names: dict[int, str], trial: NumberTrial | None = None) -> None:
+    def __init__(self, names: dict[int, str], trial: Trial | None = None) -> None:
         self.shadows = Shadows()
         self.numbers: list[LostNumber] = []
+        self.roundings: list[Rounding] = []
         self.trial = trial
         self.events: list[Event] = []
         self.hidden_events: list[Event] = []
@@ -352,6 +354,8 @@ class Watch:
         selection: Sequence[Selected],
     ) -> None:
         shadow = self.shadows.get(tensor)
+        if not self.in_backward and tensor.dtype in NARROW_FLOATS and op.kind != EXACT:
+            self.roundings.append(Rounding(self._count, self._site(), tensor.dtype))
         self._follow_domains(op, tensor, shadow, operands)
         is_finite = bool(tensor.isfinite().all())
         if is_finite:
@@ -600,7 +604,7 @@ class Replay:
     """
 
     def __init__(
-        self, step: Step, trial: NumberTrial | None = None, repeatable: Iterable[int] = ()
+        self, step: Step, trial: Trial | None = None, repeatable: Iterable[int] = ()
     ) -> None:
         self.step = step
         self.repeatable = set(repeatable)
@@ -635,7 +639,7 @@ class Replay:
     def run_trial(self, run: Callable[[Replay], None]) -> RunTrial:
         """Returns a function that runs the same calls through a trial."""
 
-        def run_again(trial: NumberTrial) -> None:
+        def run_again(trial: Trial) -> None:
             run(Replay(self.step, trial, self.repeatable))
 
         return run_again
@@ -779,7 +783,7 @@ class Replay:
                 hook.remove()
 
 
-def watch_update(function: Callable[[], Any], trial: NumberTrial | None = None) -> Watch:
+def watch_update(function: Callable[[], Any], trial: Trial | None = None) -> Watch:
     """Runs an update of an optimizer, and collects the operators in it whose results contain NaN or
     inf.
     """

@@ -33,6 +33,7 @@ from .domains import (
     list_variables,
     read_target,
 )
+from .late_shadows import Rounding, find_last_rounding
 from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
 from .number_settings import NumberSetting, find_number_setting
 from .positions import Part, read_condition, read_input, read_part
@@ -47,6 +48,7 @@ _DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "addcdiv"))
 _DIVISIONS_OF_TENSORS = frozenset(("div", "divide", "truediv", "floordiv"))
 _QUOTIENTS = frozenset(("div", "divide", "true_divide", "addcdiv"))
 _LOGARITHMS = frozenset(("log", "log2", "log10", "logit", "xlogy"))
+_ROOTS = frozenset(("sqrt", "rsqrt", "pow"))
 _SOFTMAXES = frozenset(("_softmax", "_log_softmax", "_safe_softmax"))
 _EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "cosh", "sinh"))
 # why a result is not finite, for a fix that clamps the input of the operator
@@ -531,7 +533,8 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
     """
     move = _find_move(event)
     if move is not None:
-        return _explain_move(event, step, move)
+        rounding = find_last_rounding(watch.roundings, event.ordinal, run_again)
+        return _explain_move(event, step, move, rounding)
     hidden = _find_hidden_infinity(event)
     hidden = hidden or _find_hidden_exponential(event)
     if hidden is not None:
@@ -676,9 +679,15 @@ def _find_move(event: Event) -> Move | None:
     return next((item.moves[domain] for item in event.inputs[:1] if domain in item.moves), None)
 
 
-def _explain_move(event: Event, step: Step, move: Move) -> Finding:
-    """Returns the finding about a value that rounding moved out of the domain of an operator."""
+def _explain_move(event: Event, step: Step, move: Move, rounding: Rounding | None) -> Finding:
+    """Returns the finding about a value that rounding moved out of the domain of an operator.
+
+    rounding  the last operator whose rounding is enough for this, if it is known
+    """
     line = _statement_or_empty(move.site)
+    rounded_line = "" if rounding is None else _statement_or_empty(rounding.site)
+    is_elsewhere = rounded_line not in ("", line)
+    dtype = move.dtype if rounding is None else rounding.dtype
     return _format_finding(
         "RN038",
         _place(move.site, event.module),
@@ -689,14 +698,18 @@ def _explain_move(event: Event, step: Step, move: Move) -> Finding:
         line=_line(event),
         at=_location(event.site),
         part=_read_part(event),
+        input=_read_input(event),
         move_line=line,
         move_at=_location(move.site),
+        rounded_line=rounded_line if is_elsewhere else "",
+        rounded_at="" if rounding is None else _location(rounding.site),
         value=f"{move.value:.4g}",
         exact=f"{move.exact:.4g}",
-        has=format_dtype(move.dtype),
-        dtype=str(move.dtype),
+        has=format_dtype(dtype),
+        dtype=str(dtype),
         variables=" and ".join(list_variables(line)),
         target=read_target(line),
+        root=event.operator in _ROOTS,
         autocast=any(entry.autocast for entry in step.entries),
         device=_device_type(step),
     )

@@ -79,6 +79,7 @@ class StableForm:
     function: str
     term: Term
     position: Position | None
+    is_logarithm: bool
 
 
 class StableForms:
@@ -129,7 +130,7 @@ class StableForms:
             term = divisor
         function = _STABLE_FUNCTIONS.get((name, kind))
         if function is not None:
-            form = StableForm(function, term, find_position())
+            form = StableForm(function, term, find_position(), name.startswith("log"))
             self._forms[ordinal] = form
             self._forms.setdefault(term.ordinal, form)
             return
@@ -191,6 +192,8 @@ def describe_form(form: StableForm | None, small: str) -> str:
     function = function.format(x=text, dim=term.dim, keepdim=term.keepdim, small=small)
     if not form.term.is_moved and _has_argument(form, argument):
         return f"{function} in place of `{outer.text}`{_describe_place(form.position)}"
+    if not form.is_logarithm:
+        return ""
     place = _describe_place(form.term.position)
     return f"{function} in place of the logarithm of `{inner.text}`{place}"
 
@@ -213,7 +216,7 @@ def _read_argument(node: ast.expr) -> ast.expr | None:
 
 def _has_argument(form: StableForm, argument: ast.expr) -> bool:
     """Whether the line of the outer function can name the input of the inner one: both are in one
-    function, and the line of the inner one does not overwrite its input.
+    function, and the line of the inner one neither computes its input nor overwrites it.
     """
     assert form.position is not None
     assert form.term.position is not None
@@ -222,6 +225,8 @@ def _has_argument(form: StableForm, argument: ast.expr) -> bool:
         return False
     if inner.line == outer.line:
         return True
+    if any(isinstance(node, ast.Call) for node in ast.walk(argument)):
+        return False  # it would be computed a second time
     names = {node.id for node in ast.walk(argument) if isinstance(node, ast.Name)}
     try:
         statement = ast.parse(read_statement(inner).strip())

@@ -1,0 +1,90 @@
+"""Finds the line whose rounding moves a value out of the domain of a later operator.
+
+A log-probability is computed in bf16 and cast to fp32, and then `torch.log(1 - torch.exp(logp))` is
+NaN, because the log-probability became positive. The subtraction in fp32 is not the cause. To find
+it, the step runs again, and the shadows in fp32 begin at a later operator each time. The last
+operator from which on fp32 gives a finite result is the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....observe.operators import Operator
+from ....observe.origin import Site
+from .lost_numbers import TrialEnd, collect_results
+from .shadows import Shadows
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """An operator of forward whose result is narrower than fp32.
+
+    ordinal  the number of operators of the run up to this operator
+    """
+
+    ordinal: int
+    site: Site | None
+    dtype: torch.dtype
+
+
+class LateShadows:
+    """Runs the operators of a step, the operators from a given one on also in fp32, and records
+    whether the fp32 result of a later operator is finite.
+
+    start    the number of the first operator that also runs in fp32
+    ordinal  the number of the operator whose result is in question
+    """
+
+    def __init__(self, start: int, ordinal: int) -> None:
+        self.is_finite = False
+        self._shadows = Shadows()
+        self._start = start
+        self._ordinal = ordinal
+        self._count = 0
+
+    def run(
+        self, op: Operator, args: tuple, kwargs: dict, find_site: Callable[[], Site | None]
+    ) -> Any:
+        self._count += 1
+        is_late = self._count >= self._start
+        finish = self._shadows.prepare(op, args, kwargs) if is_late else None
+        result = op.func(*args, **kwargs)
+        if finish is not None:
+            finish(result)
+        if self._count == self._ordinal:
+            results = collect_results(op, args, result)
+            shadows = [self._shadows.get(tensor) for tensor in results]
+            self.is_finite = all(bool(shadow.isfinite().all()) for shadow in shadows)
+            raise TrialEnd
+        return result
+
+
+def find_last_rounding(
+    roundings: Sequence[Rounding], ordinal: int, run_again: Callable[[LateShadows], Any]
+) -> Rounding | None:
+    """Returns the last operator for which it is enough that it and the operators after it run in
+    fp32, so that the result of a later operator is finite. Returns None if there is none.
+
+    ordinal    the number of the later operator
+    run_again  runs the step through a trial
+    """
+    candidates = [rounding for rounding in roundings if rounding.ordinal <= ordinal]
+    last: Rounding | None = None
+    low, high = 0, len(candidates)
+    while low < high:
+        middle = (low + high) // 2
+        trial = LateShadows(candidates[middle].ordinal, ordinal)
+        with suppress(TrialEnd):
+            run_again(trial)
+        if trial.is_finite:
+            last = candidates[middle]
+            low = middle + 1
+        else:
+            high = middle
+    return last
