@@ -918,7 +918,8 @@ def test_line_that_rounds_a_value_out_of_a_domain_is_named(case):
     finding = record(lambda: train(compute)).finding
     assert finding.code == "RN038", finding.render()
     assert source_line(finding).startswith(line)
-    assert "bf16" in finding.cause and "where fp32 has" in finding.cause
+    assert "bf16" in finding.cause
+    assert "where fp32 has" in finding.cause
     assert fix in finding.fix
     for function in repaired:
         assert record(lambda function=function: train(function)) is None

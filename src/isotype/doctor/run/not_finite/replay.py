@@ -354,8 +354,7 @@ class Watch:
         selection: Sequence[Selected],
     ) -> None:
         shadow = self.shadows.get(tensor)
-        if not self.in_backward and tensor.dtype in NARROW_FLOATS and op.kind != EXACT:
-            self.roundings.append(Rounding(self._count, self._site(), tensor.dtype))
+        self._record_rounding(op, tensor)
         self._follow_domains(op, tensor, shadow, operands)
         is_finite = bool(tensor.isfinite().all())
         if is_finite:
@@ -373,11 +372,7 @@ class Watch:
             (shadow.isfinite() & ~tensor.isfinite()).any()
         )
         written = next((item for item in selection if self._is_written(item)), None)
-        discarded = {id(item.value) for item in selection if not item.stays}
-        discarded -= {id(item.value) for item in selection if item.stays}
-        if discarded:
-            labels = {label for label, operand in operands if id(operand) in discarded}
-            inputs = [replace(x, origin=None) if x.label in labels else x for x in inputs]
+        inputs = _forget_discarded(inputs, operands, selection)
         event = self._make_event(op, tensor, shadow, inputs, args, parts=parts)
         event.written = written
         if event.is_origin or not any(item.origin for item in inputs):
@@ -390,6 +385,10 @@ class Watch:
             self._origins[tensor] = worst.origin
         if self.in_backward and worst.origin is not None and not worst.origin.is_backward:
             self.hidden_events.append(worst.origin)
+
+    def _record_rounding(self, op: Operator, tensor: Tensor) -> None:
+        if not self.in_backward and tensor.dtype in NARROW_FLOATS and op.kind != EXACT:
+            self.roundings.append(Rounding(self._count, self._site(), tensor.dtype))
 
     def _is_written(self, selected: Selected) -> bool:
         """Whether an operand is a constant NaN or inf that stays in the result."""
@@ -529,6 +528,18 @@ class Watch:
         if self.in_backward and not self.modules:
             return _backward_position() or _forward_position(self.positions)
         return self.find_position() or (self.entry.position if self.entry is not None else None)
+
+
+def _forget_discarded(
+    inputs: list[Input], operands: Sequence[tuple[str, Tensor]], selection: Sequence[Selected]
+) -> list[Input]:
+    """Returns the inputs of an operator that selects values, without the origins of those whose NaN
+    and inf it discards.
+    """
+    discarded = {id(item.value) for item in selection if not item.stays}
+    discarded -= {id(item.value) for item in selection if item.stays}
+    labels = {label for label, operand in operands if id(operand) in discarded}
+    return [replace(x, origin=None) if x.label in labels else x for x in inputs]
 
 
 @torch.no_grad()

@@ -957,15 +957,9 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
         return kind, describe_divisor(event.divisor, matrix)
     if event.makes_nan and any(item.run.has_infinity for item in event.inputs):
         return _classify_infinity(event)
-    domain = find_domain(name, event.settings)
-    for item in event.inputs[:1] if event.makes_nan else []:
-        if is_outside(domain, item.run.low, item.run.high):
-            value = item.run.high if domain == BEYOND_ONE and item.run.high > 1 else item.run.low
-            return domain, {"value": f"{value:.3g}"}
-    if name in _LOGARITHMS:
-        return "log", {}
-    if name == "log1p" and event.result.has_infinity:
-        return "log1p", {}
+    kind, facts = _classify_domain(event)
+    if kind:
+        return kind, facts
     if name in _DIVISIONS and _divides_by_zero(event):
         ignored_label = event.inputs[0].ignored_label
         if ignored_label is not None:
@@ -976,6 +970,22 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
         return kind, facts
     if any(item.run.magnitude > _HUGE for item in event.inputs):
         return _classify_large(step)
+    return "", {}
+
+
+def _classify_domain(event: Event) -> tuple[str, dict[str, str]]:
+    """Determines whether an operator gets a value for which it is not defined, such as a logarithm
+    that gets 0.
+    """
+    domain = find_domain(event.operator, event.settings)
+    for item in event.inputs[:1] if event.makes_nan else []:
+        if is_outside(domain, item.run.low, item.run.high):
+            value = item.run.high if domain == BEYOND_ONE and item.run.high > 1 else item.run.low
+            return domain, {"value": f"{value:.3g}"}
+    if event.operator in _LOGARITHMS:
+        return "log", {}
+    if event.operator == "log1p" and event.result.has_infinity:
+        return "log1p", {}
     return "", {}
 
 
