@@ -66,7 +66,7 @@ TRUTH = {
         "mean = total / count",
         "div gives NaN",
         "the backward of `mean = total / count`",
-        "clamp the divisor before the division: count.clamp(min=1e-6)",
+        "keep the divisor away from 0 before the division: count.clamp(min=1e-6)",
     ),
     "teacher_log": Truth(
         1,
@@ -1167,6 +1167,60 @@ def test_expression_with_a_stable_function_gets_this_function(case):
     stable = finding.fix.partition(" in place of ")[0]
     names = {"torch": torch, "F": nn.functional}
     assert record(lambda: train(lambda x: eval(stable, {**names, "x": x}))) is None
+
+
+def velocity(x, change=lambda step: step):
+    steps = change(torch.tensor([-0.5, -0.25, 0.0]))
+    return (x / (steps - 0.0)).sum()
+
+
+def masked_by_sums(x, change=lambda mask: mask):
+    low = torch.finfo(torch.bfloat16).min
+    pad = torch.tensor([low, 0, 0], dtype=torch.bfloat16)
+    mask = change(pad[None] + pad[:, None] + torch.full((3,), low, dtype=torch.bfloat16))
+    return torch.softmax(x + mask, -1).diagonal().sum()
+
+
+def angle(x, change=lambda cosine: cosine):
+    return torch.acos(change(x / x.max())).sum()
+
+
+def attention(x, change=lambda padding: padding):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(3, 1)
+    padding = change(torch.arange(6).reshape(2, 3) > 2)
+    rows = x.expand(3, 2, 3)
+    return layer(rows, rows, rows, key_padding_mask=padding)[0].sum()
+
+
+# a computation, what the fix writes in place of a value, and the name of the value in it
+BOUNDS = [
+    (velocity, "torch.where((steps - 0.0).abs() < 1e-6, 1e-6, steps - 0.0)", "steps"),
+    (masked_by_sums, ".clamp(min=torch.finfo(torch.bfloat16).min) in place of this sum", ""),
+    (angle, ".clamp(-1 + 1e-6, 1 - 1e-6)", "x"),
+    (attention, "padding & ~padding.all(-1, keepdim=True)", "padding"),
+]
+
+
+@pytest.mark.parametrize("case", BOUNDS)
+def test_value_is_bounded_by_code_that_keeps_other_values(case):
+    compute, code, name = case
+
+    def train(*change):
+        weight = nn.Parameter(torch.tensor([3.0, -1.0, 1.0]))
+        optimizer = torch.optim.SGD([weight], lr=1e-4)
+        compute(weight, *change).backward()
+        optimizer.step()
+
+    finding = record(train).finding
+    assert code in finding.fix, finding.render()
+    code = code if name and not code.startswith(".") else f"value{code.partition(' in ')[0]}"
+    assert (
+        record(
+            lambda: train(lambda value: eval(code, {"torch": torch, "value": value, name: value}))
+        )
+        is None
+    )
 
 
 def padded_targets(x, lowest):

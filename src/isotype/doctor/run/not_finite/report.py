@@ -48,6 +48,8 @@ _DIVISIONS = frozenset(("div", "reciprocal", "rsqrt", "addcdiv"))
 _DIVISIONS_OF_TENSORS = frozenset(("div", "divide", "truediv", "floordiv"))
 _QUOTIENTS = frozenset(("div", "divide", "true_divide", "addcdiv"))
 _LOGARITHMS = frozenset(("log", "log2", "log10", "logit", "xlogy"))
+# functions whose derivative is infinite at the edges of their domain
+_EDGE_FUNCTIONS = frozenset(("acos", "asin", "acosh", "atanh", "logit", "erfinv"))
 _ROOTS = frozenset(("sqrt", "rsqrt", "pow"))
 _SOFTMAXES = frozenset(("_softmax", "_log_softmax", "_safe_softmax"))
 _EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "cosh", "sinh"))
@@ -406,6 +408,8 @@ def _explain_result(entry: Entry) -> Finding | None:
     elif name in _STATISTICS:
         results = max(entry.outputs[0].numel(), 1)
         kind = _classify_count([tensor.numel() // results for tensor in inputs])
+    divisor = _name_divisor(line if part is None else part.text)
+    small = "1e-4" if entry.outputs[0].dtype == torch.float16 else "1e-6"
     details = [
         ("input", f"{format_dtype(tensor.dtype)}[{' '.join(map(str, tensor.shape))}]  {item}")
         for tensor, item in zip(inputs, ranges)
@@ -421,9 +425,10 @@ def _explain_result(entry: Entry) -> Finding | None:
         kind=kind,
         value=value,
         part=part.text if part is not None and part.is_one_of_several else "",
-        divisor=_name_divisor(line if part is None else part.text),
+        divisor=divisor,
+        bounded=_bound_divisor(divisor, ranges[-1].low, small),
         input=_read_part_input(part),
-        small="1e-4" if entry.outputs[0].dtype == torch.float16 else "1e-6",
+        small=small,
         largest=f"{max(item.magnitude for item in ranges):.3g}",
     )
 
@@ -549,6 +554,8 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
     kind, facts = _classify(event, step)
     if kind == "exponential":
         facts |= _describe_discard(event, watch.events)
+    divisor = facts.get("divisor", "") or _name_divisor(_expression(event))
+    low = event.inputs[-1].run.low if event.inputs else 0.0
     is_alone = kind not in _CLAMPED_INPUTS or "discard" in facts
     others = [] if is_alone else _list_like_events(event, watch.events)
     return _format_finding(
@@ -569,7 +576,9 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         form=form,
         small=small,
         edge=f"torch.finfo({event.dtype}).eps" if event.dtype in NARROW_FLOATS else "1e-6",
-        divisor=facts.get("divisor", "") or _name_divisor(_expression(event)),
+        divisor=divisor,
+        bounded=facts.get("bounded", "") or _bound_divisor(divisor, low, small),
+        function=_read_function(event),
         shifted=facts.get("shifted", ""),
         discard=facts.get("discard", ""),
         mask=facts.get("mask", ""),
@@ -945,9 +954,7 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
     if event.written is not None:
         return "written", _describe_written(event)
     if name in _SOFTMAXES and event.makes_nan:
-        root = event.root()
-        source = "" if root is event else f"`{_line(root)}` ({_location(root.site)})"
-        return "masked", {"source": source}
+        return _classify_masked(event)
     if name.startswith("nll_loss") and event.makes_nan:
         return "labels", {"value": str(event.settings.get("ignore_index", -100))}
     if event.divisor is not None:
@@ -971,6 +978,38 @@ def _classify(event: Event, step: Step) -> tuple[str, dict[str, str]]:
     if any(item.run.magnitude > _HUGE for item in event.inputs):
         return _classify_large(step)
     return "", {}
+
+
+def _classify_masked(event: Event) -> tuple[str, dict[str, str]]:
+    """Determines why every position of a row is -inf, for a softmax."""
+    root = event.root()
+    source = "" if root is event else f"`{_line(root)}` ({_location(root.site)})"
+    limit = float(torch.finfo(root.dtype).max)
+    if root.operator == "add" and any(item.run.low < -limit / 2 for item in root.inputs):
+        code = _read_value(_line(root))
+        bounded = f"({code}).clamp(min=torch.finfo({root.dtype}).min)"
+        return "lowest", {"source": source, "bounded": bounded, "value": str(root.dtype)}
+    mask = "" if event.part is None else _read_keyword(event.part.node, "key_padding_mask")
+    return "masked", {"source": source, "mask": mask}
+
+
+def _read_value(line: str) -> str:
+    """Returns the expression whose value a statement returns or assigns, or "x"."""
+    try:
+        body = ast.parse(line.strip()).body
+    except SyntaxError:
+        body = []
+    match body:
+        case [ast.Return(ast.expr() as value)] | [ast.Assign(_, value)]:
+            return ast.unparse(value)
+    return "x"
+
+
+def _read_keyword(node: ast.expr, name: str) -> str:
+    """Returns the argument that a call passes by a name, if it is a variable."""
+    keywords = node.keywords if isinstance(node, ast.Call) else []
+    values = [keyword.value for keyword in keywords if keyword.arg == name]
+    return next((value.id for value in values if isinstance(value, ast.Name)), "")
 
 
 def _classify_domain(event: Event) -> tuple[str, dict[str, str]]:
@@ -1092,6 +1131,8 @@ def _classify_division(event: Event) -> str:
     if not event.is_derivative:
         is_count = not event.inputs[-1].dtype.is_floating_point
         return "count" if is_count else "zero"
+    if _read_function(event) in _EDGE_FUNCTIONS:
+        return "edge"
     expression = _expression(event)
     if any(word in expression for word in ("sqrt", "norm", "** 0.5", "pow(0.5")):
         return "derivative"
@@ -1127,6 +1168,20 @@ def _name_divisor(line: str) -> str:
     if not divisors:
         return ""
     return divisors[0] if _is_division(line) or len(set(divisors)) == 1 else ""
+
+
+def _bound_divisor(divisor: str, low: float, small: str) -> str:
+    """Returns the code that keeps a divisor away from 0. A bound would replace all negative values,
+    such as those of a difference.
+
+    low  the smallest value of the divisor
+    """
+    name = divisor or "divisor"
+    node = ast.parse(name, mode="eval").body
+    is_difference = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub)
+    if low < 0 or is_difference:
+        return f"torch.where({name}.abs() < {small}, {small}, {ast.unparse(node)})"
+    return f"{name}.clamp(min={small})"
 
 
 def _is_division(line: str) -> bool:
@@ -1206,6 +1261,15 @@ def _read_part(event: Event) -> str:
     """
     part = event.part
     return part.text if part is not None and part.is_one_of_several else ""
+
+
+def _read_function(event: Event) -> str:
+    """Returns the name of the function that the program calls, such as `acos`, or ""."""
+    node = None if event.part is None else event.part.node
+    match node:
+        case ast.Call(ast.Attribute(_, name)) | ast.Call(ast.Name(name)):
+            return name.replace("arc", "a")
+    return ""
 
 
 def _read_input(event: Event) -> str:
