@@ -211,7 +211,7 @@ TRUTH = {
         "angle = torch.acos(cosine)",
         "rsqrt gives inf",
         "the derivative of this function is infinite",
-        "for acos or asin cosine.clamp(-1 + 1e-6, 1 - 1e-6)",
+        "keep its input away from 1 and -1: cosine.clamp(-1 + 1e-6, 1 - 1e-6)",
     ),
     "wide_mask": Truth(
         3,
@@ -789,6 +789,27 @@ def test_number_without_effect_is_named_with_a_number_that_has_one(case):
     assert cause in error.finding.cause
     assert fix in error.finding.fix
     assert record(lambda: train(repaired)) is None
+
+
+def divide_by_length(x, bound, floor):
+    length = (x.square().sum(-1, keepdim=True) + floor).sqrt()
+    return (x / length.clamp(min=bound)).float().sum()
+
+
+def test_root_that_fails_after_the_change_of_a_number_is_named_too():
+    def train(*numbers):
+        weight = nn.Parameter(torch.tensor([[1.0, 2.0], [0.0, 0.0]], dtype=torch.float16))
+        optimizer = torch.optim.SGD([weight], lr=1e-4)
+        divide_by_length(weight, *numbers).backward()
+        optimizer.step()
+
+    finding = record(lambda: train(1e-8, 0.0)).finding
+    assert finding.code == "RN037", finding.render()
+    assert "set `bound` to 1e-4" in finding.fix
+    assert "; and add a small number under the root: ((x.square()" in finding.fix
+    assert "the backward of `length = " in dict(finding.details)["next"]
+    assert record(lambda: train(1e-4, 0.0)) is not None
+    assert record(lambda: train(1e-4, 1e-4)) is None
 
 
 def test_line_that_sets_a_number_without_effect_is_named(tmp_path, monkeypatch):

@@ -207,6 +207,22 @@ def _is_rounded_to_edge(value: float, dtype: torch.dtype) -> bool:
     return float(torch.tensor(value, dtype=dtype)) == round(value)
 
 
+def replace_numbers(
+    op: Operator,
+    args: tuple,
+    replacements: dict[LostNumber, Replacement],
+    find_site: Callable[[], Site | None],
+) -> tuple:
+    """Returns the arguments of a call with other numbers in place of lost numbers."""
+    changed = list(args)
+    for index, value in _numbers_near_integers(op, args):
+        site = find_site()
+        for number, replacement in replacements.items():
+            if (number.site, number.value) == (site, value):
+                changed[index] = _replace_number(changed[index], replacement.value)
+    return tuple(changed)
+
+
 class TrialEnd(BaseException):
     """Ends a trial after the operator whose result is in question."""
 
@@ -220,10 +236,7 @@ class NumberTrial:
         self, replacements: dict[LostNumber, Replacement], operator: str, ordinal: int
     ) -> None:
         self.is_finite = False
-        self._values = {
-            (number.site, number.value): replacement.value
-            for number, replacement in replacements.items()
-        }
+        self._replacements = replacements
         self._operator = operator
         self._ordinal = ordinal
         self._count = 0
@@ -232,14 +245,10 @@ class NumberTrial:
         self, op: Operator, args: tuple, kwargs: dict, find_site: Callable[[], Site | None]
     ) -> Any:
         self._count += 1
-        changed = list(args)
-        for index, number in _numbers_near_integers(op, args):
-            value = self._values.get((find_site(), number))
-            if value is not None:
-                changed[index] = _replace_number(changed[index], value)
+        changed = replace_numbers(op, args, self._replacements, find_site)
         result = op.func(*changed, **kwargs)
         if self._count == self._ordinal:
-            results = collect_results(op, tuple(changed), result)
+            results = collect_results(op, changed, result)
             is_finite = all(bool(tensor.isfinite().all()) for tensor in results)
             self.is_finite = is_finite and operator_name(op) == self._operator
             raise TrialEnd

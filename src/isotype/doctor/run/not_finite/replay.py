@@ -25,6 +25,7 @@ from .domains import Move, covers, find_moved_values, make_move
 from .late_shadows import Rounding
 from .lost_numbers import (
     LostNumber,
+    Replacement,
     RunTrial,
     Trial,
     collect_results,
@@ -32,6 +33,7 @@ from .lost_numbers import (
     find_expression,
     list_lost_values,
     operator_name,
+    replace_numbers,
 )
 from .positions import Part, Position, find_position, read_part
 from .selections import Selected, read_selection
@@ -216,6 +218,7 @@ class Watch:
 
     hidden_events  operators of forward whose NaN or inf backward multiplies by a gradient
     trial          calls the operators in place of the watch, with another number
+    replacements   numbers that take the place of lost numbers
     positions      sequence number of a node of autograd's graph -> the call of its operator
     writers        id of a tensor of the program -> the recorded call that wrote NaN or inf into it
     """
@@ -225,6 +228,7 @@ class Watch:
         self.numbers: list[LostNumber] = []
         self.roundings: list[Rounding] = []
         self.trial = trial
+        self.replacements: dict[LostNumber, Replacement] = {}
         self.events: list[Event] = []
         self.hidden_events: list[Event] = []
         self.modules: list[tuple[str, nn.Module]] = []
@@ -248,6 +252,8 @@ class Watch:
             return op.func(*args, **kwargs)
         if self.trial is not None:
             return self.trial.run(op, args, kwargs, self._site)
+        if self.replacements:
+            args = replace_numbers(op, args, self.replacements, self._site)
         self._count += 1
         if torch.is_grad_enabled():
             self.positions.setdefault(_newest_node_number(), self._position())

@@ -546,7 +546,8 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         return _explain_event(hidden, step, watch, run_again)
     proof = prove_lost_numbers(watch.numbers, event.operator, event.ordinal, run_again)
     if proof and not _are_smaller_than_underflow(proof, event):
-        return _explain_lost_numbers(event, step, proof)
+        finding = _explain_lost_numbers(event, step, proof)
+        return _add_next_fault(finding, step, proof)
     small = "1e-4" if event.dtype == torch.float16 else "1e-6"
     form = describe_form(watch.find_form(event), small)
     if event.parts:
@@ -554,7 +555,7 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
     kind, facts = _classify(event, step)
     if kind == "exponential":
         facts |= _describe_discard(event, watch.events)
-    divisor = facts.get("divisor", "") or _name_divisor(_expression(event))
+    divisor = _name_divisor(_expression(event))
     low = event.inputs[-1].run.low if event.inputs else 0.0
     is_alone = kind not in _CLAMPED_INPUTS or "discard" in facts
     others = [] if is_alone else _list_like_events(event, watch.events)
@@ -576,7 +577,7 @@ def _explain_event(event: Event, step: Step, watch: Watch, run_again: RunTrial) 
         form=form,
         small=small,
         edge=f"torch.finfo({event.dtype}).eps" if event.dtype in NARROW_FLOATS else "1e-6",
-        divisor=divisor,
+        divisor=facts.get("divisor", "") or divisor,
         bounded=facts.get("bounded", "") or _bound_divisor(divisor, low, small),
         function=_read_function(event),
         shifted=facts.get("shifted", ""),
@@ -753,6 +754,30 @@ def _explain_lost_numbers(
         library=is_library_line,
         **_number_facts(replacements),
     )
+
+
+def _add_next_fault(
+    finding: Finding, step: Step, replacements: dict[LostNumber, Replacement]
+) -> Finding:
+    """Runs the whole step with other numbers in place of lost ones. If it is still not finite, adds
+    the operator at fault and its fix: a bound in place of 1e-8 keeps a division finite, but not the
+    derivative of the root before it.
+    """
+    if not step.losses:
+        return finding
+    replay = Replay(step)
+    replay.watch.replacements = replacements
+    try:
+        replay.run_backward()
+    except RuntimeError:
+        return finding
+    sources = [event for event in replay.find_sources_of_gradients() if event.is_backward]
+    event = _culprit(replay.find_sources_of_loss()) or _culprit(sources)
+    if event is None or event.parts:
+        return finding
+    following = _explain_event(event, step, replay.watch, lambda _: None)
+    details = (*finding.details, ("next", f"with this change, {following.cause}"))
+    return replace(finding, details=details, fix=f"{finding.fix}; and {following.fix}")
 
 
 def _are_smaller_than_underflow(numbers: Collection[LostNumber], event: Event) -> bool:
