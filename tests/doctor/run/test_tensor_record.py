@@ -196,6 +196,27 @@ def test_quotient_of_integers():
     assert (result.text, result.reason) == ("lengths / 2", "it computes floats from int64")
 
 
+def divide_counts():
+    counts = torch.arange(1, 5)
+    return counts / counts.sum()
+
+
+def test_cast_that_changed_nothing_is_not_the_origin():
+    model = nn.Linear(4, 4).bfloat16()
+    x = divide_counts().float()
+    with pytest.raises(RuntimeError) as caught:
+        model(x)
+    cause = decide_cause(collect_evidence(caught.value)).cause
+    assert "`counts / counts.sum()`" in cause
+    assert "because it computes floats from int64" in cause
+    array = {"x": torch.as_tensor(np.ones(4)).double()}
+    with pytest.raises(RuntimeError) as caught:
+        model(array["x"])
+    finding = decide_cause(collect_evidence(caught.value))
+    assert "its data is a NumPy array of float64" in finding.cause
+    assert "as_tensor" not in finding.fix  # the cast after it would make fp64 again
+
+
 def test_cast_to_the_dtype_of_another_tensor_names_what_made_that_one():
     table = torch.ones(4).double()
     mask = torch.ones(4).to(table.dtype)

@@ -15,7 +15,7 @@ from ...dtypes import format_dtype
 from ...observe.origin import is_library_file
 from .arrays import find_float64_origin
 from .autocast import AutocastState
-from .expressions import read_value
+from .expressions import CASTING_METHODS, read_value
 from .frames import CallFrame, make_called_frame, source_text
 from .modules import ModelNames
 from .producer import Producer, Promotion, Source
@@ -134,6 +134,12 @@ def confirm_producer(static: Producer, recorded: Producer, tensor: torch.Tensor)
     is_array = is_array and (bool(static.reason) or _is_made_in_library(tensor))
     is_module = static.kind == "module"
     is_run = static.location in _list_locations(tensor)
+    if is_run and _is_idle_cast(static, recorded):
+        origin = recorded.describe(format_dtype(tensor.dtype))
+        reason = f"the tensor has this dtype before the cast: {origin}"
+        # with another argument, as of `to`, the cast would change the dtype
+        kind = "call" if static.text.endswith("()") else static.kind
+        return dataclasses.replace(static, kind=kind, reason=reason)
     if static.is_proven and (is_parameter or is_array or is_module or is_run):
         is_same_call = static.location == recorded.location and not static.reason
         return dataclasses.replace(static, reason=recorded.reason) if is_same_call else static
@@ -145,6 +151,19 @@ def confirm_producer(static: Producer, recorded: Producer, tensor: torch.Tensor)
         stored=static.stored,
         stored_at=static.stored_at,
     )
+
+
+def _is_idle_cast(static: Producer, recorded: Producer) -> bool:
+    """True if the source code shows a cast of a tensor that had the dtype already, because the
+    record shows another call that made it, such as one inside the expression that is cast.
+    """
+    if static.kind != "cast" or recorded.kind == "unknown":
+        return False
+    match ast.parse(static.text, mode="eval").body:
+        case ast.Call(ast.Attribute(_, method)) if method in CASTING_METHODS:
+            is_other_cast = recorded.text != static.text and recorded.location == static.location
+            return recorded.kind != "cast" or is_other_cast
+    return False
 
 
 def _is_made_in_library(tensor: torch.Tensor) -> bool:
