@@ -98,3 +98,14 @@ def test_weight_of_several_originals():
 
 def test_dtype_argument_is_not_blamed_on_another_tensor(tmp_path):
     assert explain(tmp_path, "torch.randn(3, dtype=a)", "torch.int64", FLOATS).code == "RN000"
+
+
+def test_check_whose_dtype_nothing_decides():
+    def compute(x):
+        assert x.dtype in (torch.float16, torch.bfloat16)
+
+    with pytest.raises(AssertionError) as caught:
+        compute(torch.ones(3))
+    finding = decide_cause(collect_evidence(caught.value))
+    assert "`torch.ones(3).to(torch.float16)`" in finding.fix
+    assert "or the same with torch.bfloat16" in finding.fix

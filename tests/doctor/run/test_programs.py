@@ -92,6 +92,15 @@ TRUTH = {
         "`head[start:ctx.stop].to(states.dtype)` at"
         " tests/doctor/run/programs/chunked_backward.py:25",
     ),
+    "pooled_rows": Truth(
+        "RN008",
+        "total.index_add_(0, groups, rows)",
+        "Pool",
+        "total is created in fp32 (tests/doctor/run/programs/pooled_rows.py:21)",
+        "`torch.zeros(size, 4, dtype=torch.float64)` at tests/doctor/run/programs/pooled_rows.py:21,"
+        " and `torch.zeros(size, dtype=torch.float64)` at"
+        " tests/doctor/run/programs/pooled_rows.py:22",
+    ),
     "scaler": Truth(
         "RN006",
         "scaler.step(optimizer)",
@@ -945,6 +954,7 @@ TRUTH = {
         "`batch['y']` is fp64, from `torch.tensor(np.array([index / 4]))`",
         "`torch.tensor(np.array([index / 4]), dtype=torch.float32)` at"
         " tests/doctor/run/programs/dataset_targets.py:16",
+        "`batch['y'].to(torch.float32)` at tests/doctor/run/programs/dataset_targets.py:23",
     ),
     "cross_attention": Truth(
         "RN001",

@@ -73,9 +73,14 @@ def _explain_refused_dtype(
         usual.insert(0, evidence.majority_dtype)
     if evidence.autocast.is_on and evidence.autocast.dtype is not None:
         usual.insert(0, evidence.autocast.dtype)
-    preferred = next((other for other in usual if other in allowed), allowed[0])
-    needed = [preferred, *(other for other in allowed if other != preferred)]
-    return _make_check_finding(evidence, refused[0], dtype, needed, [], refused[1:])
+    preferred = next((other for other in usual if other in allowed), None)
+    needed = [other for other in allowed if other != preferred]
+    if preferred is not None:
+        needed.insert(0, preferred)
+    is_open = preferred is None and len(allowed) > 1
+    return _make_check_finding(
+        evidence, refused[0], dtype, needed, [], refused[1:], is_open=is_open
+    )
 
 
 # messages of a check that name a value and the dtype that it needs
@@ -106,6 +111,8 @@ def _make_check_finding(
     others: Sequence[str],
     also_refused: Sequence[ast.expr] = (),
     frame_index: int = -1,
+    *,
+    is_open: bool = False,
 ) -> Finding:
     """Returns the finding about a tensor in a check of the program.
 
@@ -114,6 +121,7 @@ def _make_check_finding(
     others  the tensors with which the check compares it
     also_refused  other parameters of the function that the check would refuse
     frame_index   the frame of the expression of the tensor
+    is_open       whether nothing in the program decides which of the allowed dtypes to take
     """
     frame_index %= len(evidence.frames)
     operands = {operand.label: operand for operand in evidence.operands}
@@ -143,6 +151,7 @@ def _make_check_finding(
         others_origin=describe_others(evidence, compared),
         has=format_dtype(dtype),
         needs=" or ".join(map(format_dtype, needed)),
+        choices=" or ".join(map(str, needed[1:])) if is_open else "",
         source=producer.text,
         source_at=producer.location,
         autocast=is_autocast and dtype == evidence.autocast.dtype,

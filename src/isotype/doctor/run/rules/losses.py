@@ -19,7 +19,6 @@ from ..producers import find_constructor_argument, find_producer
 from .findings import make_finding
 from .operands import (
     add_brackets,
-    is_better_at_creation,
     passed_expression,
     passed_location,
     rebuild_creation,
@@ -147,10 +146,7 @@ def find_wrong_target_in_backward(evidence: Evidence) -> Finding | None:
         producer = find_producer(
             target.variable, evidence.frames, target.frame_index, target_dtype, evidence.names
         )
-    has_no_line = target is not None and ":" not in target.location
-    if producer is not None and (
-        has_no_line or is_better_at_creation(producer, target_dtype, dtype)
-    ):
+    if producer is not None and target is not None and ":" not in target.location:
         creation = rebuild_creation(producer, str(dtype).removeprefix("torch."))
     label = "target"
     if target is not None and target.text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from ....dtypes import format_dtype
 from ....finding import Finding
+from ..bindings import find_earlier_bindings
 from ..evidence import Evidence, Operand
 from ..expressions import is_tensor, read_value
 from ..frames import CallFrame, source_text
@@ -36,6 +38,8 @@ _WRITING_OPERATIONS = frozenset(
 _OVERWRITING_OPERATIONS = frozenset(
     ("index_put", "index_put_", "index_copy_", "scatter_", "masked_scatter_")
 )
+# functions whose result has the default dtype if they get no dtype
+_CREATIONS = frozenset(f"torch.{name}" for name in ("zeros", "ones", "empty", "rand", "randn"))
 
 
 def find_write(evidence: Evidence) -> Finding | None:
@@ -61,7 +65,6 @@ def find_write(evidence: Evidence) -> Finding | None:
     is_autocast = evidence.autocast.is_on and evidence.autocast.dtype in (None, values[0].dtype)
     is_autocast = is_autocast and not is_explicit
     labels = dict.fromkeys(_cast_text(operand, destination) for operand in values)
-    later_casts = _find_later_writes(evidence.failing_frame)
     setting = _describe_write_setting(evidence, maker, values[0].dtype, destination.dtype)
     if has_out:
         setting = _describe_write_setting(evidence, source, destination.dtype, values[0].dtype)
@@ -87,7 +90,6 @@ def find_write(evidence: Evidence) -> Finding | None:
         value=add_brackets(values[0].label),
         value_dtype=values[0].dtype_name,
         casts=" and ".join(labels),
-        later_casts=" and ".join(later_casts),
         origin=""
         if origin is None
         else origin.describe(f"the weights of {maker.path}", values[0].dtype_name),
@@ -97,6 +99,7 @@ def find_write(evidence: Evidence) -> Finding | None:
         **_describe_library_write(evidence, destination),
         **_describe_written_cast(evidence, maker, destination),
         **_describe_loaded_state(evidence, destination),
+        **_describe_later_writes(evidence.failing_frame, creation, values[0].dtype),
         **setting,
         out=has_out,
         out_at=source.location if source.text != destination.label else "",
@@ -153,7 +156,9 @@ def _find_odd_destination(
     value, if all weights of the model have this dtype: what reads the variable next needs it too.
     """
     is_overwritten = evidence.operation in _OVERWRITING_OPERATIONS
-    if not is_overwritten or set(evidence.dtype_counts) != {dtype}:
+    # a sum may be kept wider than the weights, and not narrower
+    is_narrower = destination.dtype.itemsize < dtype.itemsize
+    if not (is_overwritten or is_narrower) or set(evidence.dtype_counts) != {dtype}:
         return None
     if not isinstance(destination.node, ast.Name) or not is_in_user_file(source.location):
         return None
@@ -227,23 +232,81 @@ def _read_setting_of_cast(text: str) -> str:
     return ""
 
 
-def _find_later_writes(frame: CallFrame) -> list[str]:
-    """Returns casts for the later assignments `TENSOR[...] = VALUE` of the running function whose
-    value has another dtype than the tensor.
+@dataclass(frozen=True, slots=True)
+class _LaterWrite:
+    """A write after the one that failed, in the same function, which would fail too.
+
+    cast      the written value with a cast
+    line      the line of the write
+    creation  the call that creates the destination in the default dtype, or None
+    """
+
+    cast: str
+    line: int
+    creation: ast.Call | None
+
+
+def _find_later_writes(frame: CallFrame) -> list[_LaterWrite]:
+    """Returns the later writes of the running function whose value has another dtype than their
+    destination: assignments `TENSOR[...] = VALUE`, and calls such as `TENSOR.scatter_add_(...)`.
     """
     if frame.scope is None or not frame.is_user_code:
         return []
-    casts = []
+    writes = []
     for node in ast.walk(frame.scope):
         match node:
             case ast.Assign([ast.Subscript(target)], source) if node.lineno > frame.line:
-                destination, value = read_value(target, frame), read_value(source, frame)
-                if not is_tensor(destination) or not is_tensor(value):
-                    continue
-                if value.dtype.is_floating_point and value.dtype != destination.dtype:
-                    cast = f"{add_brackets(ast.unparse(source))}.to({ast.unparse(target)}.dtype)"
-                    casts.append(f"`{cast}` at line {node.lineno}")
-    return casts
+                pass
+            case ast.Call(ast.Attribute(target, method), [*_, source]) if (
+                node.lineno > frame.line and method in _WRITING_OPERATIONS
+            ):
+                pass
+            case _:
+                continue
+        value = read_value(source, frame)
+        creation = _find_default_creation(target, node.lineno, frame)
+        dtype = torch.get_default_dtype() if creation is not None else None
+        destination = read_value(target, frame)
+        if is_tensor(destination):
+            dtype = destination.dtype
+        if dtype is None or not is_tensor(value) or not value.dtype.is_floating_point:
+            continue
+        if value.dtype != dtype:
+            cast = f"{add_brackets(ast.unparse(source))}.to({ast.unparse(target)}.dtype)"
+            writes.append(_LaterWrite(cast, node.lineno, creation))
+    return writes
+
+
+def _find_default_creation(target: ast.expr, line: int, frame: CallFrame) -> ast.Call | None:
+    """Returns the call that creates a variable of a function in the default dtype, before a line."""
+    name = target.id if isinstance(target, ast.Name) else ""
+    bindings = find_earlier_bindings(frame.scope or ast.Pass(), name, line)
+    match bindings[:1]:
+        case [ast.Assign(value=ast.Call(function, keywords=keywords) as call)]:
+            has_dtype = any(keyword.arg == "dtype" for keyword in keywords)
+            is_creation = ast.unparse(function) in _CREATIONS
+            return call if is_creation and not has_dtype else None
+    return None
+
+
+def _describe_later_writes(
+    frame: CallFrame, created: StorageCreation | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Returns the changes of the later writes of the running function: the casts of their values, and
+    the calls that create their destinations with a dtype, if the first destination is mended so.
+    """
+    writes = _find_later_writes(frame)
+    casts = [f"`{write.cast}` at line {write.line}" for write in writes]
+    creations = [write.creation for write in writes if write.creation is not None]
+    texts = [
+        f"`{ast.unparse(call)[:-1]}, dtype={dtype})` at {frame.location_of(call)}"
+        for call in creations
+        if created is not None and frame.location_of(call) != created.location
+    ]
+    return {
+        "later_casts": " and ".join(casts),
+        "later_creations": " and ".join(dict.fromkeys(texts)),
+    }
 
 
 def _cast_text(operand: Operand, destination: Operand) -> str:
