@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,9 +63,43 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     # collections took 6% of the tests' time; a test that is about freed memory collects by itself
     gc.set_threshold(20_000)
+    gc.callbacks.append(full_collections)
+
+
+class FullCollections:
+    """The time that garbage collections spent looking through every object since `freeze`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.start = 0.0
+
+    def __call__(self, phase: str, details: dict[str, int]) -> None:
+        if details["generation"] < 2:
+            return
+        if phase == "start":
+            self.start = time.process_time()
+        else:
+            self.seconds += time.process_time() - self.start
+
+    def freeze(self) -> None:
+        """Later collections need not look through what tests imported, compiled or cached."""
+        gc.collect()
+        gc.freeze()
+        self.seconds = 0.0
+
+
+full_collections = FullCollections()
+
+
+def pytest_runtest_setup() -> None:
+    # each run and many tests collect all garbage; after a while that took 0.3 s every time
+    if full_collections.seconds > 0.5:
+        full_collections.freeze()
 
 
 def pytest_unconfigure() -> None:
+    if full_collections in gc.callbacks:
+        gc.callbacks.remove(full_collections)
     gc.unfreeze()  # what is left at the end would be reported as leaked
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -72,6 +73,7 @@ def serve(path: str) -> list[str]:
             if key.fileobj is sys.stdin:
                 for command in running:
                     os.kill(command.process, signal.SIGKILL)
+                shutil.rmtree(os.path.dirname(path), ignore_errors=True)
                 os._exit(0)
             elif key.fileobj is listening:
                 client, _ = listening.accept()
