@@ -184,7 +184,7 @@ def configure_in(workshop: SimpleNamespace, place: Path) -> Any:
             "train": {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "eval_every": 2},
             "run": {
                 "folder": str(place / folder),
-                "sample_tokens": 4,
+                "sample_tokens": 2,
                 "report": False,
                 "samples": ["How much is 1 plus 1?"],
             },
