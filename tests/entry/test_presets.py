@@ -1,13 +1,15 @@
 """`isotype try` compares precisions by short runs."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from isotype.config.load import load
-from isotype.environment.hardware import lookup_hardware
+from isotype.environment.hardware import detect, lookup_hardware
 from isotype.errors import RunError, UsageError
-from tests.api import presets, resolution
+from isotype.tasks.choose import choose_task
+from tests.api import check_run, presets, resolution
 from tests.commands import isotype
 
 T4 = lookup_hardware("t4")
@@ -30,8 +32,14 @@ def file(configured, tmp_path):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The runs of LOSSES in the place of training; a list of their settings."""
+    """The runs of LOSSES in the place of training, and no simulation of their memory; a list of
+    their settings.
+    """
     settings_of_runs = []
+
+    def plan_that_fits(loaded):
+        checked = check_run(choose_task(loaded.config), loaded.sources, detect("cpu"))
+        return SimpleNamespace(fits=True, resolved=checked.resolved)
 
     def run_trial(name, file, settings, *, seed):
         settings_of_runs.append(settings)
@@ -41,6 +49,7 @@ def trained(monkeypatch):
         )
 
     monkeypatch.setattr(presets, "run_trial", run_trial)
+    monkeypatch.setattr(presets, "plan_run", plan_that_fits)
     return settings_of_runs
 
 

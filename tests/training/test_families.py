@@ -54,14 +54,14 @@ DEFAULT = ("gpt_oss",)
 def test_a_mixture_trains_resumes_merges_and_generates(mixture, tmp_path, monkeypatch, family):
     # DeepSeek-V3 balances by a bias
     balance = {} if family == "deepseek_v3" else {"aux_loss": 0.5}
-    balanced = {"train": {"steps": 4} | balance}
+    balanced = {"train": {"steps": 2, "eval_every": 2} | balance}
     assert train(mixture(family, "whole", **balanced)) == 0
     said = (tmp_path / "whole/log.txt").read_text()
     assert "experts    experts" in said
     assert "left alone" not in said
     assert (
         interrupted_after(
-            2, mixture(family, "stopped", run={"save_every": 2}, **balanced), monkeypatch
+            1, mixture(family, "stopped", run={"save_every": 1}, **balanced), monkeypatch
         )
         == 130
     )

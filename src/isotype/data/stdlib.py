@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import sysconfig
 import warnings
@@ -138,6 +139,11 @@ def stdlib_text() -> tuple[str, ...]:
     return tuple(sorted(texts, key=lambda text: (crc32(text.encode()), text)))
 
 
+def _is_read(name: str) -> bool:
+    """Whether documentation is read from a file or folder of this name."""
+    return name.removesuffix(".py") not in _SKIPPED and "-" not in name
+
+
 @cache
 def documented_items() -> tuple[DocumentedItem, ...]:
     """Returns all modules, classes and functions of the standard library that have a docstring,
@@ -145,10 +151,13 @@ def documented_items() -> tuple[DocumentedItem, ...]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     items: list[DocumentedItem] = []
-    for path in sorted(root.rglob("*.py")):
+    paths: list[Path] = []
+    for folder, subfolders, files in os.walk(root):
+        # site-packages, which may hold 100,000 files, is not entered
+        subfolders[:] = [name for name in subfolders if _is_read(name)]
+        paths += [Path(folder, name) for name in files if name.endswith(".py") and _is_read(name)]
+    for path in sorted(paths):
         parts = path.relative_to(root).with_suffix("").parts
-        if _SKIPPED.intersection(parts) or any("-" in part for part in parts):
-            continue
         module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         try:
             with warnings.catch_warnings():

@@ -268,7 +268,7 @@ def test_a_run_from_its_rows_to_samples_chat_and_merge(vlm, seen, tmp_path):
     """
     base, run = vlm("gemma3"), tmp_path / "run"
     file = many(seen)
-    settings = ("precision.preset=bf16-lora", "train.steps=4", "run.save_every=2", *SETTINGS)
+    settings = ("precision.preset=bf16-lora", "train.steps=2", "run.save_every=1", *SETTINGS)
     ask("train", "--model", base, "--data", file, "--out", run, *settings)
     precision = json.loads((run / "precision.json").read_text())
     assert precision["declared"]["vision"]["value"] == "bf16"
@@ -283,7 +283,7 @@ def test_a_run_from_its_rows_to_samples_chat_and_merge(vlm, seen, tmp_path):
 
     half = tmp_path / "half"
     shutil.copytree(run, half)
-    cut_back(half, 4)
+    cut_back(half, 2)
     ask("train", "--resume", half)
     same_tensors(run, half)
 
