@@ -13,7 +13,7 @@ INNER = {
     "isotype.cli.report": "_describe_run",
     "isotype.config.compare": "ALLOWED_CHANGES PATH_KEYS compare",
     "isotype.config.keys": "KEY_ALIASES key_schemas",
-    "isotype.config.kind": "DIFFUSION kind_LANGUAGE=LANGUAGE is_key_of_kind detect_run_kind",
+    "isotype.config.kind": "DIFFUSION kind_LANGUAGE=LANGUAGE is_key_of_kind detect_run_kind refuse_inapplicable_keys",
     "isotype.config.write": "init_yaml reference_markdown resolved_yaml",
     "isotype.config.yaml_text": "read_value write_value",
     "isotype.data.bad_rows": "RowError",

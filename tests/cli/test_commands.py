@@ -96,6 +96,10 @@ def test_report_writes_the_page_and_prints_its_path(tmp_path: Path) -> None:
     assert str(tmp_path / "report.html") in ask("report", tmp_path)
     with pytest.raises(UsageError, match="not a run folder"):
         ask("report", tmp_path / "empty")
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "resolved.yaml").touch()
+    with pytest.raises(UsageError, match=r"holds runs, but is none: .*/a"):
+        ask("report", tmp_path / "runs")
 
 
 SETTINGS = [
@@ -170,6 +174,18 @@ def test_an_adapter_as_the_model_names_its_base_and_how_to_train_it_further(work
     assert f"command line model.name: {folder}: is a PEFT adapter, expected a model" in text
     assert f"write model.name: org/base and adapter.start_from: {folder}" in text
     assert f"isotype merge {folder}" in text
+
+
+def test_a_configuration_of_another_tool_is_refused_with_the_command_that_translates_it(tmp_path):
+    file = tmp_path / "axolotl.yml"
+    file.write_text("base_model: org/base\nadapter: qlora\nmicro_batch_size: 2\nbf16: auto\n")
+    mistyped = tmp_path / "run.yaml"
+    mistyped.write_text("model: {name: m}\ntrain: {batchsize: 2}\n")
+    for command in ("plan", "train"):
+        assert f"fix       isotype import {file} --out NEW.yaml" in str(
+            invoke(command, str(file)).exception
+        )
+        assert "isotype import" not in str(invoke(command, str(mistyped)).exception)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])

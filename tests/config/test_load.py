@@ -164,7 +164,7 @@ def test_files_that_are_no_configuration_are_refused(tmp_path, write):
     )
     assert complaints(tmp_path)[0] == "run.yaml: is a folder, expected a YAML file"
     (tmp_path / "resolved.yaml").write_text("train: {}")
-    assert complaints(tmp_path)[1].split()[:2] == ["fix", "--resume"]
+    assert complaints(tmp_path)[1].split()[:4] == ["fix", "isotype", "train", "--resume"]
     (tmp_path / "config.json").write_text("{}")
     assert complaints(tmp_path)[1].split()[:2] == ["fix", "--model"]
     (tmp_path / "chats.jsonl").write_text('{"text": "a"}\n')

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isotype.config.load import find_recipe, load, preset_names
+from isotype.errors import UsageError
 from tests.api import (
     init_yaml,
     is_key_of_kind,
     key_schemas,
     read_value,
     reference_markdown,
+    refuse_inapplicable_keys,
     resolved_yaml,
     write_value,
 )
@@ -82,6 +85,27 @@ def test_resolved_yaml_loads_as_the_same_run_and_keeps_its_sources(tmp_path):
     changed = load(again_file, ["train.steps=8"], resolved=True)
     assert changed.sources["train.steps"] == "command line"
     assert changed.sources["train.seed"] == "default"
+
+
+def test_resolved_yaml_is_the_configuration_of_a_new_run(tmp_path):
+    loaded = load(None, ["train.steps=7"], {"model.name": "m", "data.train": "stdlib"})
+    file = tmp_path / "resolved.yaml"
+    file.write_text(resolved_yaml(loaded, {}))
+    again = load(file, ["run.folder=other"])
+    assert again.config.train == loaded.config.train
+    assert again.sources["train.steps"].startswith(f"{file}:")
+    # defaults are not set, so that those of other objectives are no mistakes
+    assert again.sources["preference.beta"] == "default"
+    refuse_inapplicable_keys(again.config, again.sources)
+    assert load(file, preset="full").config.adapter.kind == "none"
+    # a value that was edited is set, although the comment still says default
+    file.write_text(file.read_text().replace("  beta: 0.1  ", "  beta: 0.3  "))
+    edited = load(file)
+    with pytest.raises(UsageError, match=r"resolved.yaml:\d+ preference.beta: does not apply"):
+        refuse_inapplicable_keys(edited.config, edited.sources)
+    (tmp_path / "config.yaml").write_text("# command line: model.name=m\n")
+    with pytest.raises(UsageError, match=r"came from the command line\n.*resolved.yaml run.folder"):
+        load(tmp_path / "config.yaml")
 
 
 def test_an_auto_preset_is_written_as_what_it_became(tmp_path):

@@ -27,6 +27,7 @@ from .keys import (
     VALUE_ALIASES,
     accepts_type,
     allowed_words,
+    default_value,
     describe_accepted_values,
     key_schemas,
     presets_for_dtype,
@@ -97,6 +98,8 @@ VALUE_SYNONYMS: Mapping[str, Mapping[Any, str]] = {
 }
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+# the first words of a run's resolved.yaml (config.write.resolved_yaml)
+RESOLVED_HEADER = "# Each value of this run and where it came from."
 MAX_COMPLAINTS = 40  # largest number of complaints that are shown at once
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of files in UTF-16
 MAX_BYTES = 4 << 20  # a configuration has a few kilobytes; a larger file is a data file by mistake
@@ -166,15 +169,17 @@ def load(
     """
     settings = _Settings()
     text = ""
-    if preset is not None:
-        for key, value in find_recipe(preset).settings.items():
-            settings.set(key, value, f"--preset {preset}")
     if path is not None:
         path = Path(path)
         text = read_text(path)
         _read_file(settings, text, str(path))
+        if text.startswith(RESOLVED_HEADER) and not resolved:
+            _drop_marked_defaults(settings, text, str(path))
     if preset is not None:
-        settings.set(PRESET_KEY, find_recipe(preset).settings[PRESET_KEY], f"--preset {preset}")
+        # the file overrides a recipe, except for the precision
+        for key, value in find_recipe(preset).settings.items():
+            if key == PRESET_KEY or key not in settings.values:
+                settings.set(key, value, f"--preset {preset}")
     flag_values = {key: value for key, value in (flags or {}).items() if value is not None}
     for key, value in flag_values.items():
         if key in key_schemas():
@@ -225,6 +230,17 @@ def _source_in_comment(source: str, text: str, name: str) -> str:
     return source
 
 
+def _drop_marked_defaults(settings: _Settings, text: str, name: str) -> None:
+    """Removes the defaults that a resolved.yaml marks as such, for a new run that takes the file as
+    its configuration. A removed key does not count as set, so a default that does not apply to this
+    kind of run is no mistake, and `--preset` sets the key. A value that was edited stays.
+    """
+    for key, value in list(settings.values.items()):
+        is_marked = _source_in_comment(settings.sources[key], text, name) == DEFAULT
+        if is_marked and value == default_value(key):
+            del settings.values[key], settings.sources[key]
+
+
 def read_text(path: Path) -> str:
     """Reads the text of a configuration file. Raises UsageError with one line."""
     try:
@@ -236,8 +252,8 @@ def read_text(path: Path) -> str:
                 fix = f"--model {path}"
             elif is_run:
                 fix = (
-                    f"--resume {path} goes on with that run; {path / 'resolved.yaml'} is its"
-                    " configuration"
+                    f"isotype train --resume {path} continues this run; isotype train"
+                    f" {path / 'resolved.yaml'} run.folder=OTHER starts another with its settings"
                 )
             raise UsageError(f"{path}: is a folder, expected a YAML file", fix=fix)
         if path.suffix in (".jsonl", ".csv", ".tsv", ".parquet") and path.exists():
@@ -288,6 +304,12 @@ def _read_file(settings: _Settings, text: str, name: str) -> None:
     except YamlError as error:
         location = f"{name}:{error.line}" if error.line else name
         raise UsageError(f"{location}: {_escape_message(text, error) or error}") from None
+    resolved_file = Path(name).with_name("resolved.yaml")
+    if not entries and Path(name).name == "config.yaml" and resolved_file.is_file():
+        raise UsageError(
+            f"{name}: empty: the settings of this run came from the command line",
+            fix=f"isotype train {resolved_file} run.folder=OTHER starts another with its settings",
+        )
     if not entries:
         raise UsageError(
             f"{name}: empty; expected sections ({', '.join(section_names())}); isotype init writes a"

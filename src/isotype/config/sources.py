@@ -188,30 +188,69 @@ def lfs_fix(path: Path) -> str:
     return f"git -C {shlex.quote(str(path.parent))} lfs pull"
 
 
+# key that names a folder -> what this folder holds
+_EXPECTED_FOLDERS = {
+    "model.name": "a model",
+    "model.tokenizer": "a tokenizer",
+    "distil.teacher": "a model",
+    "adapter.start_from": "a PEFT adapter",
+}
+_DATA_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
+
+
 def model_folder_problem(key: str, name: str) -> str | None:
-    """Returns a message for a local model that is an adapter, or whose files are Git LFS pointers:
-    the problem, and how to fix it. Returns None for any other name.
+    """Returns a message for a local model that is a run, an adapter or a data file, or whose files
+    are Git LFS pointers: the problem, and how to fix it. Returns None for any other name. The key
+    may also be `model.tokenizer`, `distil.teacher` or `adapter.start_from`.
     """
     path = Path(name).expanduser()
+    if path.is_file() and path.suffix in _DATA_SUFFIXES:
+        return f"is a file of data, expected the folder of {_EXPECTED_FOLDERS[key]}"
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
     except OSError:
         return None
     names = [file.name for file in files]
-    if path.is_dir() and "adapter_config.json" in names and "config.json" not in names:
-        if key != "model.name":
+    if "config.json" not in names and "resolved.yaml" in names:
+        return f"is the folder of a run; {_use_of_run(key, path)}"
+    if "adapter_config.json" in names and "config.json" not in names:
+        if key in ("model.tokenizer", "adapter.start_from"):
             return None
-        base = _adapter_base(path / "adapter_config.json")
-        return (
-            f"is a PEFT adapter, expected a model; write model.name: {base} and adapter.start_from:"
-            f" {name} to train it further, or make it a model: isotype merge {name}"
-        )
+        return f"is a PEFT adapter, expected a model; {_use_of_adapter(key, path, name)}"
     pointers = [file for file in files if is_lfs_pointer(file)]
     if pointers:
         return (
             f"{pointers[0].name} is a Git LFS pointer, without the content; {lfs_fix(pointers[0])}"
         )
     return None
+
+
+def _use_of_run(key: str, run: Path) -> str:
+    """Returns what to write for `key` to use the result of a run."""
+    adapter, model = run / "adapter", run / "model"
+    if (model / "config.json").is_file():
+        if key == "adapter.start_from":
+            return f"it trained a whole model; write model.name: {model}"
+        return f"write {key}: {model}"
+    if not (adapter / "adapter_config.json").is_file():
+        return f"it has no result yet; isotype train --resume {run} continues it"
+    if key in ("model.tokenizer", "adapter.start_from"):
+        return f"write {key}: {adapter}"
+    return _use_of_adapter(key, adapter, str(run))
+
+
+def _use_of_adapter(key: str, adapter: Path, merged_name: str) -> str:
+    """Returns what to write for `key`, which expects a model, to use an adapter.
+
+    merged_name  the folder that `isotype merge` is called with: the adapter, or its run
+    """
+    if key != "model.name":
+        return f"make it a model: isotype merge {merged_name} --out MODEL, and write {key}: MODEL"
+    return (
+        f"write model.name: {_adapter_base(adapter / 'adapter_config.json')} and"
+        f" adapter.start_from: {adapter} to train it further, or make it a model: isotype merge"
+        f" {merged_name}"
+    )
 
 
 def _adapter_base(file: Path) -> str:

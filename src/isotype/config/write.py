@@ -13,7 +13,7 @@ from typing import Any
 from .compare import AUTO_KEYS
 from .keys import default_value, describe_accepted_values, key_schemas, section_names
 from .kind import DIFFUSION, detect_run_kind, guess_run_kind, is_key_of_kind
-from .load import DEFAULT, LoadedConfig, find_recipe
+from .load import DEFAULT, RESOLVED_HEADER, LoadedConfig, find_recipe
 from .schema import RunConfig
 from .yaml_text import write_value
 
@@ -69,10 +69,8 @@ def resolved_yaml(
         comment = source if value is not None or reason is None else reason
         return _append_comment(f"  {name}: {write_value(value)}", comment)
 
-    return (
-        "# Each value of this run and where it came from. `isotype train --resume` reads this"
-        " file.\n"
-        + _write_sections(loaded.config, format_line, kind=detect_run_kind(loaded.config))
+    return f"{RESOLVED_HEADER} `isotype train --resume` reads this file.\n" + _write_sections(
+        loaded.config, format_line, kind=detect_run_kind(loaded.config)
     )
 
 

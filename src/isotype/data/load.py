@@ -21,6 +21,7 @@ import numpy as np
 from ..config.schema import DataSection
 from ..config.sources import source_specs
 from ..errors import UsageError
+from ..wording import pluralise
 from .bad_rows import BadRow
 from .cache import (
     MIN_CACHED_BYTES,
@@ -101,7 +102,11 @@ def load_data(
     if not eval_sources:
         train, evaluation = _hold_out(train, data.eval_split, seed, rows_per_example)
     if not len(train):
-        reason = "; ".join([*tallies[0].dropped, *total_tally.bad.kinds]) or "no rows"
+        dropped = [
+            f"{reason} ({pluralise(count, 'row')}, the first is {tallies[0].first_dropped[reason]})"
+            for reason, count in tallies[0].dropped.items()
+        ]
+        reason = "; ".join([*dropped, *total_tally.bad.kinds]) or "no rows"
         raise UsageError(
             f"{', '.join(source.name for source in sources)}: no training row is left: {reason}"
         )

@@ -508,11 +508,32 @@ def load_settings(
         if file is not None:
             raise UsageError(f"{file}: a resumed run has its own configuration", fix=change_hint)
         file = require_run(resume) / "resolved.yaml"
-    loaded = load(
-        file, arguments, flags or {}, preset=preset, resolved=resume is not None, **options
-    )
+    try:
+        loaded = load(
+            file, arguments, flags or {}, preset=preset, resolved=resume is not None, **options
+        )
+    except UsageError as error:
+        if error.fix is not None or file is None or not _is_config_of_other_tool(file):
+            raise
+        raise UsageError(
+            error.message,
+            fix=(
+                f"isotype import {file} --out NEW.yaml translates a configuration of another tool"
+            ),
+        ) from None
     refuse_incomplete(loaded)
     return loaded
+
+
+def _is_config_of_other_tool(file: Path) -> bool:
+    """Returns True if `isotype import` translates the file."""
+    from ..translate.source import read_source
+    from ..translate.translation import TOOLS
+
+    try:
+        return read_source(file).tool in TOOLS
+    except UsageError:
+        return False
 
 
 def refuse_incomplete(loaded: LoadedConfig) -> None:
@@ -576,7 +597,9 @@ def refuse_incomplete(loaded: LoadedConfig) -> None:
 
 
 def _model_name_problems(loaded: LoadedConfig) -> list[str]:
-    """Returns one line for each local model or tokenizer that does not exist or is not a model."""
+    """Returns one line for each local model, tokenizer, teacher or adapter that does not exist or
+    is of another kind.
+    """
     from ..config.sources import (
         closest_model_hint,
         is_folder_name,
@@ -584,12 +607,18 @@ def _model_name_problems(loaded: LoadedConfig) -> list[str]:
         model_folder_problem,
     )
 
-    model = loaded.config.model
+    config = loaded.config
     problems = []
-    for key, name in (("model.name", model.name), ("model.tokenizer", model.tokenizer)):
+    for key, name in (
+        ("model.name", config.model.name),
+        ("model.tokenizer", config.model.tokenizer),
+        ("distil.teacher", config.distil.teacher),
+        ("adapter.start_from", config.adapter.start_from),
+    ):
         if name is None:
             continue
-        if is_folder_name(name) and not Path(name).exists():
+        is_local = key == "adapter.start_from" or is_folder_name(name)
+        if is_local and not Path(name).exists():
             expected_kind = "file" if name.endswith((".safetensors", ".gguf")) else "folder"
             hint = closest_model_hint(name) or missing_folder_hint(name, loaded.path)
             problem: str | None = f"no such {expected_kind}{hint}"

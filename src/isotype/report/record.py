@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from ..config.yaml_text import read_sections
 from ..errors import UsageError
-from ..runs.folder import is_locked, open_inside, read_inside
+from ..runs.folder import is_locked, open_inside, read_inside, require_run
 from ..runs.mapped_files import MAPPED_RECORD, find_truncated_files
 from ..runs.metrics import MetricsRows, read_all_rows, read_last_rows
 from ..runs.value_limits import MAX_BYTES, check_limits, parse_json
@@ -171,7 +171,7 @@ def require_run_files(folder: Path) -> None:
             + ": give a run's folder"
         )
     if not any((folder / name).is_file() for name in FILES):
-        raise UsageError(f"{folder}: not a run folder: it has none of {', '.join(FILES[:4])}")
+        require_run(folder)
 
 
 def read_run(
