@@ -141,6 +141,11 @@ from torch import nn
 def match(x, example):
     return x.to(example.dtype)
 
+def prepare_model_for_kbit_training(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return model
+
 class Norm(nn.Module):
     def forward(self, x):
         dtype = x.dtype
@@ -178,6 +183,14 @@ def test_casts_of_a_library_lead_to_the_line_that_decided_the_dtype(tmp_path):
         assert producer_of(tensor).text == "torch.ones(2, 4).half()"
     table = library["match"](torch.zeros(4).half(), rows)  # has the dtype already
     assert producer_of(table).text == "torch.ones(2, 4).half()"
+
+
+def test_norm_that_a_library_casts_by_assignment_names_the_users_call(tmp_path):
+    prepare = load_library(tmp_path)["prepare_model_for_kbit_training"]
+    norm = prepare(nn.LayerNorm(4).half())
+    cause = explain_failure(lambda weight: norm(torch.ones(2, 4)) @ weight.half(), DOUBLE.weight).cause
+    assert "`prepare(nn.LayerNorm(4).half())` (" in cause
+    assert "made the weights of norm fp32" in cause
 
 
 def test_weight_whose_dtype_a_library_takes_over_is_changed_at_the_users_line(tmp_path):

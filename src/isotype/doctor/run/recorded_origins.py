@@ -40,8 +40,9 @@ def list_origins(modules: Iterable[nn.Module], dtype: torch.dtype) -> list[Weigh
     """
     counts: Counter[tuple[str, str, str]] = Counter()
     origins = {}
-    for event, size in _iterate_last_events(modules, dtype):
-        origin = read_origin(event)
+    for parameter, event in _iterate_last_events(modules, dtype):
+        origin = _find_assignment(parameter) if event is None else read_origin(event)
+        size = max(parameter.numel(), 1)
         if origin is not None:
             key = (origin.kind, origin.text, origin.location)
             counts[key] += size
@@ -74,11 +75,9 @@ def _find_assignment(tensor: torch.Tensor) -> WeightOrigin | None:
         event = RECORD.tensors.event_of(tensor)
         event = event if event is not None and event.kind == "cast" else None
     calls = () if event is None else event.calls
-    call = find_user_call(calls)
-    if call is None:
+    if event is None or find_user_call(calls) is None:
         return None
-    text, location, node = _read_call(call.code, call.instruction)
-    return WeightOrigin("cast", text, location, node)
+    return read_origin(WeightEvent(True, event.dtype, torch.get_default_dtype(), calls))
 
 
 def find_construction(model: nn.Module) -> WeightOrigin | None:
@@ -194,15 +193,15 @@ def is_cast_of_most_weights(origin: WeightOrigin, model: nn.Module) -> bool:
 
 def _iterate_last_events(
     modules: Iterable[nn.Module], dtype: torch.dtype
-) -> Iterator[tuple[WeightEvent, int]]:
-    """Yields the event that gave each weight its dtype, with the number of elements."""
+) -> Iterator[tuple[nn.Parameter, WeightEvent | None]]:
+    """Yields each weight in a dtype, and the event that gave it this dtype. The event is None if
+    other code than a call of a module changed the dtype, or if no event was recorded.
+    """
     for module in modules:
         events = RECORD.events_of(module)
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dtype == dtype:
-                event = _find_last_event(events.get(name, []), dtype)
-                if event is not None:
-                    yield event, max(parameter.numel(), 1)
+                yield parameter, _find_last_event(events.get(name, []), dtype)
 
 
 def _find_last_event(events: Sequence[WeightEvent], dtype: torch.dtype) -> WeightEvent | None:
