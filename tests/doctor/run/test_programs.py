@@ -1274,6 +1274,15 @@ TRUTH = {
         'with torch.autocast("cpu", enabled=False): model(ids, past_key_values=cache)'
         "  (tests/doctor/run/programs/static_cache.py:24), since all weights are fp32",
     ),
+    "layerwise_casting": Truth(
+        "RN001",
+        "return self.up(self.down(x))",
+        "1.down",
+        "the weights of 1.down are stored in fp8_e4m3, and `module.to(self.compute)`"
+        " (tests/doctor/run/programs/layerwise_casting.py:16) makes them bf16 only while it runs",
+        "`return tuple(value.to(torch.bfloat16) for value in args)` after `module.to(self.compute)`"
+        " (tests/doctor/run/programs/layerwise_casting.py:16)",
+    ),
     "mask_classes": Truth(
         "RN015",
         "onehot = nn.functional.one_hot(target, 3).permute(0, 3, 1, 2)",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import CodeType
 
 import torch
@@ -155,6 +157,45 @@ def _find_constructor_call(event: WeightEvent, kind: type) -> tuple[CodeType, in
     last = max(index for index, code in enumerate(codes) if code is constructor)
     outer = event.calls[last + 1 :]
     return next((call[:2] for call in outer if not is_library_file(call.code.co_filename)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class CastInCall:
+    """A call that casts a weight while its layer is running, such as in a hook before its forward.
+
+    stored_dtype  the dtype that the weight has outside of the call of its layer
+    arguments     the variable of the hook that holds the arguments of the layer, or ""
+    """
+
+    origin: WeightOrigin
+    stored_dtype: torch.dtype
+    arguments: str
+
+
+def find_cast_in_call(
+    tensor: torch.Tensor, owner: nn.Module | None, frames: Sequence[CallFrame]
+) -> CastInCall | None:
+    """Returns the call that gave a weight its dtype, if it ran in the call of the weight's owner that
+    is running. Returns None for all other weights.
+    """
+    events = RECORD.events_of_tensor(tensor)
+    if len(events) < 2 or events[-1].dtype != tensor.dtype or not events[-1].is_cast:
+        return None
+    callers = {
+        (caller.code, caller.position)
+        for caller, frame in itertools.pairwise(frames)
+        if frame.variables.get("self") is owner and caller.variables.get("self") is not owner
+    }
+    places = [(call.code, make_called_frame(*call).position) for call in events[-1].calls]
+    origin = read_origin(events[-1])
+    hook = find_user_call(events[-1].calls)
+    if origin is None or hook is None or callers.isdisjoint(places):
+        return None
+    stored = next((e.dtype for e in reversed(events) if e.dtype != tensor.dtype), tensor.dtype)
+    names = hook.code.co_varnames[: hook.code.co_argcount]
+    parameters = names[1:] if names[:1] == ("self",) else names
+    is_hook = len(parameters) == 2 and hook.code.co_kwonlyargcount == 0
+    return CastInCall(origin, stored, parameters[1] if is_hook else "")
 
 
 def find_cast(tensor: torch.Tensor) -> tuple[WeightOrigin, CodeType] | None:

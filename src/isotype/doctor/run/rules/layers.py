@@ -18,7 +18,7 @@ from ..graph import find_widening_operation
 from ..modules import floating_weight_dtypes
 from ..producer import Producer, Promotion
 from ..recorded_calls import list_arrays_of_function
-from ..recorded_origins import find_construction
+from ..recorded_origins import find_cast_in_call, find_construction
 from ..settings import find_arguments_without_autocast
 from ..weight_origins import WeightOrigin, find_model_origin
 from .findings import make_finding
@@ -89,6 +89,7 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         function=evidence.operation,
         target=str(weight.dtype),
         **_explain_weights(evidence, operand, weight, producer),
+        **_describe_cast_in_call(evidence, weight),
         source_casts=list_source_casts(producer, weight.dtype),
         set_by="" if setting is None else setting.describe(),
         set_fix="" if setting is None else setting.fix,
@@ -192,6 +193,26 @@ def _explain_weights(
         if model_origin.kind == "checkpoint":
             facts["reloaded"] = model_origin.with_dtype(operand.dtype)
     return facts
+
+
+def _describe_cast_in_call(evidence: Evidence, weight: Operand) -> dict[str, Any]:
+    """Returns the line of a hook that casts the weights of the layer while the layer runs, as layers
+    do that are stored in fp8. The hook must cast the input too.
+    """
+    owner = evidence.names.tensor_owner(weight.tensor)
+    cast = None
+    if weight.weight is not None:
+        cast = find_cast_in_call(weight.weight, owner, evidence.frames)
+    if cast is None:
+        return {}
+    arguments = cast.arguments
+    casts = f"return tuple(value.to({weight.dtype}) for value in {arguments})"
+    return {
+        "hook_cast": cast.origin.text,
+        "hook_cast_at": cast.origin.location,
+        "stored": format_dtype(cast.stored_dtype),
+        "hook_return": casts if arguments else "",
+    }
 
 
 def _is_part(module: nn.Module, model: nn.Module | None) -> bool:

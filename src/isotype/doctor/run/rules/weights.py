@@ -19,6 +19,7 @@ from ..model_casts import find_unrestored_default_dtype
 from ..modules import floating_weight_dtypes
 from ..operand_origins import find_operand_origin
 from ..recorded_origins import (
+    find_cast_in_call,
     find_part_construction,
     find_tensor_origin,
     is_cast_of_most_weights,
@@ -164,6 +165,8 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
         return None
     is_trained = isinstance(weight.tensor, nn.Parameter) and weight.tensor.requires_grad
     owner = evidence.names.tensor_owner(weight.tensor)
+    if weight.weight is not None and find_cast_in_call(weight.weight, owner, evidence.frames):
+        return None  # the other weights are cast in the same way when their layers run
     origin = None
     if owner is not None:
         origin = _find_odd_origin(evidence, owner, weight)
