@@ -1283,6 +1283,17 @@ TRUTH = {
         "`return tuple(value.to(torch.bfloat16) for value in args)` after `module.to(self.compute)`"
         " (tests/doctor/run/programs/layerwise_casting.py:16)",
     ),
+    "sharded_head": Truth(
+        "RN042",
+        "return self.head(torch.relu(self.body(x)))",
+        "head",
+        "`MixedPrecisionPolicy(param_dtype=torch.bfloat16)`"
+        " (tests/doctor/run/programs/sharded_head.py:29) casts head.weight, whose parts are fp32,",
+        "`fully_shard(model.get_submodule('head'), mesh=mesh,"
+        " mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))` in front of"
+        " `fully_shard(model, mesh=mesh, mp_policy=policy)`"
+        " (tests/doctor/run/programs/sharded_head.py:30); otherwise leave `inputs[0].float()`",
+    ),
     "mask_classes": Truth(
         "RN015",
         "onehot = nn.functional.one_hot(target, 3).permute(0, 3, 1, 2)",

@@ -188,7 +188,9 @@ def test_casts_of_a_library_lead_to_the_line_that_decided_the_dtype(tmp_path):
 def test_norm_that_a_library_casts_by_assignment_names_the_users_call(tmp_path):
     prepare = load_library(tmp_path)["prepare_model_for_kbit_training"]
     norm = prepare(nn.LayerNorm(4).half())
-    cause = explain_failure(lambda weight: norm(torch.ones(2, 4)) @ weight.half(), DOUBLE.weight).cause
+    cause = explain_failure(
+        lambda weight: norm(torch.ones(2, 4)) @ weight.half(), DOUBLE.weight
+    ).cause
     assert "`prepare(nn.LayerNorm(4).half())` (" in cause
     assert "made the weights of norm fp32" in cause
 

@@ -42,6 +42,7 @@ from .optimizers import (
 )
 from .quantised import find_unquantised_operand
 from .weights import (
+    find_gathered_operand,
     find_integer_parameter,
     find_left_default_dtype,
     find_mixed_weights,
@@ -86,6 +87,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_custom_backward,
     find_call_outside_autocast,
     find_left_default_dtype,
+    find_gathered_operand,
     find_odd_weight,
     find_layer_input,
     find_mixed_operands,

@@ -14,6 +14,7 @@ from ....finding import Finding
 from ..evidence import Evidence, Operand
 from ..expressions import read_value
 from ..frames import CallFrame
+from ..gathered_weights import find_gathered_weight
 from ..mixed_weights import NEEDS_ONE_DTYPE, group_weights
 from ..model_casts import find_unrestored_default_dtype
 from ..modules import floating_weight_dtypes
@@ -32,6 +33,7 @@ from .operands import (
     describe_operand,
     first_of_other_dtype,
     have_different_dtypes,
+    is_in_user_file,
     list_floating,
     passed_expression,
     stands_in_user_line,
@@ -148,6 +150,42 @@ def find_left_default_dtype(evidence: Evidence) -> Finding | None:
         setter=setter.text,
         setter_at=setter.location,
         function=setter.function,
+    )
+
+
+def find_gathered_operand(evidence: Evidence) -> Finding | None:
+    """Finds a weight that FSDP2 gathers in the dtype of its policy, beside an input of another one."""
+    operands = list_floating(evidence)
+    if not have_different_dtypes(operands):
+        return None
+    weights = [operand for operand in operands if isinstance(operand.weight, nn.Parameter)]
+    inputs = [operand for operand in operands if operand.weight is None]
+    if not weights or not inputs:
+        return None
+    weight, value = weights[0], inputs[0]
+    assert weight.weight is not None
+    gathered = find_gathered_weight(evidence.frames, evidence.names, weight.weight, value.dtype)
+    if gathered is None:
+        return None
+    producer = evidence.producer_of(value)
+    is_cast = producer.kind == "cast" and producer.is_proven and is_in_user_file(producer.location)
+    return make_finding(
+        "RN042",
+        evidence,
+        weight=weight.path,
+        layer=weight.path.rpartition(".")[0],
+        has=weight.dtype_name,
+        stored=format_dtype(gathered.stored_dtype),
+        policy=gathered.policy,
+        policy_at=gathered.policy_at,
+        input=value.dtype_name,
+        source=producer.describe(value.dtype_name),
+        cast=producer.text if is_cast else "",
+        cast_at=producer.location,
+        shard=gathered.shard,
+        outer=gathered.outer,
+        outer_at=gathered.outer_at,
+        target=str(weight.dtype),
     )
 
 
