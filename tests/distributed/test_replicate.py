@@ -93,6 +93,20 @@ def test_a_killed_process_is_named_and_the_run_continues_bit_for_bit(
     assert metrics(folder, "tokens") == metrics(whole, "tokens")
 
 
+@pytest.mark.full
+@pytest.mark.slow
+def test_full_weights_continue_bit_for_bit_after_a_kill(file_of, tmp_path):
+    """Each process holds all weights, which are trained, and all optimizer states."""
+    sections = {**LORA, "parallel": {"kind": "replicate"}}
+    succeeds(2, file_of("whole", **sections))
+    status, said = run(2, file_of("killed", **sections), fault=[1, 4, "die"])
+    assert status == 1
+    assert "MP001 step 4: rank 1 on " in said
+    resumed = succeeds(2, resume=tmp_path / "killed")
+    assert "replicate" in resumed
+    same_result(tmp_path / "whole", tmp_path / "killed")
+
+
 def test_a_refusal_before_anything_is_started(file_of, tmp_path):
     file_of("run")
     command = [
