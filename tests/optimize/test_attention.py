@@ -3,6 +3,7 @@ model's own result always.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -95,6 +96,40 @@ def test_autocast_decides_the_dtype(calls):
     assert calls == [40, 40]
     model(**batch(length=40))
     assert calls == [40, 40]
+
+
+def test_a_decorated_forward_keeps_its_decorator(calls, monkeypatch):
+    """transformers 5.24 decorates the forward of attention with `deprecate_kwarg`."""
+    model = tiny("llama", dtype=torch.bfloat16, **SDPA).train()
+    attention = type(model.model.layers[0].self_attn)
+    counts = []
+
+    def count(forward):
+        @functools.wraps(forward)
+        def counted(*args, **kwargs):
+            counts.append(len(args))
+            return forward(*args, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(attention, "forward", count(attention.forward))
+    placed_ops = {(entry.part, entry.op) for entry in optimize(model).replaced}
+    assert {("attention", "attention"), ("rotary", "rope")} <= placed_ops
+    assert model(**batch(length=40)).loss.isfinite()
+    assert calls == [40, 40]
+    assert len(counts) == 2
+
+    def call_by_name(forward):
+        @functools.wraps(forward)
+        def called(self, *args, **kwargs):
+            return attention.__dict__["forward"].__wrapped__(self, *args, **kwargs)
+
+        return called
+
+    # the function that this decorator runs cannot be replaced
+    monkeypatch.setattr(attention, "forward", call_by_name(attention.forward))
+    placements = optimize(tiny("llama", dtype=torch.bfloat16, **SDPA).train()).left
+    assert {"rotary", "attention"} <= {entry.part for entry in placements}
 
 
 def test_a_position_bias_is_the_models():

@@ -262,9 +262,8 @@ def document_mask_blocker(model: nn.Module) -> str | None:
     ]
     for name, module in layers:
         forward = vars(module).get("forward")
-        table = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get(
-            FUNCTION_TABLE
-        )
+        function = inspect.unwrap(getattr(forward, "__func__", forward))
+        table = getattr(function, "__globals__", {}).get(FUNCTION_TABLE)
         if not isinstance(table, AttentionFunctions):
             return f"{name} runs its own attention"
         if attention_implementation(module) not in ("sdpa", "eager"):

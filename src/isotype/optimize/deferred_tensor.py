@@ -4,10 +4,11 @@ computed only when its values are needed.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -117,13 +118,28 @@ def attach_to_graph(
 def _is_inside_autograd_function() -> bool:
     """Whether the forward of an autograd function is running. Inside such a forward, tensors must
     not be deferred, because the graph of a deferred tensor would bypass the function's backward.
+
+    `Function.apply` has a frame before torch 2.15 only.
     """
+    forwards = {_read_code(function.forward) for function in _iterate_autograd_functions()}
     frame: FrameType | None = sys._getframe(2)
-    method: Any = torch.autograd.Function.apply
-    apply = method.__func__.__code__
-    while frame is not None and frame.f_code is not apply:
+    while frame is not None and frame.f_code not in forwards:
         frame = frame.f_back
     return frame is not None
+
+
+def _iterate_autograd_functions(
+    base: type = torch.autograd.Function,
+) -> Iterator[type[torch.autograd.Function]]:
+    """Yields the subclasses of `torch.autograd.Function` that the program has defined."""
+    subclass: type[torch.autograd.Function]
+    for subclass in base.__subclasses__():
+        yield subclass
+        yield from _iterate_autograd_functions(subclass)
+
+
+def _read_code(function: Any) -> CodeType | None:
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def _has_graph(x: Any) -> bool:

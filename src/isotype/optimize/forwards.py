@@ -42,7 +42,8 @@ from ..precision.apply import is_cast_hook
 
 # key in a model's `__dict__` for the modules in which an op was installed
 PLACED_KEY = "_isotype_placed"
-CACHES = ("past_key_values", "layer_past")  # arguments with the keys and values of earlier tokens
+# arguments with the keys and values of earlier tokens; `cache` since transformers 5.24
+CACHES = ("cache", "past_key_values", "layer_past")
 logger = logging.get_logger(__name__)
 
 

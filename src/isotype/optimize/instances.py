@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -302,12 +302,30 @@ class Replacement:
 
 def rebuild_blocker(forward: Any) -> str | None:
     """Returns the reason why this forward cannot be copied with other global variables, or None if
-    it can.
+    it can. A decorator is copied with it if it is a Python function that holds the decorated function
+    in a variable of its closure, as with `functools.wraps`.
     """
-    is_plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
-    if is_plain:
-        return None
+    function = forward
+    while isinstance(function, FunctionType):
+        if not hasattr(function, "__wrapped__"):
+            return None
+        if not any(value is function.__wrapped__ for value in _read_closure(function)):
+            break
+        function = function.__wrapped__
     return "its forward is decorated: rebuilt over other globals it would lose the decorator"
+
+
+def _read_closure(function: FunctionType) -> list[Any]:
+    """Returns the values of the variables in a function's closure, and None for one without a
+    value.
+    """
+    values: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:
+            values.append(None)
+    return values
 
 
 def install_rebuilt_forward(
@@ -335,9 +353,12 @@ def rebuild_forward(forward: Any, replacements: list[Replacement]) -> Any:
     module of the forward has no such global variables, other code has replaced the forward. It is
     then returned unchanged.
     """
-    if rebuild_blocker(forward) or any(
-        replacement.name not in forward.__globals__ for replacement in replacements
-    ):
+    if rebuild_blocker(forward):
+        return forward
+    if hasattr(forward, "__wrapped__"):
+        rebuilt = rebuild_forward(forward.__wrapped__, replacements)
+        return forward if rebuilt is forward.__wrapped__ else _decorate_again(forward, rebuilt)
+    if any(replacement.name not in forward.__globals__ for replacement in replacements):
         return forward
     name = ".".join(
         (
@@ -370,15 +391,34 @@ def rebuild_forward(forward: Any, replacements: list[Replacement]) -> Any:
             }
         )
         sys.modules[name] = module
-    function = FunctionType(
-        forward.__code__,
-        module.__dict__,
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
+    return _copy_function(forward, module.__dict__, forward.__closure__)
+
+
+def _decorate_again(decorated: FunctionType, function: FunctionType) -> FunctionType:
+    """Returns a copy of a decorated function that calls another function in place of the one that
+    it wraps.
+    """
+    wrapped: Any = decorated.__wrapped__  # type: ignore[attr-defined]
+    cells = tuple(
+        CellType(function) if value is wrapped else cell
+        for cell, value in zip(decorated.__closure__ or (), _read_closure(decorated), strict=True)
     )
-    function.__kwdefaults__ = forward.__kwdefaults__
-    function.__doc__ = forward.__doc__
-    function.__annotations__ = forward.__annotations__
-    function.__qualname__ = forward.__qualname__
-    return function
+    copied = _copy_function(decorated, decorated.__globals__, cells)
+    copied.__dict__.update(decorated.__dict__)
+    copied.__dict__["__wrapped__"] = function
+    return copied
+
+
+def _copy_function(
+    function: FunctionType,
+    global_variables: dict[str, Any],
+    closure: tuple[CellType, ...] | None,
+) -> FunctionType:
+    copied = FunctionType(
+        function.__code__, global_variables, function.__name__, function.__defaults__, closure
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__doc__ = function.__doc__
+    copied.__annotations__ = function.__annotations__
+    copied.__qualname__ = function.__qualname__
+    return copied
