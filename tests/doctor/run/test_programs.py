@@ -1294,6 +1294,13 @@ TRUTH = {
         " `fully_shard(model, mesh=mesh, mp_policy=policy)`"
         " (tests/doctor/run/programs/sharded_head.py:30); otherwise leave `inputs[0].float()`",
     ),
+    "pareto_tail": Truth(
+        "RN001",
+        "return -GeneralizedPareto(zero, self.scale, self.shape).log_prob(excess).mean()",
+        "Tail",
+        "`torch.tensor(0.0)` creates a tensor in fp32 (torch/distributions/generalized_pareto.py",
+        "torch.set_default_dtype(torch.float64) at the start of the program",
+    ),
     "mask_classes": Truth(
         "RN015",
         "onehot = nn.functional.one_hot(target, 3).permute(0, 3, 1, 2)",

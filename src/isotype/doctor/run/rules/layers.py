@@ -90,6 +90,7 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         target=str(weight.dtype),
         **_explain_weights(evidence, operand, weight, producer),
         **_describe_cast_in_call(evidence, weight),
+        is_library_constant=_is_library_constant(evidence, operand, producer, weight.dtype),
         source_casts=list_source_casts(producer, weight.dtype),
         set_by="" if setting is None else setting.describe(),
         set_fix="" if setting is None else setting.fix,
@@ -193,6 +194,18 @@ def _explain_weights(
         if model_origin.kind == "checkpoint":
             facts["reloaded"] = model_origin.with_dtype(operand.dtype)
     return facts
+
+
+def _is_library_constant(
+    evidence: Evidence, operand: Operand, producer: Producer, wanted: torch.dtype
+) -> bool:
+    """True if a library's line creates a tensor in the default dtype beside fp64 tensors of the user's
+    code, such as a constant of torch.distributions.
+    """
+    frame = evidence.frames[operand.frame_index]
+    is_created_there = producer.kind == "creation" and producer.location == frame.location
+    is_default = operand.dtype == torch.get_default_dtype() and "dtype=" not in producer.text
+    return not frame.is_user_code and is_created_there and is_default and wanted == torch.float64
 
 
 def _describe_cast_in_call(evidence: Evidence, weight: Operand) -> dict[str, Any]:
