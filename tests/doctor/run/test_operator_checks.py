@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from tests.api import RECORD, collect_evidence, decide_cause, remove_record_frames
 
@@ -109,3 +110,23 @@ def test_check_whose_dtype_nothing_decides():
     finding = decide_cause(collect_evidence(caught.value))
     assert "`torch.ones(3).to(torch.float16)`" in finding.fix
     assert "or the same with torch.bfloat16" in finding.fix
+
+
+class Scripted(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        block = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)])
+        self.block = torch.jit.script(block)
+
+    def forward(self, x):
+        return self.block(x)
+
+
+@pytest.mark.parametrize(("layers", "name"), [(1, "block.0"), (2, "block")])
+def test_layer_of_torchscript(layers, name):
+    model = Scripted(layers).bfloat16()
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 3))
+    finding = decide_cause(collect_evidence(caught.value))
+    assert finding.message == f"{name} has bf16 weights and gets fp32"
+    assert "`x.to(torch.bfloat16)`" in finding.fix

@@ -88,6 +88,7 @@ _CPP_TYPES = re.compile(
     r"(?:got: |expected dtype )(?:c10::)?(\w+) (?:!= |for `\w+` but got dtype )(?:c10::)?(\w+)"
 )
 _CPP_NAMES = {"float": torch.float32, "double": torch.float64}
+_SCRIPT_ERROR = "failed in the TorchScript interpreter"
 _RENAMING_FILE = os.path.join("torch", "functional.py")
 _MAX_OPERANDS = 8  # operands of one operation that are examined
 
@@ -359,6 +360,8 @@ def _build_evidence(error: BaseException, frames: Sequence[CallFrame]) -> Eviden
         for owner in owners
         if isinstance(owner, nn.Module) and type(owner).__name__ != "GraphModule"
     ]
+    if _SCRIPT_ERROR in str(error) and modules:
+        operands.extend(_read_script_weight(str(error), modules[-1], names))
     return Evidence(
         error=error,
         frames=frames,
@@ -374,6 +377,23 @@ def _build_evidence(error: BaseException, frames: Sequence[CallFrame]) -> Eviden
         optimizer=find_optimizer(frames),
         model=modules[0] if modules else None,
     )
+
+
+def _read_script_weight(message: str, module: nn.Module, names: ModelNames) -> Iterator[Operand]:
+    """Yields the first weight of a module of TorchScript, if all its weights have one dtype, which
+    the message names. The interpreter of TorchScript has no Python frames. If several layers have
+    weights, it is not known which of them failed, and the weight stands for the whole module.
+    """
+    weights = [item for item in module.named_parameters() if item[1].is_floating_point()]
+    dtypes = {weight.dtype for _, weight in weights}
+    if len(dtypes) != 1 or not dtypes <= _read_dtypes(message):
+        return
+    name, weight = weights[0]
+    path = names.module_path(module)
+    if len({name.rpartition(".")[0] for name, _ in weights}) == 1:
+        path = f"{path}.{name}"
+    shape, device = tuple(weight.shape), weight.device
+    yield Operand(name, weight.dtype, shape, device, path, 0, ast.Name(name), weight, weight)
 
 
 def _read_operands(

@@ -108,10 +108,12 @@ def decide_cause(evidence: Evidence) -> Finding:
             finding = add_weight_origins(finding, evidence)
             finding = add_default_dtype_origin(finding, evidence)
             return check_fix(cast_before_later_uses(finding, evidence), evidence)
-    first_line = evidence.message.strip().partition("\n")[0]
+    lines = evidence.message.strip().splitlines() or [""]
+    # the messages of TorchScript end with the error, after its traceback
+    line = lines[-1] if "TorchScript" in lines[0] else lines[0]
     return make_finding(
         "RN000",
         evidence,
         operation=evidence.operation,
-        error=f"{type(evidence.error).__name__}: {first_line}",
+        error=f"{type(evidence.error).__name__}: {line}",
     )
