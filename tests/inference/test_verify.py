@@ -48,7 +48,7 @@ from tests.models import SIZES, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from isotype.errors import UsageError
+from isotype.errors import RunError, UsageError
 
 gguf = pytest.importorskip("gguf")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
@@ -228,14 +228,21 @@ def test_a_changed_tensor_is_named(llama, tmp_path, change: str) -> None:
         assert "not finite" in result["differences"][0]["message"]
 
 
-def test_a_file_of_the_base_is_named_as_not_merged(llama, tmp_path) -> None:
+def test_a_file_of_the_base_is_named_as_not_merged(llama, tmp_path, monkeypatch) -> None:
     export_model(llama.base, tmp_path / "base.gguf", "BF16")
     result = verify(llama.run, tmp_path / "base.gguf")
     assert result["differences"][0]["name"] == "adapter"
     assert "not merged" in result["differences"][0]["message"]
     assert result["kept"] == pytest.approx(0.0, abs=0.01)
+
+    def refuse(path, text):
+        raise RunError(f"could not write {path}: Permission denied", code="CK001")
+
+    # the run of another user: the result is shown, although it cannot be stored
+    monkeypatch.setattr("isotype.inference.verify.result.write_text", refuse)
     outcome = invoke("verify", llama.run, "--file", tmp_path / "base.gguf")
     assert outcome.exit_code == 1
+    assert "Permission denied; the result is only shown here" in outcome.stderr
     assert "keeps less than --keep 0.9" in outcome.stdout
     assert "higher learning rate" in outcome.stdout
 

@@ -88,6 +88,24 @@ def test_a_run_writes_all_files_of_the_design(default_run, workshop):
     assert plain.peft_config["default"].r == 4
 
 
+def test_a_finished_run_resumed_with_other_evaluation_rows_shows_no_loss_of_the_earlier_rows(
+    run_copy, capsys
+):
+    run = run_copy
+    assert result_of(run)["eval_loss"] is not None
+    other_rows = load(
+        run / "resolved.yaml",
+        [f"run.folder={run}", "data.eval_split=0.3"],
+        resolved=True,
+        consent=True,
+    )
+    assert train(other_rows, resume=run) == 0
+    result, printed = result_of(run), capsys.readouterr().out
+    assert (result["eval_loss"], result["best_eval_loss"]) == (None, None)
+    assert "the best is chosen anew" in printed
+    assert "on 1 evaluation row;" in printed
+
+
 def test_one_row_shows_a_wrong_scale_in_the_saved_adapter(configured, monkeypatch):
     save = LanguageTask.save
 

@@ -6,13 +6,14 @@ that they write.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import UsageError
+from ..errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from ..inference.loaded import LoadedRun
@@ -116,6 +117,18 @@ def _refuse_server_options(options: dict[str, object]) -> None:
             raise UsageError(f"{option} has no effect without --served")
 
 
+def _store_result(run: LoadedRun, name: str, content: dict[str, Any]) -> None:
+    """Stores a result in the run's folder. If this folder cannot be written, because the run is
+    another user's, prints a warning: the result was measured and is shown.
+    """
+    from ..inference.verify.result import store_result
+
+    try:
+        store_result(run, name, content)
+    except (RunError, UsageError) as error:
+        print(f"warning   {error.message}; the result is only shown here", file=sys.stderr)
+
+
 def verify_served(
     run: Path,
     url: str,
@@ -138,7 +151,6 @@ def verify_served(
     from ..inference.served.compare import compare_server
     from ..inference.served.compute import compute_expectations
     from ..inference.verify.measure import DEFAULT_ROWS, MIN_KEPT
-    from ..inference.verify.result import store_result
 
     loaded = load_run(run, as_served=False)
     expectations = compute_expectations(
@@ -146,7 +158,7 @@ def verify_served(
     )
     min_kept = MIN_KEPT if keep is None else keep
     result = compare_server(expectations, server, url=address.url, min_kept=min_kept)
-    store_result(loaded, address.url, result.to_json())
+    _store_result(loaded, address.url, result.to_json())
     return result
 
 
@@ -172,7 +184,6 @@ def verify_written(
     """
     from ..inference.loaded import load_run
     from ..inference.verify.measure import DEFAULT_ROWS, MIN_KEPT, verify_file
-    from ..inference.verify.result import store_result
 
     loaded = load_run(run, as_served=False) if load is None else load(run)
     verification = verify_file(
@@ -181,5 +192,5 @@ def verify_written(
         row_count=DEFAULT_ROWS if verify_rows is None else verify_rows,
         min_kept=MIN_KEPT if keep is None else keep,
     )
-    store_result(loaded, verification.file, verification.to_json())
+    _store_result(loaded, verification.file, verification.to_json())
     return verification

@@ -89,7 +89,8 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     try:
         write_text(target, text)
     except RunError as error:
-        raise UsageError(error.message, fix=error.fix) from None
+        fix = error.fix if out else f"{error.fix}, or write it elsewhere: --out FILE"
+        raise UsageError(error.message, fix=fix) from None
     return target
 
 

@@ -99,7 +99,11 @@ def _save_and_verify(loop: Loop, prepared: Prepared, world: World) -> dict[str, 
         "base": task.base_name if kind == "adapter" else None,
         "steps": progress.step,
         "of_step": result_step,
-        "eval_loss": _evaluation_loss(loop, result_step),
+        # a resume with other evaluation rows chooses the best anew, and the losses on the earlier
+        # rows are not those of this result
+        "eval_loss": (
+            _evaluation_loss(loop, result_step) if math.isfinite(progress.best_loss) else None
+        ),
         "whole_eval_loss": _whole_evaluation_loss(loop, result_step),
         "eval_set": _describe_eval_set(loop),
         "best_eval_loss": (
@@ -345,7 +349,7 @@ def _verify_result(
     return reloaded_evaluation
 
 
-def print_result(result: dict[str, Any], console: RunConsole) -> None:
+def print_result(result: dict[str, Any], console: RunConsole, *, has_eval_rows: bool) -> None:
     path = result.get("adapter") or result.get("model")
     console.print_line()
     best_loss = result["best_eval_loss"]
@@ -368,7 +372,7 @@ def print_result(result: dict[str, Any], console: RunConsole) -> None:
     check = result["check"]
     losses = f"loss {check['reloaded_loss']:.4f}, trained {check['trained_loss']:.4f}"
     equal_text = f"{pluralise(check['tensors'], 'tensor')} equal"
-    rows = "evaluation row" if best_loss is not None else "training row"
+    rows = "evaluation row" if has_eval_rows else "training row"
     console.print_line(
         f"checked   loaded into a fresh base: {losses}, on {pluralise(check['rows'], rows)}; {equal_text}"
     )

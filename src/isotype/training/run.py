@@ -369,7 +369,7 @@ class _TrainingRun:
             raise loop.add_last_good_checkpoint(error) from error
         if first:
             folder.write_json("result.json", result)
-            print_result(result, console)
+            print_result(result, console, has_eval_rows=bool(self.task.eval_rows))
             if report_path := self._write_report():
                 result["report"] = report_path
         return 0, result
