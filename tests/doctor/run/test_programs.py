@@ -1072,6 +1072,14 @@ TRUTH = {
         " sin in bf16; cos is bf16: ",
         ".to(torch.bfloat16)` at tests/doctor/run/programs/kernel_check.py:3",
     ),
+    "dtype_table": Truth(
+        "RN043",
+        "return bytes([self.codes[dtype]]) + tensor.numpy().tobytes()",
+        "write",
+        "`self.codes` (tests/doctor/run/programs/dtype_table.py:17) has no entry for uint16, the dtype"
+        " of `tensor`: `torch.tensor(read_image(seed))`",
+        "`torch.tensor(read_image(seed)).to(torch.int32)` at tests/doctor/run/programs/dtype_table.py:25",
+    ),
     "decorated_forward": Truth(
         "RN001",
         "return self.proj(hidden) * scale",

@@ -301,10 +301,17 @@ def _is_about_dtypes(error: BaseException) -> bool:
     """True if an error names a dtype, or if a check of dtypes raised it. The message of a check may
     say nothing, as that of `assert x.dtype == y.dtype`.
     """
-    if _mentions_dtype(error):
+    if _mentions_dtype(error) or read_missing_dtype(error) is not None:
         return True
     frames = collect_frames(error)
     return bool(frames) and bool(find_check_operands(frames))
+
+
+def read_missing_dtype(error: BaseException) -> torch.dtype | None:
+    """Returns the dtype that is not in a dict, for the KeyError of `TABLE[x.dtype]`."""
+    if not isinstance(error, KeyError) or len(error.args) != 1:
+        return None
+    return error.args[0] if isinstance(error.args[0], torch.dtype) else None
 
 
 def _mentions_dtype(error: BaseException) -> bool:
@@ -342,7 +349,8 @@ def _concerns_torch(evidence: Evidence) -> bool:
     is_conversion = any(pattern.search(message) for pattern in patterns)
     is_conversion = is_conversion or "unsupported ScalarType" in message  # to NumPy
     is_about_weights = NEEDS_ONE_DTYPE.search(message) and evidence.names.roots
-    if is_conversion or is_about_weights or evidence.in_backward:
+    is_missing = read_missing_dtype(evidence.error) is not None
+    if is_conversion or is_missing or is_about_weights or evidence.in_backward:
         return True
     return bool(evidence.operands) or is_torch_file
 

@@ -41,6 +41,7 @@ from .optimizers import (
     find_stale_optimizer_states,
 )
 from .quantised import find_unquantised_operand
+from .tables import find_missing_table_entry
 from .weights import (
     find_gathered_operand,
     find_integer_parameter,
@@ -65,6 +66,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     find_numpy_dtype,
     find_numpy_conversion,
     find_unconvertible_array,
+    find_missing_table_entry,
     find_wrong_indices,
     find_wrong_mask,
     find_mask_arithmetic,
