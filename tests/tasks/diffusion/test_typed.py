@@ -355,7 +355,7 @@ REFUSED = (
     (
         "sd3",
         {"adapter": {"start_from": "nowhere"}},
-        "nowhere/adapter_model.safetensors: no such file",
+        "adapter.start_from: nowhere: no such folder",
     ),
     (
         "sd3",
