@@ -73,7 +73,7 @@ TRUTH = {
         "return self.base(x) + self.lora_B(self.lora_A(x))",
         "1.lora_A",
         "1.lora_A.weight is fp32",
-        'with torch.autocast("cpu", dtype=torch.bfloat16)',
+        'with torch.autocast("cpu", dtype=torch.bfloat16): loss = model(x).float().square().mean()',
     ),
     "fused_backward": Truth(
         "RN005",
@@ -144,6 +144,14 @@ TRUTH = {
         "its dtype is the default of `Settings(width=width)`"
         " (tests/doctor/run/programs/config_field.py:26)",
         ".to(torch.bfloat16)` at tests/doctor/run/programs/config_field.py:22",
+    ),
+    "residual_stream": Truth(
+        "RN001",
+        "x = x + self.mixer(self.first_norm(x))",
+        "layer.first_norm",
+        "the weights of layer.first_norm are bf16",
+        "`x = x.to(torch.bfloat16)` before tests/doctor/run/programs/residual_stream.py:18",
+        "`positions.to(torch.bfloat16)` at tests/doctor/run/programs/residual_stream.py:33",
     ),
     "short_ids": Truth(
         "RN015",
@@ -226,7 +234,7 @@ TRUTH = {
         "return model(x)",
         "1",
         "autocast is on in the thread that waits",
-        "in the function that the thread runs, score",
+        "return model(x)  (tests/doctor/run/programs/thread.py:19)",
     ),
     "checkpoint": Truth(
         "RN019",
@@ -254,14 +262,14 @@ TRUTH = {
         "predictions = logits.numpy().argmax(-1)",
         "accuracy",
         "`logits` is bf16",
-        "numpy_metric.py:13, and `scores.cpu().float()` at line 14",
+        "numpy_metric.py:13, and `scores.cpu().float()` at",
     ),
     "numpy_adapter": Truth(
         "RN013",
         "return load_file(path)",
         "read_adapter",
         "the file holds a tensor in bf16, a dtype that NumPy does not have",
-        "read the file with `safetensors.torch.load_file` and convert with `.float().numpy()`",
+        "`{name: tensor.float().numpy() for name, tensor in safetensors.torch.load_file(path).items()}`",
     ),
     "numpy_buffer": Truth(
         "RN013",
@@ -299,7 +307,7 @@ TRUTH = {
         'model(batch["input_ids"]).float().sum().backward()',
         "0",
         "the cast `v.to(torch.bfloat16)` (tests/doctor/run/programs/float_ids.py:13) makes them",
-        "leave integer tensors out of this cast",
+        "`v.to(torch.bfloat16) if v.is_floating_point() else v` at",
     ),
     "integer_counts": Truth(
         "RN016",
@@ -313,14 +321,14 @@ TRUTH = {
         "return scores.masked_fill(mask, constant).softmax(-1)",
         "masked_attention",
         "`scores` is fp16",
-        "torch.finfo(scores.dtype).min",
+        "`scores.masked_fill(mask, torch.finfo(scores.dtype).min)` at",
     ),
     "out_buffer": Truth(
         "RN008",
         "return torch.matmul(x, self.weight, out=buffer)",
         "Project",
         "buffer is fp32",
-        "leave out= away",
+        "`buffer.copy_(torch.matmul(x, self.weight))` at",
     ),
     "projected_gradient": Truth(
         "RN017",
@@ -426,7 +434,7 @@ TRUTH = {
         "hidden = self.embed(input_ids)",
         "embed",
         "`v.to(DEVICE, dtype=dtype)` (tests/doctor/run/programs/batch_helper.py:26) makes them",
-        "leave integer tensors out of this cast (tests/doctor/run/programs/batch_helper.py:26)",
+        "`v.to(DEVICE, dtype=dtype) if v.is_floating_point() else v` at",
     ),
     "collator_cast": Truth(
         "RN001",
@@ -487,13 +495,14 @@ TRUTH = {
         "language.model.layers.0.self_attn.q_proj",
         "builds the weights of projector in fp32, the default dtype",
         "`hidden.to(torch.bfloat16)` at",
+        "`prefix.to(torch.bfloat16)` at tests/doctor/run/programs/projected_prefix.py:28",
     ),
     "trainer_collator": Truth(
         "RN015",
         "Trainer(model, settings, data_collator=collate, train_dataset=rows).train()",
         "model.decoder.embed_tokens",
         "the cast `tensor.to(torch.bfloat16)` (tests/doctor/run/programs/trainer_collator.py:15)",
-        "leave integer tensors out of this cast",
+        "`tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor` at",
     ),
     "steered_layers": Truth(
         "RN001",
@@ -522,7 +531,7 @@ TRUTH = {
         "complex_queries = torch.view_as_complex(queries.unflatten(-1, (-1, 2)))",
         "rotate",
         "is bf16, and PyTorch implements view_as_complex on cpu for other dtypes only",
-        ":11, and the same at line 12; the result is complex",
+        ":11, and `keys.unflatten(-1, (-1, 2)).float()` at tests/doctor/run/programs/complex_rotary.py:12",
     ),
     "polar_table": Truth(
         "RN014",
@@ -558,7 +567,7 @@ TRUTH = {
         "LSTM",
         "`torch.zeros(1, batch, 4)` creates a tensor in fp32",
         "`torch.zeros(1, batch, 4, dtype=torch.bfloat16)` at"
-        " tests/doctor/run/programs/lstm_state.py:13, and the same for the other tensors",
+        " tests/doctor/run/programs/lstm_state.py:13, for each such call of the line",
     ),
     "compiled_input": Truth(
         "RN001",
@@ -654,8 +663,7 @@ TRUTH = {
         "shared",
         "forward took the bf16 copy of shared.weight from the cache of autocast"
         " (tests/doctor/run/programs/saved_casts.py:39)",
-        "cache_enabled=False in the call of autocast"
-        " (tests/doctor/run/programs/saved_casts.py:39), which casts each weight anew",
+        "cache_enabled=False)` at tests/doctor/run/programs/saved_casts.py:39, which casts each",
     ),
     "lazy_buffers": Truth(
         "RN002",
@@ -713,6 +721,7 @@ TRUTH = {
         "Conv2d",
         "the explicit cast `noise.float()` makes it fp32",
         "`scaled.to(torch.bfloat16)`",
+        "`(0.1 * noise.float()).to(torch.bfloat16)` at",
     ),
     "checkpoint_segments": Truth(
         "RN001",
@@ -747,7 +756,7 @@ TRUTH = {
         "spectrum = torch.fft.rfft(self.inner(x), dim=1)",
         "Mixer",
         "`self.inner(x)` is bf16, and PyTorch implements rfft on cpu",
-        "computed_operand.py:21, and the same at line 22 for `torch.view_as_complex(self.kernel)`",
+        "computed_operand.py:21, and `self.kernel.float()` at",
     ),
     "unpacked_tables": Truth(
         "RN011",
@@ -777,8 +786,7 @@ TRUTH = {
         "fp32 is the default dtype, which `torch.set_default_dtype(dtype)`"
         " (tests/doctor/run/programs/two_defaults.py:10) set in the call"
         " `Calculator(torch.float32)` at tests/doctor/run/programs/two_defaults.py:30",
-        "torch.set_default_dtype(torch.float64) again before the call that runs"
-        " tests/doctor/run/programs/two_defaults.py:26",
+        "`torch.set_default_dtype(torch.float64)` before tests/doctor/run/programs/two_defaults.py:",
     ),
     "restored_average": Truth(
         "RN008",
@@ -810,6 +818,7 @@ TRUTH = {
         "`torch.linspace(1.0, 0.1, 4)` creates a tensor in fp32"
         " (tests/doctor/run/programs/library_attribute.py:9)",
         "`noisy.to(torch.bfloat16)`",
+        "`(get_sigmas(torch.tensor([0, 2])) * noise).to(torch.bfloat16)` at",
     ),
     "narrow_adapters": Truth(
         "RN006",
@@ -854,7 +863,7 @@ TRUTH = {
         "log",
         "`torch.ones(3, dtype=torch.bfloat16)` (tests/doctor/run/programs/gathered_metric.py:19)"
         " creates it in bf16",
-        "`self.gather(rewards).cpu().float()` before the conversion",
+        "`self.gather(rewards).cpu().float()` at",
     ),
     "typed_activation": Truth(
         "RN006",
@@ -929,7 +938,7 @@ TRUTH = {
         "`self.table.weight` made key and value fp32"
         " (tests/doctor/run/programs/cached_prefix.py:27), because `cache.update(",
         "`key.expand(1, -1, -1, -1).to(torch.bfloat16)` at"
-        " tests/doctor/run/programs/cached_prefix.py:29, and the same",
+        " tests/doctor/run/programs/cached_prefix.py:29 and `value.expand(1, -1, -1, -1)",
     ),
     "output_fields": Truth(
         "RN001",
@@ -1108,7 +1117,7 @@ TRUTH = {
         "return torch.stft(signal, 16, window=window, return_complex=True).abs()",
         "Spectrum",
         "`signal` is bf16, and PyTorch implements stft on cpu for other dtypes only",
-        "`signal.float()` at tests/doctor/run/programs/spectrum.py:18, and `window.float()`",
+        "`signal.float()`, and `window.float()` at tests/doctor/run/programs/spectrum.py:18",
     ),
     "stored_weights": Truth(
         "RN014",
@@ -1116,7 +1125,7 @@ TRUTH = {
         "Scale",
         "`Scale().to(torch.float8_e4m3fn)` (tests/doctor/run/programs/stored_weights.py:19) made"
         " the weights fp8_e4m3",
-        "model.to(torch.bfloat16) before its forward",
+        "`model.to(torch.bfloat16)` before tests/doctor/run/programs/stored_weights.py:25",
     ),
     "trainer_norms": Truth(
         "RN001",
@@ -1223,7 +1232,7 @@ TRUTH = {
         "Linear",
         "the data of `index / 4` (tests/doctor/run/programs/float_rows.py:8) are fp64, because a"
         " DataLoader makes fp64 tensors of Python's floats",
-        ".to(torch.float32)` at",
+        "`values[:, None].float()` at",
     ),
     "formatted_rows": Truth(
         "RN001",
@@ -1240,6 +1249,7 @@ TRUTH = {
         "`torch.linspace(0, 1, 8)` creates a tensor in fp32"
         " (tests/doctor/run/programs/stored_argument.py:34)",
         "`shifted.to(torch.bfloat16)` at",
+        "`self.table.to(torch.bfloat16)` at",
     ),
     "validation_cast": Truth(
         "RN006",
@@ -1263,8 +1273,7 @@ TRUTH = {
         "self.distribution = MultivariateNormal(mean, covariance_matrix=covariance)",
         "__init__",
         "`covariance` is fp16, and PyTorch implements cholesky",
-        "`covariance.float()` at tests/doctor/run/programs/beam_distribution.py:13, and"
-        " `mean.float()`",
+        "`covariance.float()`, and `mean.float()` at tests/doctor/run/programs/beam_distribution.py:13",
     ),
     "engine_check": Truth(
         "RN020",

@@ -18,7 +18,7 @@ from .model_casts import (
     reads_default_dtype,
 )
 from .producer import Producer
-from .weight_record import RECORD
+from .weight_record import RECORD, DefaultDtypeEvent
 
 _GETTER = "torch.get_default_dtype()"
 
@@ -60,10 +60,19 @@ def _has_default_dtype(operand: Operand, producer: Producer) -> bool:
     return isinstance(call, ast.Call) and not producer.reason and creates_in_default_dtype(call)
 
 
+def _find_line_after(evidence: Evidence, setter: DefaultDtypeEvent) -> str:
+    """Returns the running line of the innermost function in which the default dtype was set."""
+    codes = {call.code for call in setter.calls}
+    frames = [frame for frame in evidence.frames if frame.is_user_code]
+    common = [frame for frame in frames if frame.code in codes]
+    return (common or frames)[-1 if common else 0].location
+
+
 def _set_default_again(evidence: Evidence, operand: Operand, producer: Producer) -> str:
     """Returns a fix for a program that sets two default dtypes, one after the other, or ""."""
     others = evidence.floating_dtypes - {operand.dtype}
-    earlier = {event.dtype for event in RECORD.default_dtype_events} & others
+    events = RECORD.default_dtype_events
+    earlier = {event.dtype for event in events} & others
     if len(earlier) != 1:
         return ""
     dtype = earlier.pop()
@@ -75,7 +84,7 @@ def _set_default_again(evidence: Evidence, operand: Operand, producer: Producer)
         return ""
     dtype_name = format_dtype(dtype)
     return (
-        f"torch.set_default_dtype({dtype}) again before the call that runs {producer.location} for"
-        f" what was built in {dtype_name}; or, if all callers need {dtype_name}, `{code}` at"
+        f"`torch.set_default_dtype({dtype})` before {_find_line_after(evidence, events[-1])} for what"
+        f" was built in {dtype_name}; or, if all callers need {dtype_name}, `{code}` at"
         f" {producer.location}, and the same for the other tensors in the default dtype"
     )

@@ -183,6 +183,27 @@ def _list_locations(tensor: torch.Tensor) -> set[str]:
     }
 
 
+def is_promoted_at(tensor: torch.Tensor, location: str) -> bool:
+    """True if the record shows that an operation at a line gave a tensor its wider dtype."""
+    event = None if RECORD.tensors is None else RECORD.tensors.event_of(tensor)
+    calls = [
+        part.calls[0]
+        for part in (() if event is None else event.chain())
+        if part.kind == "promotion" and part.calls
+    ]
+    return any(make_called_frame(*call).location == location for call in calls)
+
+
+def find_deciding_weight(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the weight from which a tensor has its dtype, also through casts to the dtype of
+    another tensor, or None.
+    """
+    event = None if RECORD.tensors is None else RECORD.tensors.event_of(tensor)
+    last = None if event is None else list(event.chain())[-1]
+    source = None if last is None or last.operand is None else last.operand()
+    return source if source is not None and source.dtype == tensor.dtype else None
+
+
 def find_failed_call(error: BaseException) -> FailedCall | None:
     """Returns the record of the PyTorch function that raised this error."""
     record = RECORD.tensors

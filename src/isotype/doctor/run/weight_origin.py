@@ -60,6 +60,14 @@ class WeightOrigin:
         return actions.get(self.kind, f"made {weights} {dtype_name}")
 
     @property
+    def is_load_without_dtype(self) -> bool:
+        """True for a call that loads a model and names no dtype."""
+        if self.call is None or self.kind != "loading":
+            return self.call is not None and self.kind == "checkpoint"
+        names = {keyword.arg for keyword in self.call.keywords}
+        return names.isdisjoint((*DTYPE_KEYWORDS, None))
+
+    @property
     def removable_text(self) -> str:
         """The part of a cast that a fix leaves out: `.half()` of `Model(8).half()`, and otherwise the
         whole call.
@@ -90,6 +98,14 @@ class WeightOrigin:
             return source_text(call)
         if self.kind == "default":
             return f"{self.text}.to({dtype})"
+        match self.call:
+            case ast.Call(
+                ast.Name("setattr"), [owner, name, ast.Call(_, [content, *_]) as parameter]
+            ):
+                data_cast = ast.parse(f"({ast.unparse(content)}).to({dtype})", mode="eval").body
+                rest = parameter.args[1:]
+                value = ast.Call(parameter.func, [data_cast, *rest], parameter.keywords)
+                return source_text(ast.Call(self.call.func, [owner, name, value], []))
         function = self.call.func
         if self.kind == "adapters":
             keywords = [key for key in self.call.keywords if key.arg != ADAPTER_KEYWORD]
@@ -99,6 +115,9 @@ class WeightOrigin:
         if is_cast and isinstance(function, ast.Attribute):
             return f"{ast.unparse(function.value)}.to({dtype})"
         keywords = [key for key in self.call.keywords if key.arg not in DTYPE_KEYWORDS]
-        keywords.append(ast.keyword("dtype", ast.parse(str(dtype), mode="eval").body))
+        # models of diffusers have the older name; those of transformers are of kind `checkpoint`
+        has_older_name = self.kind == "loading" and self.is_load_without_dtype
+        keyword = "torch_dtype" if has_older_name else "dtype"
+        keywords.append(ast.keyword(keyword, ast.parse(str(dtype), mode="eval").body))
         call = ast.Call(function, self.call.args, keywords)
         return source_text(call)

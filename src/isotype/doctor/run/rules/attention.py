@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 
 from ....finding import Finding
-from ..evidence import Evidence
+from ..evidence import Evidence, Operand
 from .findings import make_finding, make_operand_finding
 from .operands import (
     add_brackets,
@@ -49,10 +50,24 @@ def find_attention_operand(evidence: Evidence) -> Finding | None:
         is_in_user_line=evidence.frames[odd.frame_index] is evidence.user_frame,
         is_cast=producer.kind == "cast" and producer.is_proven,
         source_casts=list_source_casts(producer, others[0].dtype),
-        stored=add_brackets(producer.stored) if producer.stored else "",
-        stored_at=producer.stored_at,
+        stored=" and ".join(_cast_stored(evidence, operands, odd, others[0].dtype)),
         set_by=describe_setting(evidence, producer, odd.dtype, others[0].dtype),
     )
+
+
+def _cast_stored(
+    evidence: Evidence, operands: Sequence[Operand], odd: Operand, target: torch.dtype
+) -> list[str]:
+    """Returns code that casts the operands of one dtype where the user's code stores them in an
+    object of a library, such as a cache. Returns an empty list if it does not store the first one.
+    """
+    producers = [evidence.producer_of(o) for o in operands if o.dtype == odd.dtype]
+    if not evidence.producer_of(odd).stored:
+        return []
+    codes = [
+        f"`{add_brackets(p.stored)}.to({target})` at {p.stored_at}" for p in producers if p.stored
+    ]
+    return list(dict.fromkeys(codes))
 
 
 def find_attention_mask(evidence: Evidence) -> Finding | None:

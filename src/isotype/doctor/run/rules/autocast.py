@@ -66,12 +66,14 @@ def find_lost_autocast(evidence: Evidence) -> Finding | None:
         return None
     start = max(i for i, frame in enumerate(evidence.frames) if starts_thread(frame))
     frames = [*evidence.frames[start:], *evidence.frames]
-    function = next(frame.function for frame in frames if frame.is_user_code)
+    frame = next(frame for frame in frames if frame.is_user_code)
     return make_finding(
         "RN004",
         evidence,
         region_at=evidence.autocast.lost_at,
-        function=function,
+        function=frame.function,
+        call=frame.text,
+        call_at=frame.location,
         **_describe_uncast_operands(evidence, operands, half_dtype),
     )
 
@@ -86,7 +88,13 @@ def find_custom_backward(evidence: Evidence) -> Finding | None:
         return None
     first = operands[0]
     second = first_of_other_dtype(operands)
-    is_decorated = any(frame.function == "decorate_bwd" for frame in evidence.frames)
+    output = _find_output(evidence)
+    if output is not None:  # its dtype is that of the result
+        second = output
+        first = first_of_other_dtype([output, *operands])
+    is_decorated = output is not None or any(
+        frame.function == "decorate_bwd" for frame in evidence.frames
+    )
     modes = [_setting_dtype(str(setting)) for setting in evidence.settings]
     has_autocast = evidence.other_region is not None or any(mode is not None for mode in modes)
     operator = _find_custom_operator(evidence)
@@ -136,6 +144,15 @@ def _is_unknown_to_autocast(node: ast.AST | None) -> bool:
     return False
 
 
+def _find_output(evidence: Evidence) -> Operand | None:
+    """Returns the tensor into which the failing call writes, or None. Autocast does not cast the
+    operands of such a call.
+    """
+    call = evidence.failing_frame.expression
+    output = node_keyword(call, "out") if isinstance(call, ast.Call) else None
+    return next((operand for operand in evidence.operands if operand.node is output), None)
+
+
 def _find_custom_operator(evidence: Evidence) -> str:
     """Returns the name of the operator whose backward `torch.library.register_autograd` registered,
     such as `my_library::my_operator`, or "".
@@ -173,7 +190,7 @@ def find_call_outside_autocast(evidence: Evidence) -> Finding | None:
         text = f"{modes[0]} runs the training forward under autocast"
         dtype = _setting_dtype(str(modes[0]))
         device = evidence.device
-    frame = _outermost_call(evidence)
+    frame = find_outermost_call(evidence)
     unwrapping = None
     if is_prepared_model(evidence.frames, evidence.model):
         unwrapping = find_unwrapping(evidence.frames)
@@ -216,7 +233,7 @@ def _setting_dtype(setting: str) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}[match[1] or match[2]]
 
 
-def _outermost_call(evidence: Evidence) -> CallFrame:
+def find_outermost_call(evidence: Evidence) -> CallFrame:
     """Returns the user's frame that calls the model. The frame is the last one before the first
     frame that belongs to a module.
     """

@@ -13,6 +13,7 @@ from ....finding import Finding
 from ..evidence import MISSES_CAST, Evidence
 from ..expressions import CASTING_METHODS
 from ..model_casts import find_default_dtype_creation, find_model_cast
+from ..program_source import ProgramSource
 from ..recomputation import (
     Recomputation,
     find_changed_states,
@@ -103,8 +104,19 @@ def find_uncached_cast(evidence: Evidence) -> Finding | None:
         recomputed=format_dtype(dtype),
         decided="copies",
         region_at="" if region is None or not region.is_on else region.location,
+        uncached=_switch_cache_off(evidence, "" if region is None else region.location),
         function=recomputation.describe(evidence.names),
     )
+
+
+def _switch_cache_off(evidence: Evidence, location: str) -> str:
+    """Returns the source code of the call of autocast at a line, with its cache off, or ""."""
+    for source, call in ProgramSource(evidence.frames).list_calls("autocast"):
+        if source.location_of(call) == location:
+            keywords = [keyword for keyword in call.keywords if keyword.arg != "cache_enabled"]
+            keywords.append(ast.keyword("cache_enabled", ast.Constant(False)))
+            return ast.unparse(ast.Call(call.func, call.args, keywords))
+    return ""
 
 
 def _is_cast(node: ast.AST | None) -> bool:

@@ -22,7 +22,7 @@ from .backward import find_failed_operator
 from .checkpointing import find_changed_checkpoint, find_failed_recomputation, find_uncached_cast
 from .checks import find_failed_check
 from .findings import MAX_ROWS, make_finding
-from .fixes import cast_before_later_uses, check_fix
+from .fixes import cast_before_later_uses, check_fix, write_names_of_files
 from .indices import find_mask_arithmetic, find_wrong_indices, find_wrong_mask
 from .kernels import (
     find_constant_overflow,
@@ -109,7 +109,8 @@ def decide_cause(evidence: Evidence) -> Finding:
             finding = add_value_origins(finding, evidence)
             finding = add_weight_origins(finding, evidence)
             finding = add_default_dtype_origin(finding, evidence)
-            return check_fix(cast_before_later_uses(finding, evidence), evidence)
+            finding = check_fix(cast_before_later_uses(finding, evidence), evidence)
+            return write_names_of_files(finding, evidence)
     lines = evidence.message.strip().splitlines() or [""]
     # the messages of TorchScript end with the error, after its traceback
     line = lines[-1] if "TorchScript" in lines[0] else lines[0]

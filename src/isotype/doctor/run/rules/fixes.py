@@ -17,7 +17,10 @@ from ..evidence import Evidence
 from ..expressions import DTYPE_KEEPING_METHODS
 from ..frames import CallFrame, Scope
 from ..user_files import iterate_user_files
+from ..variable_uses import reaches_layer
 from ..weight_record import RECORD
+from .autocast import find_outermost_call
+from .operands import find_half_dtype, list_floating
 
 # code in backticks, and the place at which it has to be typed
 _CODE_OR_PLACE = re.compile(r"`(?P<code>[^`]+)`|(?: at|before) (?P<file>\S+):(?P<line>\d+)|[(;]")
@@ -41,6 +44,7 @@ def check_fix(finding: Finding, evidence: Evidence) -> Finding:
         fix = (finding.fix or "").replace(_ADVICE_TO_TRACE, "")
         finding = dataclasses.replace(finding, fix=fix)
     if places & library_files:
+        general_fix = _run_under_autocast(evidence) or general_fix
         return dataclasses.replace(finding, fix=general_fix)
     for code, file, line in _iterate_located_code(finding.fix or ""):
         if not _is_applicable(code, file, line, evidence):
@@ -48,12 +52,74 @@ def check_fix(finding: Finding, evidence: Evidence) -> Finding:
     return finding
 
 
+# functions whose operands autocast casts on each device
+_AUTOCAST_FUNCTIONS = frozenset(
+    ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d")
+)
+
+
+def _run_under_autocast(evidence: Evidence) -> str:
+    """Returns code that runs the user's call under autocast, if autocast would cast the operands of
+    the function of a library that failed, or "".
+    """
+    half = find_half_dtype(list_floating(evidence))
+    frame = find_outermost_call(evidence)
+    is_simple = isinstance(frame.statement, (ast.Assign, ast.Expr, ast.Return))
+    is_cast = evidence.operation in _AUTOCAST_FUNCTIONS and evidence.autocast.is_on is False
+    if half is None or not is_simple or not is_cast or evidence.autocast.location:
+        return ""
+    call = f"{frame.text}  ({frame.location})"
+    return f'with torch.autocast("{evidence.device}", dtype={half}): {call}'
+
+
+_TORCH_CAST = re.compile(r"\.to\(torch\.(?P<dtype>float32|float64|float16|bfloat16)\)")
+_CAST_METHODS = {"float32": "float", "float64": "double", "float16": "half", "bfloat16": "bfloat16"}
+_TORCH_NAME = re.compile(r"\btorch\.")
+
+
+def write_names_of_files(finding: Finding, evidence: Evidence) -> Finding:
+    """Writes the code of a fix with the name that `torch` has in the file where it has to be typed,
+    such as `th`. In a file that does not import torch, writes a cast as `.float()`.
+    """
+    fix = finding.fix or ""
+    for code, file, _ in list(_iterate_located_code(fix)):
+        if not _TORCH_NAME.search(code):
+            continue
+        tree = _find_tree(file, evidence)
+        name = "torch" if tree is None else _find_torch_name(tree)
+        if name == "torch":
+            continue
+        written = _TORCH_NAME.sub(f"{name}.", code)
+        if not name:
+            written = _TORCH_CAST.sub(lambda match: f".{_CAST_METHODS[match['dtype']]}()", code)
+        fix = fix.replace(f"`{code}`", f"`{written}`")
+        if not name and _TORCH_NAME.search(written):
+            fix += f"; {file} needs `import torch`"
+    return dataclasses.replace(finding, fix=fix) if finding.fix else finding
+
+
+def _find_tree(file: str, evidence: Evidence) -> ast.Module | None:
+    """Returns the syntax tree of a file of the user's program, by its path as it is printed."""
+    files = iterate_user_files(evidence.frames)
+    return next((tree for path, tree, _ in files if short_path(path) == file), None)
+
+
+def _find_torch_name(tree: ast.Module) -> str:
+    """Returns the name by which a file imports torch, or "" if it does not import it."""
+    for node in ast.walk(tree):
+        for alias in node.names if isinstance(node, ast.Import) else ():
+            if alias.name == "torch" or (alias.name.startswith("torch.") and not alias.asname):
+                return alias.asname or "torch"
+    return ""
+
+
 _CAST_IN_LINE = re.compile(r"`(?P<value>[^`]+)\.to\((?P<dtype>[\w.]+)\)` at (?P<at>\S+:\d+)")
 
 
 def cast_before_later_uses(finding: Finding, evidence: Evidence) -> Finding:
-    """Replaces a cast in the failing line by one before it, if a later line of the function uses the
-    same variable together with a tensor of the other dtype, and would fail in the same way.
+    """Replaces a cast in the failing line by one before it, if another use of the same variable would
+    fail next: a later line that uses it together with a tensor of the other dtype, or a layer that
+    gets it, such as the next norm of a residual stream.
     """
     match = _CAST_IN_LINE.fullmatch(finding.fix or "")
     if match is None or len(evidence.floating_dtypes) != 2:
@@ -64,15 +130,20 @@ def cast_before_later_uses(finding: Finding, evidence: Evidence) -> Finding:
             continue
         value = frame.variables.get(name)
         scope = frame.scope
-        if not isinstance(value, torch.Tensor) or scope is None or isinstance(scope, ast.Module):
+        if not isinstance(value, torch.Tensor) or scope is None:
             continue
         others = evidence.floating_dtypes - {value.dtype}
-        if len(others) == 1 and _has_later_use(scope, name, frame, others):
+        if len(others) != 1:
+            continue
+        dtype = match["dtype"]
+        if not isinstance(scope, ast.Module) and _has_later_use(scope, name, frame, others):
             partners = _list_variables(frame.expression, frame, others - {value.dtype}) - {name}
             # the function may be called with other dtypes too
-            dtype = f"{partners.pop()}.dtype" if len(partners) == 1 else match["dtype"]
-            code = f"`{name} = {name}.to({dtype})` before {match['at']}"
-            return dataclasses.replace(finding, fix=code)
+            dtype = f"{partners.pop()}.dtype" if len(partners) == 1 else dtype
+        elif dtype != str(next(iter(others))) or not reaches_layer(frame, name, next(iter(others))):
+            continue
+        code = f"`{name} = {name}.to({dtype})` before {match['at']}"
+        return dataclasses.replace(finding, fix=code)
     return finding
 
 
@@ -165,12 +236,8 @@ def _is_applicable(code: str, file: str, line: int, evidence: Evidence) -> bool:
     except SyntaxError:
         return False
     if not any(all(frame.has_variable(name) for name in names) for frame in frames):
-        trees = [
-            tree
-            for path, tree, _ in iterate_user_files(evidence.frames)
-            if short_path(path) == file
-        ]
-        return any(names <= _names_in_lines(tree, line) for tree in trees)
+        tree = _find_tree(file, evidence)
+        return tree is not None and names <= _names_in_lines(tree, line)
     running = [frame for frame in frames if frame.line == line]
     if any(_calls_in_place_function(frame, evidence) for frame in running):
         return False  # it would change a copy
@@ -194,7 +261,7 @@ def _names_in(code: str) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    return names - bound - {"torch", "nn"}
+    return names - bound - {"torch", "nn", "safetensors"}
 
 
 def _names_in_lines(tree: ast.Module, line: int) -> set[str]:

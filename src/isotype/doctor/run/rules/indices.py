@@ -12,7 +12,7 @@ from ..evidence import Evidence, Operand
 from ..expressions import node_keyword
 from ..producer import Producer
 from .findings import make_operand_finding
-from .operands import stands_in_user_line
+from .operands import cast_floats_only, stands_in_user_line
 
 _INDEX_ERROR = re.compile(
     r"argument #\d+ 'indices'|used as indices must be|index.*(?:int64|int32|long)"
@@ -55,6 +55,7 @@ def find_wrong_indices(evidence: Evidence) -> Finding | None:
         is_array=producer.is_proven and producer.text.startswith("torch.from_numpy("),
         source=producer.text,
         source_at=producer.location,
+        float_cast=cast_floats_only(producer.text),
     )
 
 

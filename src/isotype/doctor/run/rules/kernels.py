@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from ..frames import CallFrame
 from ..producer import Producer
 from ..recorded_origins import find_tensor_origin, was_integer
 from ..weight_origins import find_model_origin
+from .autocast import find_outermost_call
 from .findings import make_finding, make_operand_finding
+from .layers import find_holder
 from .operands import (
     FLOAT_ONLY_FUNCTIONS,
     HALF_DTYPES,
@@ -204,9 +206,14 @@ def _describe_stored_weights(evidence: Evidence, operand: Operand) -> dict[str, 
         return {}
     origin = find_model_origin(evidence.frames, evidence.model, operand.dtype)
     name = find_model_variable(evidence, list(evidence.model.parameters()))
+    name = name or find_holder(evidence, evidence.model)
+    frame = find_outermost_call(evidence)
+    location = frame.location
     return {
         "stored": "" if origin is None else origin.describe("the weights", operand.dtype_name),
-        "stored_cast": f"{name}.to(torch.bfloat16)" if name else "cast the model to torch.bfloat16",
+        "stored_cast": f"`{name}.to(torch.bfloat16)` before {location}"
+        if name
+        else f"cast the model to torch.bfloat16 before `{frame.text}` ({location})",
     }
 
 
@@ -299,12 +306,19 @@ def _find_later_calls(frame: CallFrame, dtype: torch.dtype) -> list[str]:
             continue
         name = ast.unparse(call.func)
         if name == function:
-            lines[call.lineno] = f"line {call.lineno}"
+            argument = ast.unparse(call.args[0]) if call.args else ""
+            lines[call.lineno] = _cast_at(argument, frame.location_of(call), call.lineno)
         elif name.startswith(FLOAT_ONLY_FUNCTIONS) and call.args and dtype in HALF_DTYPES:
             value = read_value(call.args[0], frame)
             if is_tensor(value) and value.dtype == dtype:
-                lines.setdefault(call.lineno, f"line {call.lineno} for `{ast.unparse(call)}`")
+                cast = _cast_at(ast.unparse(call.args[0]), frame.location_of(call), call.lineno)
+                lines.setdefault(call.lineno, cast)
     return [lines[line] for line in sorted(lines)]
+
+
+def _cast_at(text: str, location: str, line: int) -> str:
+    """Returns code that casts an argument of a later call to fp32, with its place."""
+    return f"`{add_brackets(text)}.float()` at {location}" if text else f"the same at line {line}"
 
 
 def find_in_place_result(evidence: Evidence) -> Finding | None:
@@ -398,4 +412,32 @@ def find_constant_overflow(evidence: Evidence) -> Finding | None:
     halves = [operand for operand in evidence.operands if operand.dtype == torch.float16]
     if "without overflow" not in evidence.message or not halves:
         return None
-    return make_operand_finding("RN018", evidence, halves[0])
+    value = passed_expression(evidence, halves[0], evidence.producer_of(halves[0]))
+    code = _replace_constant(evidence.user_frame, f"torch.finfo({value}.dtype)")
+    return make_operand_finding("RN018", evidence, halves[0], rewritten=code)
+
+
+def _replace_constant(frame: CallFrame, limits: str) -> str:
+    """Returns the source code of the running call in which `limits.min` or `limits.max` replaces the
+    one number that fp16 cannot hold, or "".
+    """
+    node = frame.expression
+    numbers = [] if node is None else list(_iterate_large_numbers(node, frame))
+    if not isinstance(node, ast.Call) or len(numbers) != 1:
+        return ""
+    text, number = numbers[0]
+    code = ast.unparse(node)
+    side = "min" if number < 0 else "max"
+    return code.replace(text, f"{limits}.{side}") if code.count(text) == 1 else ""
+
+
+def _iterate_large_numbers(node: ast.AST, frame: CallFrame) -> Iterator[tuple[str, float]]:
+    """Yields the numbers and the variables with numbers in an expression that fp16 cannot hold."""
+    for part in ast.iter_child_nodes(node):
+        if isinstance(part, (ast.UnaryOp, ast.Constant, ast.Name)):
+            value = read_value(part, frame)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if is_number and abs(value) > torch.finfo(torch.float16).max:
+                yield ast.unparse(part), value
+                continue
+        yield from _iterate_large_numbers(part, frame)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from ..frames import CallFrame
 from ..graph import find_widening_operation
 from ..modules import floating_weight_dtypes
 from ..producer import Producer, Promotion
-from ..recorded_calls import list_arrays_of_function
+from ..recorded_calls import is_promoted_at, list_arrays_of_function
 from ..recorded_origins import find_cast_in_call, find_construction
 from ..settings import find_arguments_without_autocast
 from ..weight_origins import WeightOrigin, find_model_origin
 from .findings import make_finding
+from .model_borders import reload_models
 from .operands import (
+    HALF_DTYPES,
     add_brackets,
     find_module_origin,
     find_setting,
@@ -82,6 +85,9 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         else "",
         path=producer.path,
         items=is_item and len(items) > 1,
+        reloads=" and ".join(reload_models(evidence, operand, weight, producer)),
+        recast=_cast_narrow_weights(evidence, operand, weight, producer),
+        item_casts=_cast_items(evidence, items, weight.dtype) if is_item else "",
         is_castable=_is_cast_by_autocast(operand.dtype) and _is_cast_by_autocast(weight.dtype),
         # autocast does not cast the operands of some functions, such as norms on a CPU
         autocast=evidence.autocast.is_on is not False,
@@ -96,6 +102,35 @@ def find_layer_input(evidence: Evidence) -> Finding | None:
         set_fix="" if setting is None else setting.fix,
         array_casts=_cast_arrays(evidence, operand, weight.dtype),
     )
+
+
+def _cast_narrow_weights(
+    evidence: Evidence, operand: Operand, weight: Operand, producer: Producer
+) -> str:
+    """Returns code that builds the weights of the module that computed an operand in the dtype of
+    the layer, if one is in bf16 and the other in fp16: no model mixes these two on purpose, while
+    norms are often kept in fp32.
+    """
+    if {operand.dtype, weight.dtype} != set(HALF_DTYPES):
+        return ""
+    origin = find_module_origin(evidence, producer, operand.dtype)
+    code = "" if origin is None else origin.with_dtype(weight.dtype)
+    return f"`{code}` at {origin.location}" if code and origin is not None else ""
+
+
+def _cast_items(evidence: Evidence, items: Sequence[Operand], dtype: torch.dtype) -> str:
+    """Returns code that creates the tensors of a list in another dtype, or "" if the line of one of
+    them is not known.
+    """
+    codes = []
+    for item in items:
+        producer = evidence.producer_of(item)
+        code = rebuild_creation(producer, str(dtype).removeprefix("torch."))
+        if not code or not producer.is_proven:
+            return ""
+        codes.append(f"`{code}` at {producer.location}")
+    text = " and ".join(dict.fromkeys(codes))
+    return f"{text}, for each such call of the line" if len(set(codes)) < len(codes) else text
 
 
 def _cast_arrays(evidence: Evidence, operand: Operand, dtype: torch.dtype) -> str:
@@ -185,13 +220,13 @@ def _explain_weights(
             name = type(evidence.model).__name__
             text = construction.describe(f"the weights of {name}", weight.dtype_name)
             facts["uncast"] = text
-            facts["holder"] = _find_holder(evidence, evidence.model)
+            facts["holder"] = find_holder(evidence, evidence.model)
             facts["input_dtype"] = str(operand.dtype)
     if model_origin is not None:
         weights = "the weights of the model"
         facts["model_origin"] = model_origin.describe(weights, weight.dtype_name)
         facts["model_origin_at"] = model_origin.location
-        if model_origin.kind == "checkpoint":
+        if model_origin.is_load_without_dtype:
             facts["reloaded"] = model_origin.with_dtype(operand.dtype)
     return facts
 
@@ -232,7 +267,7 @@ def _is_part(module: nn.Module, model: nn.Module | None) -> bool:
     return model is not None and any(part is module for part in model.modules())
 
 
-def _find_holder(evidence: Evidence, model: nn.Module) -> str:
+def find_holder(evidence: Evidence, model: nn.Module) -> str:
     """Returns the expression for a model in the user's line: a variable, or the attribute of an
     object, such as `pipe.vae`.
     """
@@ -305,9 +340,13 @@ def _proven_kind(producer: Producer) -> str:
 
 
 def _find_promotion(operand: Operand, producer: Producer) -> Promotion | None:
-    """Returns the operation that widened an operand, if autograd's graph confirms it."""
+    """Returns the operation that widened an operand, if the record or autograd's graph confirms it."""
     if not producer.is_proven or not producer.promotions:
         return None
+    if operand.tensor is not None:
+        recorded = [p for p in producer.promotions if is_promoted_at(operand.tensor, p.location)]
+        if recorded:
+            return recorded[0]
     operation = find_widening_operation(operand.tensor)
     matches = [promotion for promotion in producer.promotions if promotion.operation == operation]
     return matches[0] if matches else None

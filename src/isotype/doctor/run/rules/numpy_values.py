@@ -49,9 +49,19 @@ def find_numpy_dtype(evidence: Evidence) -> Finding | None:
         has=format_dtype(name),
         at=evidence.user_frame.location,
         use="file" if reads_file else "dtype",
+        loaded=_load_as_floats(call) if reads_file else "",
         numpy_dtype=name if name in _NUMPY_FLOATS else "float32",
         exists=name in _NUMPY_FLOATS,
     )
+
+
+def _load_as_floats(call: ast.AST | None) -> str:
+    """Returns code that reads the arrays of `load_file(...)` of safetensors by torch, in fp32, or ""."""
+    if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith("load_file"):
+        return ""
+    loading = source_text(ast.Call(ast.Name("load_file"), call.args, call.keywords))
+    tensors = f"safetensors.torch.{loading}.items()"
+    return f"{{name: tensor.float().numpy() for name, tensor in {tensors}}}"
 
 
 def find_numpy_conversion(evidence: Evidence) -> Finding | None:
@@ -93,9 +103,8 @@ def _find_later_conversions(frame: CallFrame) -> list[str]:
             case ast.Call(ast.Attribute(owner, "numpy")) if node.lineno > frame.line:
                 value = read_value(owner, frame)
                 if is_tensor(value) and value.dtype == torch.bfloat16:
-                    lines.append(
-                        f"`{add_brackets(ast.unparse(owner))}.float()` at line {node.lineno}"
-                    )
+                    cast = f"`{add_brackets(ast.unparse(owner))}.float()`"
+                    lines.append(f"{cast} at {frame.location_of(node)}")
     return lines
 
 

@@ -217,6 +217,16 @@ def is_in_user_file(location: str) -> bool:
     return os.path.exists(path) and not is_library_file(os.path.abspath(path))
 
 
+def cast_floats_only(text: str) -> str:
+    """Returns the code of a cast `value.to(dtype)` that leaves tensors of integers as they are, or ""
+    for a cast of another expression than a variable.
+    """
+    match ast.parse(text, mode="eval").body:
+        case ast.Call(ast.Attribute(ast.Name(name))):
+            return f"{text} if {name}.is_floating_point() else {name}"
+    return ""
+
+
 def add_brackets(text: str) -> str:
     """Puts an expression in brackets if this is needed to call a method on it."""
     tree = ast.parse(text, mode="eval").body

@@ -6,11 +6,13 @@ import ast
 import dataclasses
 import linecache
 from collections.abc import Sequence
+from typing import Any
 
 from ....finding import Finding, Place
 from ....observe.origin import short_path
 from ..checks import find_check_location
 from ..evidence import Evidence, Operand
+from ..program_source import ProgramSource
 from .findings import MAX_GROUPS, make_finding
 from .operands import (
     FLOAT_ONLY_FUNCTIONS,
@@ -51,6 +53,7 @@ def find_compiled_operands(evidence: Evidence) -> Finding | None:
             target=str(second.dtype),
             weight=paths[0] if paths else "",
             runs_eagerly=True,
+            **_change_backend(evidence),
         )
     file, line = evidence.compiled_location
     finding = make_finding(
@@ -63,6 +66,24 @@ def find_compiled_operands(evidence: Evidence) -> Finding | None:
         target=str(second.dtype),
     )
     return dataclasses.replace(finding, place=Place(file=short_path(file), line=line))
+
+
+def _change_backend(evidence: Evidence) -> dict[str, Any]:
+    """Returns the only call of `torch.compile` in the program with a backend that does not change the
+    program's operators, and its place, unless it has this backend already.
+    """
+    calls = [
+        (source, call)
+        for source, call in ProgramSource(evidence.frames).list_calls("compile")
+        if ast.unparse(call.func) == "torch.compile"
+    ]
+    if len(calls) != 1 or "aot_eager" in ast.unparse(calls[0][1]):
+        return {}
+    source, call = calls[0]
+    keywords = [keyword for keyword in call.keywords if keyword.arg != "backend"]
+    keywords.append(ast.keyword("backend", ast.Constant("aot_eager")))
+    code = ast.unparse(ast.Call(call.func, call.args, keywords)).replace("'", '"')
+    return {"compiled": code, "compiled_at": source.location_of(call)}
 
 
 def _has_no_half_kernel(evidence: Evidence) -> bool:

@@ -26,6 +26,7 @@ from ..recorded_origins import (
     is_cast_of_most_weights,
 )
 from ..weight_origins import WeightOrigin, find_model_origin, find_weight_origin
+from .autocast import find_outermost_call
 from .findings import format_share, make_finding, make_operand_finding
 from .operands import (
     HALF_DTYPES,
@@ -98,6 +99,7 @@ def find_packed_weight(evidence: Evidence) -> Finding | None:
         if weight is None:
             continue
         path = evidence.names.tensor_path(weight) or operand.path
+        origin = None if evidence.failing_frame.is_user_code else find_tensor_origin(weight)
         return make_finding(
             "RN025",
             evidence,
@@ -107,6 +109,8 @@ def find_packed_weight(evidence: Evidence) -> Finding | None:
             kind=type(weight).__name__,
             layer=path.rpartition(".")[0],
             at=evidence.failing_frame.location,
+            origin="" if origin is None else origin.short_text,
+            origin_at="" if origin is None else origin.location,
         )
     return None
 
@@ -211,9 +215,12 @@ def find_odd_weight(evidence: Evidence) -> Finding | None:
     others_origin = None
     if evidence.model is not None:
         others_origin = find_model_origin(evidence.frames, evidence.model, majority)
+    frame = find_outermost_call(evidence)
     return make_finding(
         "RN002",
         evidence,
+        call=frame.text,
+        call_at=frame.location,
         narrow_input=_cast_input_of_model_cast(evidence, origin, weight, others[0]),
         line_at=evidence.user_frame.location,
         origin="" if origin is None else origin.describe("it", weight.dtype_name),
