@@ -76,7 +76,8 @@ class Loading:
     missing      weights of the class that the files do not have; they get random values
     unexpected   tensors that the class does not use
     mismatched   tensors with another shape than in the class
-    narrowed     tensors that the class keeps in fp32, and that the files have in fewer bits
+    narrowed     tensors that the class keeps in fp32, and that the files have in fewer bits; without
+                 matrices such as a router's weight
     ties         for each weight that is tied to another weight, the name of that weight
     turn_end     the text of the special token that ends an answer in the chat template
     model        the model on the meta device; None if it could not be built
@@ -160,7 +161,14 @@ def _build_model(checkpoint: Checkpoint, loading: Loading) -> Any:
     for name, parameter in model.state_dict(keep_vars=True).items():
         stored = checkpoint.tensors.get(name)
         is_narrow = stored is not None and stored.dtype in ("bf16", "fp16")
-        if is_narrow and parameter.dtype == torch.float32 and loading.dtype != "fp32":
+        # DeepSeek-V3 publishes the weights of its routers in bf16, and the class computes in fp32
+        is_matrix = parameter.dim() > 1 and name.endswith(".weight")
+        if (
+            is_narrow
+            and not is_matrix
+            and parameter.dtype == torch.float32
+            and loading.dtype != "fp32"
+        ):
             loading.narrowed.append(name)
     return model
 
