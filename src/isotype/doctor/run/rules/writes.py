@@ -102,25 +102,19 @@ def find_write(evidence: Evidence) -> Finding | None:
         **_describe_later_writes(evidence.failing_frame, creation, values[0].dtype),
         **setting,
         out=has_out,
-        **_describe_output(evidence, destination, has_out),
+        copied=_copy_result(evidence, destination),
         out_at=source.location if source.text != destination.label else "",
     )
 
 
-def _describe_output(evidence: Evidence, destination: Operand, has_out: bool) -> dict[str, Any]:
-    """Returns the call without `out=` if its operands have one dtype, and whether they have several."""
-    inputs = {o.dtype for o in list_floating(evidence) if o is not destination}
-    if not has_out or len(inputs) > 1:
-        return {"is_mixed": has_out}
-    return {"copied": _copy_result(evidence.failing_frame)}
-
-
-def _copy_result(frame: CallFrame) -> str:
+def _copy_result(evidence: Evidence, destination: Operand) -> str:
     """Returns the source code of a call without `out=`, whose result is copied into this tensor and
-    so cast, or "" for the line of a library.
+    so cast, or "" for a call without `out=`, for a line of a library and for operands of several dtypes.
     """
+    frame = evidence.failing_frame
     call = frame.expression
-    if not isinstance(call, ast.Call) or not frame.is_user_code:
+    inputs = {o.dtype for o in list_floating(evidence) if o is not destination}
+    if not isinstance(call, ast.Call) or not frame.is_user_code or len(inputs) > 1:
         return ""
     outputs = [keyword.value for keyword in call.keywords if keyword.arg == "out"]
     keywords = [keyword for keyword in call.keywords if keyword.arg != "out"]
