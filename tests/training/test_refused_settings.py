@@ -94,7 +94,7 @@ ROWS = [
     ({"model": RANDOM | {"config": {"model_type": "lama"}}}, "lama"),
     ({"model": RANDOM | {"config": "nowhere.json"}}, "nowhere.json"),
     ({"adapter": {"targets": ["q_prj"]}}, "adapter.targets"),
-    ({"adapter": {"start_from": "nowhere"}}, "adapter_config.json"),
+    ({"adapter": {"start_from": "nowhere"}}, "adapter.start_from: nowhere: no such folder"),
     ({"adapter": {"vision": "lora"}}, "has no vision tower"),
 ]
 
