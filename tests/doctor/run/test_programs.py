@@ -1081,6 +1081,23 @@ TRUTH = {
         " sin in bf16; cos is bf16: ",
         ".to(torch.bfloat16)` at tests/doctor/run/programs/kernel_check.py:3",
     ),
+    "new_head": Truth(
+        "RN001",
+        "return self.head(hidden)",
+        "head",
+        "`nn.Linear(4, count + 2)` (tests/doctor/run/programs/new_head.py:23) builds head.weight in"
+        " fp32, the default dtype",
+        "`hidden.to(torch.float32)` at tests/doctor/run/programs/new_head.py:18",
+    ),
+    "attention_bias": Truth(
+        "RN011",
+        'raise RuntimeError("invalid dtype for bias, it should be that of query")',
+        "Attention",
+        "`torch.zeros(keep.shape)` made bias fp32 (tests/doctor/run/programs/attention_bias.py:26);"
+        " query is bf16",
+        "`torch.zeros(keep.shape, dtype=torch.bfloat16)` at"
+        " tests/doctor/run/programs/attention_bias.py:26",
+    ),
     "dtype_table": Truth(
         "RN043",
         "return bytes([self.codes[dtype]]) + tensor.numpy().tobytes()",

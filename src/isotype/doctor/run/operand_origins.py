@@ -12,7 +12,11 @@ from ...finding import Finding
 from .evidence import Evidence, Operand
 from .modules import floating_weight_dtypes
 from .producer import Producer
-from .recorded_origins import find_recorded_origin, find_tensor_origin
+from .recorded_origins import (
+    find_recorded_origin,
+    find_tensor_origin,
+    is_added_to_built_model,
+)
 from .weight_origin import WeightOrigin
 from .weight_record import RECORD
 
@@ -36,12 +40,14 @@ _SYMMETRIC_CODES = ("RN011", "RN017", "RN020")
 
 def find_operand_origin(evidence: Evidence, operand: Operand) -> WeightOrigin | None:
     """Returns the call that gave a parameter or buffer its dtype. Returns None for other operands,
-    and for weights that were built in the default dtype and never cast.
+    and for weights that were built in the default dtype together with their model, and never cast.
     """
     if operand.weight is None:
         return None
     origin = find_tensor_origin(operand.weight)
-    return None if origin is None or origin.kind == "default" else origin
+    if origin is None or origin.kind != "default":
+        return origin
+    return origin if is_added_to_built_model(evidence.model, operand.weight) else None
 
 
 def add_value_origins(finding: Finding, evidence: Evidence) -> Finding:

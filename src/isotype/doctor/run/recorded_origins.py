@@ -58,6 +58,28 @@ def find_tensor_origin(tensor: torch.Tensor) -> WeightOrigin | None:
     return _find_assignment(tensor) if event is None else read_origin(event)
 
 
+def is_added_to_built_model(model: nn.Module | None, weight: torch.Tensor) -> bool:
+    """True if a program built the layer of a weight after the module that contains it, such as a new
+    head that replaces the one of a model which was cast before.
+    """
+    for parent in () if model is None else model.modules():
+        for layer in parent.children():
+            if not any(weight is parameter for parameter in layer._parameters.values()):
+                continue
+            constructor = _read_constructor(type(parent))
+            others = [part for part in parent.children() if part is not layer]
+            return not _was_built_in(constructor, layer) and any(
+                _was_built_in(constructor, part) for other in others for part in other.modules()
+            )
+    return False
+
+
+def _was_built_in(constructor: CodeType | None, layer: nn.Module) -> bool:
+    """True if a weight of a layer was registered while a constructor ran."""
+    histories = RECORD.events_of(layer).values()
+    return any(call.code is constructor for events in histories for call in events[0].calls)
+
+
 def was_integer(tensor: torch.Tensor) -> bool:
     """True if a recorded call cast a tensor of integers to the dtype of this buffer."""
     event = None if RECORD.tensors is None else RECORD.tensors.event_of(tensor)
@@ -148,15 +170,18 @@ def _find_construction_in(
 
 def _find_constructor_call(event: WeightEvent, kind: type) -> tuple[CodeType, int] | None:
     """Returns the call of the user's code that ran the constructor of a class."""
-    constructor = getattr(
-        inspect.unwrap(inspect.getattr_static(kind, "__init__")), "__code__", None
-    )
+    constructor = _read_constructor(kind)
     codes = [call.code for call in event.calls]
     if constructor not in codes:
         return None
     last = max(index for index, code in enumerate(codes) if code is constructor)
     outer = event.calls[last + 1 :]
     return next((call[:2] for call in outer if not is_library_file(call.code.co_filename)), None)
+
+
+def _read_constructor(kind: type) -> CodeType | None:
+    constructor = inspect.unwrap(inspect.getattr_static(kind, "__init__"))
+    return getattr(constructor, "__code__", None)
 
 
 @dataclass(frozen=True, slots=True)

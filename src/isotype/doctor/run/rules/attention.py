@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import torch
 
 from ....finding import Finding
 from ..evidence import Evidence, Operand
+from ..producer import Producer
 from .findings import make_finding, make_operand_finding
 from .operands import (
     add_brackets,
@@ -16,8 +18,10 @@ from .operands import (
     describe_setting,
     find_odd_operand,
     have_different_dtypes,
+    is_in_user_file,
     list_floating,
     list_source_casts,
+    rebuild_creation,
 )
 
 
@@ -49,10 +53,21 @@ def find_attention_operand(evidence: Evidence) -> Finding | None:
         ),
         is_in_user_line=evidence.frames[odd.frame_index] is evidence.user_frame,
         is_cast=producer.kind == "cast" and producer.is_proven,
+        creation=_create_before_check(evidence, producer, others[0].dtype),
         source_casts=list_source_casts(producer, others[0].dtype),
         stored=" and ".join(_cast_stored(evidence, operands, odd, others[0].dtype)),
         set_by=describe_setting(evidence, producer, odd.dtype, others[0].dtype),
     )
+
+
+def _create_before_check(evidence: Evidence, producer: Producer, dtype: torch.dtype) -> str:
+    """Returns the code that created an operand, with another dtype, if a check of the program raised
+    the error: a cast at the line of the check would come too late. Otherwise returns "".
+    """
+    is_check = isinstance(evidence.user_frame.statement, ast.Raise)
+    if not is_check or not producer.is_proven or not is_in_user_file(producer.location):
+        return ""
+    return rebuild_creation(producer, str(dtype).removeprefix("torch."))
 
 
 def _cast_stored(
