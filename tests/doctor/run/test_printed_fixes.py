@@ -29,6 +29,7 @@ IN_WORDS = frozenset(
         "checkpoint_table",
         "custom_operator",
         "default_dtype",
+        "disabled_cast",
         "fused_backward",
         "integer_parameter",
         "kept_buffer",

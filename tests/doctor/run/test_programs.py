@@ -1089,6 +1089,14 @@ TRUTH = {
         " fp32, the default dtype",
         "`hidden.to(torch.float32)` at tests/doctor/run/programs/new_head.py:18",
     ),
+    "disabled_cast": Truth(
+        "RN005",
+        "return torch.mm(gradient, weight.t()), None, None",
+        "backward",
+        "the incoming gradient has the dtype of forward's output, the saved tensors have their stored"
+        " dtypes",
+        '@torch.amp.custom_fwd(device_type="cpu") on forward',
+    ),
     "attention_bias": Truth(
         "RN011",
         'raise RuntimeError("invalid dtype for bias, it should be that of query")',
@@ -1387,6 +1395,11 @@ def test_cause_place_and_fix(name, monkeypatch):
     assert finding.place.symbol == truth.symbol
     assert truth.cause in finding.cause
     assert truth.fix in finding.fix
+
+
+def test_cast_in_a_branch_that_did_not_run_is_not_named(monkeypatch):
+    finding = run_in_process("disabled_cast", monkeypatch)
+    assert "x.to(torch.bfloat16)" not in finding.render()
 
 
 def test_check_that_fails_for_a_shape_is_not_explained(monkeypatch):

@@ -12,6 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -44,7 +45,7 @@ class TensorFacts:
 
 
 _PLAIN_TYPES = (bool, int, float, str, list, tuple, dict, type(None))
-_COMPARED_TYPES = (bool, int, float, str, type(None), torch.dtype)
+_COMPARED_TYPES = (bool, int, float, str, type(None), torch.dtype, Enum)
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -262,6 +263,11 @@ def read_condition(node: ast.AST, frame: CallFrame) -> bool | None:
             if value is UNKNOWN:
                 return None
             return (value is None) == isinstance(comparison, ast.Is)
+        case ast.Compare(left, [ast.Is() | ast.IsNot() as comparison], [right]):
+            values = read_value(left, frame), read_value(right, frame)
+            if not all(isinstance(value, (bool, Enum)) for value in values):
+                return None
+            return (values[0] is values[1]) == isinstance(comparison, ast.Is)
         case ast.Compare(left, [comparison], [right]):
             return _compare(read_value(left, frame), comparison, read_value(right, frame))
         case ast.BoolOp(connective, values):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..arguments import read_defaults
-from ..bindings import iterate_result_code, iterate_returned_values
+from ..bindings import iterate_result_code
 from ..casts import find_cast
 from ..expressions import is_tensor, read_function, read_value
 from ..frames import make_returned_frame
@@ -46,7 +46,7 @@ def follow_returned(
         search.item_frames.add(new_index)
     element = search.element
     search.element = None
-    values = list(iterate_returned_values(frame.scope))
+    values = search.list_returned_values(new_index)
     for value in values:
         if isinstance(value, ast.Tuple) and element is not None and element < len(value.elts):
             result = follow_item(search, value.elts[element], new_index, value.lineno)

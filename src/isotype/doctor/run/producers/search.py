@@ -29,6 +29,7 @@ from ..bindings import (
     contains_node,
     find_assigned_expression,
     find_earlier_bindings,
+    iterate_returned_values,
     read_end_line,
     read_last_line,
     reads_changed_value,
@@ -191,6 +192,37 @@ class Search(ABC):
             if is_known and holds != is_in_body:
                 return True
         return False
+
+    def list_returned_values(self, index: int) -> list[ast.expr]:
+        """Returns the expressions that a function can have returned, the last one first. An
+        expression in a branch that did not run is left out, and so is one after a branch that
+        returned.
+        """
+        scope = self.frames[index].scope
+        values: list[ast.expr] = []
+        if scope is None:
+            return values
+        for value in reversed(list(iterate_returned_values(scope))):
+            if self.is_skipped(value, scope, index):
+                continue
+            values.insert(0, value)
+            if self.always_runs(value, scope, index):
+                break
+        return values
+
+    def always_runs(self, expression: ast.expr, scope: ast.AST, index: int) -> bool:
+        """True if all conditions around a `return` are true, as far as they can be read."""
+        for node in walk_scope(scope):
+            if not isinstance(node, (ast.If, ast.For, ast.While, ast.Try, ast.Match)):
+                continue
+            if not contains_node([node], expression):
+                continue
+            if not isinstance(node, ast.If) or reads_changed_value(node, scope):
+                return False
+            holds = read_condition(node.test, self.frame_at(index, node.lineno))
+            if holds is None or holds != contains_node(node.body, expression):
+                return False
+        return True
 
     def is_conditional(self, binding: ast.AST, scope: ast.AST, index: int, line: int) -> bool:
         """True if a statement is in a branch that does not contain a line, and whose condition
