@@ -7,11 +7,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from packaging.version import Version
 
 from isotype.finding import Finding
 from tests.api import (
@@ -1360,6 +1362,8 @@ def run_in_process(
     name: str, monkeypatch, *arguments: str, records_tensors: bool = False
 ) -> Finding | None:
     """Runs a program; returns the finding about the exception that ended it."""
+    if name == "static_cache" and Version(version("transformers")) >= Version("5.24"):
+        pytest.skip("since transformers 5.24 the cache takes the dtype of the values")
     path = PROGRAMS / f"{name}.py"
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
