@@ -44,9 +44,11 @@ def find_failed_check(evidence: Evidence) -> Finding | None:
     if not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
         return _find_stated_check(evidence)
     owners = [find_dtype_owner(side, evidence.frames) for side in sides]
-    if isinstance(frame.statement, ast.Raise) and None not in owners:
+    side_index = _find_side_beside_weight(owners, evidence)
+    if side_index is None and isinstance(frame.statement, ast.Raise) and None not in owners:
         return None  # two tensors that differ: the rule for operands of an operator decides
-    side_index = _find_odd_side(dtypes, owners, evidence)
+    if side_index is None:
+        side_index = _find_odd_side(dtypes, owners, evidence)
     owner = None if side_index is None else owners[side_index]
     if side_index is None or owner is None:
         return None
@@ -168,6 +170,23 @@ def _make_check_finding(
         passed=passed,
         passed_at=passed_at,
     )
+
+
+def _find_side_beside_weight(
+    owners: Sequence[tuple[ast.expr, int] | None], evidence: Evidence
+) -> int | None:
+    """Returns the index of the side of a comparison in a library that is computed, if the other side
+    is a weight, as in the check of `torch.nn.utils.parametrize`.
+    """
+    sides = [
+        None if owner is None else read_value(owner[0], evidence.frames[owner[1]])
+        for owner in owners
+    ]
+    computed = [i for i, side in enumerate(sides) if not isinstance(side, nn.Parameter)]
+    is_beside_weight = len(sides) == 2 and len(computed) == 1 and None not in owners
+    if evidence.failing_frame.is_user_code or not is_beside_weight:
+        return None
+    return computed[0]
 
 
 def _find_odd_side(

@@ -42,12 +42,16 @@ _OVERWRITING_OPERATIONS = frozenset(
 _CREATIONS = frozenset(f"torch.{name}" for name in ("zeros", "ones", "empty", "rand", "randn"))
 
 
+def _is_in_place(operation: str) -> bool:
+    """True for an operator such as `add_`, and not for "the check in __init__"."""
+    return operation.endswith("_") and not operation.startswith("__") and " " not in operation
+
+
 def find_write(evidence: Evidence) -> Finding | None:
     operands = evidence.operands
     operation = evidence.operation
     has_out = "out tensor to have dtype" in evidence.message
-    is_in_place = operation.endswith("_") and not operation.startswith("__")
-    is_writing = operation in _WRITING_OPERATIONS or is_in_place
+    is_writing = operation in _WRITING_OPERATIONS or _is_in_place(operation)
     if not operands or not (is_writing or has_out):
         return None
     destination = operands[-1] if has_out else operands[0]
