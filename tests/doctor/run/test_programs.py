@@ -1401,17 +1401,6 @@ def test_cause_place_and_fix(name, monkeypatch):
     assert truth.fix in finding.fix
 
 
-def test_parametrization_that_autocast_narrows_is_cast(monkeypatch):
-    """peft 3601: PyTorch's own check compares the result with the weight."""
-    finding = run_in_process("narrowing_parametrization", monkeypatch, records_tensors=True)
-    assert finding.code == "RN020", finding.render()
-    expression = "torch.addmm(weight, self.left, self.right)"
-    assert f"autocast, which is on, computes `{expression}` in bf16" in finding.cause
-    place = "tests/doctor/run/programs/narrowing_parametrization.py:17"
-    assert finding.fix == f"`{expression}.to(torch.float32)` at {place}"
-    assert run_in_process("narrowing_parametrization", monkeypatch, "repaired") is None
-
-
 def test_cast_in_a_branch_that_did_not_run_is_not_named(monkeypatch):
     finding = run_in_process("disabled_cast", monkeypatch)
     assert "x.to(torch.bfloat16)" not in finding.render()

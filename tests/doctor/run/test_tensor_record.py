@@ -390,6 +390,30 @@ def explain_failure(function, *args):
     raise AssertionError("the call did not fail")
 
 
+class AddProduct(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Parameter(torch.zeros(4, 2))
+        self.right = nn.Parameter(torch.zeros(2, 4))
+
+    def forward(self, weight):
+        return torch.addmm(weight, self.left, self.right)
+
+
+def test_parametrization_that_autocast_narrows_is_cast():
+    """peft 3601: PyTorch's own check compares the result with the weight."""
+
+    def register(layer):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.nn.utils.parametrize.register_parametrization(layer, "weight", AddProduct())
+
+    finding = explain_failure(register, nn.Linear(4, 4))
+    assert finding.code == "RN020", finding.render()
+    expression = "torch.addmm(weight, self.left, self.right)"
+    assert f"autocast, which is on, computes `{expression}` in bf16" in finding.cause
+    assert finding.fix.startswith(f"`{expression}.to(torch.float32)` at ")
+
+
 def test_arrays_of_one_function_are_cast_together():
     def update(model, buffer):
         rows, next_rows = buffer.sample([1, 2]), buffer.sample([2, 3])
