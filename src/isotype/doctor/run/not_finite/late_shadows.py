@@ -17,8 +17,9 @@ import torch
 
 from ....observe.operators import Operator
 from ....observe.origin import Site
-from .lost_numbers import TrialEnd, collect_results
+from .lost_numbers import collect_results
 from .shadows import Shadows
+from .trials import Trial, TrialEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,36 +34,31 @@ class Rounding:
     dtype: torch.dtype
 
 
-class LateShadows:
-    """Runs the operators of a step, the operators from a given one on also in fp32, and records
-    whether the fp32 result of a later operator is finite.
+class LateShadows(Trial):
+    """Runs the operators of a step, the operators from a given one on also in fp32. The answer is
+    whether the fp32 result of the operator in question is finite.
 
-    start    the number of the first operator that also runs in fp32
-    ordinal  the number of the operator whose result is in question
+    start  the number of the first operator that also runs in fp32
     """
 
     def __init__(self, start: int, ordinal: int) -> None:
-        self.is_finite = False
+        super().__init__(ordinal)
         self._shadows = Shadows()
         self._start = start
-        self._ordinal = ordinal
-        self._count = 0
 
-    def run(
+    def _compute(
         self, op: Operator, args: tuple, kwargs: dict, find_site: Callable[[], Site | None]
-    ) -> Any:
-        self._count += 1
+    ) -> tuple[tuple, Any]:
         is_late = self._count >= self._start
         finish = self._shadows.prepare(op, args, kwargs) if is_late else None
         result = op.func(*args, **kwargs)
         if finish is not None:
             finish(result)
-        if self._count == self._ordinal:
-            results = collect_results(op, args, result)
-            shadows = [self._shadows.get(tensor) for tensor in results]
-            self.is_finite = all(bool(shadow.isfinite().all()) for shadow in shadows)
-            raise TrialEnd
-        return result
+        return args, result
+
+    def _is_result_finite(self, op: Operator, args: tuple, result: Any) -> bool:
+        shadows = [self._shadows.get(tensor) for tensor in collect_results(op, args, result)]
+        return all(bool(shadow.isfinite().all()) for shadow in shadows)
 
 
 def find_last_rounding(

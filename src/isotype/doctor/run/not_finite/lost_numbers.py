@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from ....dtypes import format_dtype
 from ....observe.operators import Operator
 from ....observe.origin import Site, read_statement, running_frames
 from .step import collect_tensors
+from .trials import RunTrial, Trial, TrialEnd
 
 _BOUNDS = frozenset(
     ("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "hardtanh", "threshold", "logit")
@@ -223,48 +224,26 @@ def replace_numbers(
     return tuple(changed)
 
 
-class TrialEnd(BaseException):
-    """Ends a trial after the operator whose result is in question."""
-
-
-class NumberTrial:
-    """Runs the operators of a step with other numbers in place of the lost numbers of one line,
-    until a given operator, and records whether the result of this operator is finite.
-    """
+class NumberTrial(Trial):
+    """Runs the operators of a step with other numbers in place of the lost numbers of one line."""
 
     def __init__(
         self, replacements: dict[LostNumber, Replacement], operator: str, ordinal: int
     ) -> None:
-        self.is_finite = False
+        super().__init__(ordinal)
         self._replacements = replacements
         self._operator = operator
-        self._ordinal = ordinal
-        self._count = 0
 
-    def run(
+    def _compute(
         self, op: Operator, args: tuple, kwargs: dict, find_site: Callable[[], Site | None]
-    ) -> Any:
-        self._count += 1
+    ) -> tuple[tuple, Any]:
         changed = replace_numbers(op, args, self._replacements, find_site)
-        result = op.func(*changed, **kwargs)
-        if self._count == self._ordinal:
-            results = collect_results(op, changed, result)
-            is_finite = all(bool(tensor.isfinite().all()) for tensor in results)
-            self.is_finite = is_finite and operator_name(op) == self._operator
-            raise TrialEnd
-        return result
+        return changed, op.func(*changed, **kwargs)
 
-
-class Trial(Protocol):
-    """Runs the operators of a step in another way, until `TrialEnd`."""
-
-    def run(
-        self, op: Operator, args: tuple, kwargs: dict, find_site: Callable[[], Site | None]
-    ) -> Any: ...
-
-
-# runs the operators of a step through a trial
-RunTrial = Callable[[Trial], Any]
+    def _is_result_finite(self, op: Operator, args: tuple, result: Any) -> bool:
+        results = collect_results(op, args, result)
+        is_finite = all(bool(tensor.isfinite().all()) for tensor in results)
+        return is_finite and operator_name(op) == self._operator
 
 
 def prove_lost_numbers(

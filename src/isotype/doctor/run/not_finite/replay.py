@@ -26,8 +26,6 @@ from .late_shadows import Rounding
 from .lost_numbers import (
     LostNumber,
     Replacement,
-    RunTrial,
-    Trial,
     collect_results,
     compute_references,
     find_expression,
@@ -40,6 +38,7 @@ from .selections import Selected, read_selection
 from .shadows import Shadows, TensorTable
 from .stable_forms import StableForm, StableForms
 from .step import Entry, Step, collect_gradients, collect_tensors
+from .trials import RunTrial, Trial
 
 # operators that write a constant, such as the -inf of a mask
 CONSTANT_WRITERS = frozenset(

@@ -34,12 +34,13 @@ from .domains import (
     read_target,
 )
 from .late_shadows import Rounding, find_last_rounding
-from .lost_numbers import LostNumber, Replacement, RunTrial, prove_lost_numbers
+from .lost_numbers import LostNumber, Replacement, prove_lost_numbers
 from .number_settings import NumberSetting, find_number_setting
 from .positions import Part, read_condition, read_input, read_part
 from .replay import CONSTANT_WRITERS, Event, Range, Replay, Watch, describe_input, watch_update
 from .stable_forms import describe_form
 from .step import Entry, Step, all_finite, collect_tensors
+from .trials import RunTrial
 
 _format_finding = load_finding_formatter(SHEET)
 _PRODUCTS_WITH_SCALE = ("bmm", "baddbmm", "mm", "matmul")

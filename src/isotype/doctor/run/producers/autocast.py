@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import replace
 from types import FunctionType, MethodType
 
@@ -97,28 +98,31 @@ def find_autocast(search: Search, index: int, line: int) -> tuple[AutocastState,
     """Returns the autocast state at a line, and the index of the frame whose code sets it. The
     line may be in a function that has returned. The index is -1 if no code sets the state.
     """
-    while True:
-        state = read_frame_region(replace(search.frames[index], line=line))
+    for outer, outer_line in _iterate_lines(search, index, line):
+        frame = search.frames[outer]
+        state = read_frame_region(replace(frame, line=outer_line))
         if state is not None:
-            return name_caller(state, search.frames[index], _find_user_line(search, index)), index
-        if index in search.callers:
-            index, _, line = search.callers[index]
-        elif 0 < index < search.running_count:
-            index -= 1
-            line = search.frames[index].line
-        else:
-            return AutocastState(), -1
+            return name_caller(state, frame, _find_user_line(search, outer)), outer
+    return AutocastState(), -1
 
 
 def _find_user_line(search: Search, index: int) -> str:
     """Returns the running line of the innermost function of the user's code around a frame, or ""."""
-    line = search.frames[index].line
-    while not search.frames[index].is_user_code:
+    for outer, line in _iterate_lines(search, index, search.frames[index].line):
+        if search.frames[outer].is_user_code:
+            return replace(search.frames[outer], line=line).location
+    return ""
+
+
+def _iterate_lines(search: Search, index: int, line: int) -> Iterator[tuple[int, int]]:
+    """Yields the index of a frame and its line, and then those of its callers."""
+    yield index, line
+    while True:
         if index in search.callers:
             index, _, line = search.callers[index]
         elif 0 < index < search.running_count:
             index -= 1
             line = search.frames[index].line
         else:
-            return ""
-    return replace(search.frames[index], line=line).location
+            return
+        yield index, line

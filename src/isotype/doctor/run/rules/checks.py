@@ -21,10 +21,15 @@ from ..checks import (
 )
 from ..evidence import Evidence
 from ..expressions import read_value
-from ..producers import find_producer
 from ..recorded_origins import find_tensor_origin
 from .findings import make_finding
-from .operands import add_brackets, describe_others, find_model_variable, list_floating
+from .operands import (
+    add_brackets,
+    describe_others,
+    find_model_variable,
+    find_tensor_producer,
+    list_floating,
+)
 
 
 def find_failed_check(evidence: Evidence) -> Finding | None:
@@ -128,10 +133,7 @@ def _make_check_finding(
     frame_index %= len(evidence.frames)
     operands = {operand.label: operand for operand in evidence.operands}
     operand = operands.get(ast.unparse(owner))
-    if operand is None or operand.dtype != dtype:
-        producer = find_producer(owner, evidence.frames, frame_index, dtype, evidence.names)
-    else:
-        producer = evidence.producer_of(operand)
+    producer = find_tensor_producer(evidence, owner, frame_index, dtype)
     weight = None if operand is None else operand.weight
     origin = None if weight is None else find_tensor_origin(weight)
     variable = ""

@@ -18,6 +18,7 @@ from ..expressions import is_tensor, node_keyword, read_value
 from ..frames import source_text
 from ..modules import floating_weight_dtypes
 from ..producer import Producer
+from ..producers import find_producer
 from ..weight_origins import WeightOrigin, find_weight_origin
 
 # functions of torch without kernels for bf16 and fp16 on a CPU
@@ -178,6 +179,21 @@ def describe_others(evidence: Evidence, others: Sequence[Operand]) -> str:
         if description and is_known and not operand.path:
             return f"{operand.label} is {operand.dtype_name}: {description}"
     return ""
+
+
+def find_tensor_producer(
+    evidence: Evidence, tensor: ast.expr, frame_index: int, dtype: torch.dtype
+) -> Producer:
+    """Returns what gave a tensor its dtype, from an operand with the same expression if there is one.
+
+    tensor       the expression of the tensor
+    frame_index  the frame of this expression
+    """
+    label = ast.unparse(tensor)
+    operand = {operand.label: operand for operand in evidence.operands}.get(label)
+    if operand is None or operand.dtype != dtype:
+        return find_producer(tensor, evidence.frames, frame_index, dtype, evidence.names)
+    return evidence.producer_of(operand)
 
 
 def rebuild_creation(producer: Producer, dtype: str) -> str:

@@ -12,10 +12,8 @@ from ....finding import Finding
 from ..checks import find_dtype_owner
 from ..evidence import Evidence, read_missing_dtype
 from ..expressions import read_value
-from ..producer import Producer
-from ..producers import find_producer
 from .findings import make_finding
-from .operands import add_brackets
+from .operands import add_brackets, find_tensor_producer
 
 
 def find_missing_table_entry(evidence: Evidence) -> Finding | None:
@@ -32,7 +30,7 @@ def find_missing_table_entry(evidence: Evidence) -> Finding | None:
     owner = find_dtype_owner(lookup.slice, evidence.frames)
     source = source_at = origin = ""
     if owner is not None:
-        producer = _find_owner_producer(owner[0], owner[1], dtype, evidence)
+        producer = find_tensor_producer(evidence, owner[0], owner[1], dtype)
         source, source_at = add_brackets(producer.text), producer.location
         origin = producer.describe(format_dtype(dtype))
     targets = [other for other in supported if _holds_all_values(other, dtype)]
@@ -50,16 +48,6 @@ def find_missing_table_entry(evidence: Evidence) -> Finding | None:
         source_at=source_at,
         target=str(min(targets, key=lambda other: other.itemsize)) if targets else "",
     )
-
-
-def _find_owner_producer(
-    owner: ast.expr, frame_index: int, dtype: torch.dtype, evidence: Evidence
-) -> Producer:
-    """Returns what gave the tensor its dtype whose dtype is looked up."""
-    for operand in evidence.operands:
-        if operand.label == ast.unparse(owner) and operand.dtype == dtype:
-            return evidence.producer_of(operand)
-    return find_producer(owner, evidence.frames, frame_index, dtype, evidence.names)
 
 
 def _holds_all_values(dtype: torch.dtype, other: torch.dtype) -> bool:
