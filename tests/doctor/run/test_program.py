@@ -236,3 +236,9 @@ def test_messages_that_only_quote_types_are_not_about_dtypes():
     with pytest.raises(RuntimeError, match="BFloat16Type") as failure:
         loss.backward()
     assert run_evidence.collect_evidence(failure.value) is None
+
+
+def test_cast_in_a_branch_that_did_not_run_is_not_named():
+    explained = run_with_torch("-m", "isotype", "doctor", "run", str(PROGRAMS / "disabled_cast.py"))
+    assert "error RN005 " in explained.stderr
+    assert "x.to(torch.bfloat16)" not in explained.stderr

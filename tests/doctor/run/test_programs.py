@@ -1401,11 +1401,6 @@ def test_cause_place_and_fix(name, monkeypatch):
     assert truth.fix in finding.fix
 
 
-def test_cast_in_a_branch_that_did_not_run_is_not_named(monkeypatch):
-    finding = run_in_process("disabled_cast", monkeypatch, records_tensors=True)
-    assert "x.to(torch.bfloat16)" not in finding.cause + str(finding.details)
-
-
 def test_check_that_fails_for_a_shape_is_not_explained(monkeypatch):
     assert run_in_process("loader_check", monkeypatch, "shape") is None
 
